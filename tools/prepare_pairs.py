@@ -3,6 +3,7 @@
 python tools/prepare_pairs.py --catalogues data/wheels/*.whl --min-words 3 --output data/catalogues
 python tools/prepare_pairs.py --catalogues django --languages de,fr --output data/django
 python tools/prepare_pairs.py --aligned de train.en train.de --aligned fr news.en news.fr --output data/news
+python tools/prepare_pairs.py --split-files de 'wmt/{split}.en' 'wmt/{split}.de' --output data/wmt
 python tools/prepare_pairs.py --tsv de pairs.tsv.gz --jsonl more.jsonl --output data/mixed
 """
 
@@ -35,6 +36,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         action="append",
         metavar=("LANGUAGE", "SOURCE", "TARGET"),
         help="two files of text whose lines are translations of each other, into LANGUAGE",
+    )
+    add(
+        "--split-files",
+        nargs=3,
+        action="append",
+        metavar=("LANGUAGE", "SOURCE", "TARGET"),
+        help="the same for files that are split already: {split} in both names is train, valid or test",
     )
     add(
         "--tsv",

@@ -68,7 +68,8 @@ class SpanCorruption(TrainingObjective):
         length = config.data.sequence_length
         hidden, spans = _sizes(options, length)
         target = (hidden + spans + 1) / length
-        return TokenShares((length - hidden + spans) / length, target, target)
+        source = length - _left_out(hidden, spans) - hidden + spans + 1
+        return TokenShares(source / length, target, target)
 
     def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
         super().__init__(options, config, vocabulary)
@@ -81,10 +82,10 @@ class SpanCorruption(TrainingObjective):
         self.sentinels = range(first, vocabulary.size) if vocabulary.added else vocabulary.special.sentinels
 
     def sample(self, item: Item, place: str) -> Item:
-        """Return `source` and `target`, int64."""
+        """Return `source` and `target`, int64; both end with the end-of-document token."""
         tokens_S, draws = item["tokens"].numpy(), self.draws(place)
         hidden, spans = _sizes(self.options, len(tokens_S))
-        kept_lengths = _cut(len(tokens_S) - hidden, spans, draws)
+        kept_lengths = _cut(len(tokens_S) - _left_out(hidden, spans) - hidden, spans, draws)
         hidden_lengths = _cut(hidden, spans, draws)
         source: list[Any] = []
         target: list[Any] = []
@@ -94,6 +95,7 @@ class SpanCorruption(TrainingObjective):
             source += [tokens_S[first : first + kept], sentinel]
             target += [sentinel, tokens_S[first + kept : first + kept + gap]]
             first += kept + gap
+        source.append([self.end])  # as in T5's pipeline
         target.append([self.end])
         sides = (np.concatenate(side).astype(np.int64) for side in (source, target))
         return dict(zip(("source", "target"), map(torch.from_numpy, sides), strict=True))
@@ -109,6 +111,11 @@ def _sizes(options: Any, length: int) -> tuple[int, int]:
     hidden = min(max(round(length * options.density), 1), length - 1)
     spans = min(max(round(hidden / options.mean_span), 1), length - hidden)
     return hidden, spans
+
+
+def _left_out(hidden: int, spans: int) -> int:
+    """Return how many tokens at a sample's end are left out, so that the source is not longer than it."""
+    return max(0, spans + 1 - hidden)
 
 
 def _cut(total: int, parts: int, draws: np.random.Generator) -> list[int]:

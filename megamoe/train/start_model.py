@@ -15,6 +15,7 @@ from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
+from megamoe.moe.suggestions import provides
 from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.parallel.zero.partition import Partition
 from megamoe.train.resolved import ResolvedRun
@@ -84,6 +85,26 @@ def _has_another_head(config: RunConfig, path: Path) -> bool:
     return config.model.num_labels is not None and any(saved[key] != now[key] for key in OF_LABELS)
 
 
+def _why_not_dense(config: RunConfig) -> str | None:
+    """Return why copies of a dense FFN do not compute what it does; None if they do, but for the noise.
+
+    Each expert is the FFN, so the layer is the FFN times the sum of a token's weights.
+    """
+    moe = config.moe
+    selector, capacity = moe.router.selector, moe.router.capacity
+    scale = getattr(selector.options, "scale", 1.0)
+    if not provides("normalised", selector) or scale != 1:
+        return (
+            f"the weights that moe.router.selector {selector.name} gives to a token's experts do not sum to "
+            "1; choose at least two experts with weights: renormalised and scale: 1"
+        )
+    if capacity.name != "none":
+        return f"moe.router.capacity {capacity.name} drops pairs; set it to none"
+    if moe.num_shared_experts:
+        return "shared experts, which are as drawn, add to it; set moe.num_shared_experts=0"
+    return None
+
+
 def _tell_the_start(config: RunConfig, weights: Weights | None, say: Say) -> None:
     """Say from which weights a new run starts, and what they do not contain."""
     init, frozen = config.checkpoint.init, config.moe.frozen
@@ -91,5 +112,7 @@ def _tell_the_start(config: RunConfig, weights: Weights | None, say: Say) -> Non
         rest = f"; of the MoE layers as drawn: {', '.join(weights.kept)}" if weights.kept else ""
         head = "; its head is left out, the one for labels is as drawn" if weights.new_head else ""
         say(f"weights from {init.path}, experts: {init.experts}{rest}{head}")
+        if init.experts == "copy" and (why := _why_not_dense(config)):
+            say(f"warning: the model does not begin as the dense one: {why}")
     elif frozen:
         say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")

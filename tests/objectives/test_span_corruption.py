@@ -31,7 +31,7 @@ def item(number: int, length: int = 128) -> Item:
 
 def joined(source: list[int], target: list[int]) -> tuple[list[int], list[int]]:
     """Fill the gaps: return the sequence, and the lengths of the spans."""
-    assert target[-1] == EOD
+    assert target[-1] == source[-1] == EOD
     spans: dict[int, list[int]] = {}
     for token in target[:-1]:
         if token >= WORDS:
@@ -39,7 +39,7 @@ def joined(source: list[int], target: list[int]) -> tuple[list[int], list[int]]:
         else:
             spans[max(spans)].append(token)
     sequence = []
-    for token in source:
+    for token in source[:-1]:
         sequence += spans[token] if token >= WORDS else [token]
     assert [token for token in source if token >= WORDS] == list(spans) == sorted(spans)
     return sequence, [len(span) for span in spans.values()]
@@ -58,6 +58,16 @@ def test_the_sequence_can_be_put_together_again() -> None:
     share = lengths.count(1) / len(lengths)
     assert abs(share - 2380 / 8568) < 4 * (0.278 * 0.722 / len(lengths)) ** 0.5
     assert min(lengths) == 1 and max(lengths) > 8
+
+
+def test_a_source_is_never_longer_than_its_sample() -> None:
+    """Spans of one token each take as many places as they hide, and the end takes one more."""
+    made = objective(mean_span=1.0)
+    found = made.sample(item(1), "train/1")
+    assert len(found["source"]) == 128
+    assert joined(found["source"].tolist(), found["target"].tolist())[0] == item(1)["tokens"].tolist()[:127]
+    shares = SpanCorruption.shares(made.options, made.config)
+    assert (shares.encoder, shares.decoder) == (1.0, len(found["target"]) / 128)
 
 
 def test_draws_are_those_of_the_sample() -> None:

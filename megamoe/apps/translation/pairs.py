@@ -6,13 +6,15 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megamoe.data.card import SourceCard
 from megamoe.data.sources import Source, Tap, read_lines
 from megamoe.errors import UserError
 
+SPLITS = ("train", "valid", "test")
+SPLIT_MARK = "{split}"
 SCRIPTS = {"latin": "Latn", "cyrillic": "Cyrl", "devanagari": "Deva", "arabic": "Arab"}
 CODE = re.compile(r"[A-Za-z]{2,3}(?:[_@-][A-Za-z0-9]+)*")
 
@@ -68,6 +70,7 @@ class Pair:
         label: which application or module it comes from; empty if that is not known.
         identities: further texts that identify the message, such as the singular of a plural. Pairs with a
             source or an identity in common go to the same split.
+        split: train, valid or test where the file is of one; empty if the split is to be drawn.
     """
 
     source: str
@@ -75,6 +78,7 @@ class Pair:
     language: str
     label: str = ""
     identities: tuple[str, ...] = ()
+    split: str = ""
 
 
 @dataclass
@@ -113,6 +117,35 @@ def read_aligned(language: str, source: str, target: str, counts: Counts) -> Ite
         yield from _pair(left, right, language, counts)
     if not number:
         raise UserError(f"pair {language}: {source!r} and {target!r} are empty; expected a text in each line")
+
+
+def read_splits(language: str, source: str, target: str, counts: Counts) -> Iterator[Pair]:
+    """Yield the pairs of ready-made splits, those of test first, then valid, then train.
+
+    source, target: names of aligned files in which {split} stands for train, valid and test, such as
+    `wmt/{split}.en`. Valid or test may be missing. A pair of train that is also in another split comes after
+    it, and is left out as equal to another pair.
+
+    Raises:
+        UserError: if a name has no {split}, the files of train or those of both others are missing, one side
+            of a split is missing, or as `read_aligned`.
+    """
+    for name in (source, target):
+        if SPLIT_MARK not in name:
+            raise UserError(
+                f"--split-files {name!r}: expected {SPLIT_MARK} in the name, in the place of train, valid "
+                "and test, such as data/wmt/{split}.en"
+            )
+    named = {split: [name.replace(SPLIT_MARK, split) for name in (source, target)] for split in SPLITS}
+    there = [split for split, names in named.items() if any(Path(name).exists() for name in names)]
+    if there[:1] != ["train"] or len(there) < 2:
+        raise UserError(
+            f"--split-files {source!r}: found files of {' and '.join(there) or 'no split'}, expected train "
+            "and at least one of valid and test"
+        )
+    for split in reversed(there):
+        for pair in read_aligned(language, *named[split], counts):
+            yield replace(pair, split=split)
 
 
 def read_tsv(language: str, path: str, counts: Counts) -> Iterator[Pair]:

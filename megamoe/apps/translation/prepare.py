@@ -18,15 +18,16 @@ from megamoe import __version__
 from megamoe.apps.translation.card import LanguageCard, PairCard
 from megamoe.apps.translation.catalogues import find_catalogues, read_catalogue
 from megamoe.apps.translation.pairs import (
+    SPLITS,
     Counts,
     Pair,
     check_language,
     read_aligned,
     read_json_lines,
+    read_splits,
     read_tsv,
 )
 from megamoe.apps.translation.select import (
-    SPLITS,
     count_languages,
     in_split,
     keep_pairs,
@@ -62,6 +63,7 @@ class PairPreparation:
     output: str  # folder
     catalogues: list[str] = field(default_factory=list)
     aligned: list[list[str]] = field(default_factory=list)  # of [language, source file, target file]
+    split_files: list[list[str]] = field(default_factory=list)  # the same, with {split} in both names
     tsv: list[list[str]] = field(default_factory=list)  # of [language, file]
     jsonl: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=lambda: ["source", "target", "language"])
@@ -184,8 +186,11 @@ def _check(preparation: PairPreparation, output: Path) -> None:
 
 
 def _read(preparation: PairPreparation, counts: Counts) -> Iterator[Pair]:
-    if not any((preparation.catalogues, preparation.aligned, preparation.tsv, preparation.jsonl)):
-        raise UserError("no pairs: name them with --catalogues, --aligned, --tsv or --jsonl")
+    given = (preparation.catalogues, preparation.aligned, preparation.split_files, preparation.tsv)
+    if not any((*given, preparation.jsonl)):
+        raise UserError("no pairs: name them with --catalogues, --aligned, --split-files, --tsv or --jsonl")
+    for language, source, target in preparation.split_files:
+        yield from read_splits(language, source, target, counts)
     for language, source, target in preparation.aligned:
         yield from read_aligned(language, source, target, counts)
     for language, path in preparation.tsv:

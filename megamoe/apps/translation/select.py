@@ -9,12 +9,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megamoe import __version__
-from megamoe.apps.translation.pairs import Counts, Pair, select_languages
+from megamoe.apps.translation.pairs import SPLITS, Counts, Pair, select_languages
 from megamoe.data.card import save_checked
 from megamoe.data.write import file_card
 from megamoe.errors import UserError
 
-SPLITS = ("train", "valid", "test")
 WORD = re.compile(r"\w+")
 NOT_WORD = re.compile(r"[\W_]+")
 
@@ -86,7 +85,8 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float]) -> list[str]:
 
     Pairs of one message go to one split, in all languages: those with a source or an identity in common,
     compared without case, spaces and punctuation. The split is drawn by a hash of the message, so it does
-    not depend on the order of the pairs.
+    not depend on the order of the pairs. A pair of a ready-made split (`Pair.split`) stays in it, and drawn
+    ones of the same message follow it.
 
     shares: of the three splits, of any sum.
 
@@ -104,8 +104,14 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float]) -> list[str]:
     for pair in pairs:
         groups.join([_key(text) for text in (pair.source, *pair.identities)])
     found: dict[str, str] = {}
+    for pair in pairs:
+        if pair.split:
+            found.setdefault(groups.name_of(_key(pair.source)), pair.split)
     result = []
     for pair in pairs:
+        if pair.split:
+            result.append(pair.split)
+            continue
         name = groups.name_of(_key(pair.source))
         if name not in found:
             number = uniform(name)

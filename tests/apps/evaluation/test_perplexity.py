@@ -278,3 +278,14 @@ def test_the_world_is_left_at_the_end() -> None:
     with session() as ranks:
         assert ranks.world.size == 1
     launch.stop()
+
+
+def test_the_page_has_every_key_of_the_json() -> None:
+    page = (Path(__file__).parents[3] / "docs/evaluation.md").read_text()
+    rows = [row[1:].split(" | ") for row in page.splitlines() if row.startswith("|") and row.count("|") == 4]
+    named = {name.strip("`") for row in rows[2:] for name in row[1].strip().split(", ")} - {
+        "accuracy",
+        "squared_error",
+    }
+    written = Perplexity(1.0, 2, 3, 4, {1: [1, 2]}, 3, 1.0, 6.0, 0.5).as_data()
+    assert named == {"data", "settings", "samples", *written}

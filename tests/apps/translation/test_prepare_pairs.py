@@ -49,6 +49,26 @@ def texts_of(prefix: Path, output: Path) -> list[str]:
     return [tokenizer.decode(document) for document in documents]
 
 
+def test_ready_made_splits_stay_as_they_are(tmp_path: Path) -> None:
+    """A training pair that is also a test pair is left out of train; drawn pairs follow their message's split."""
+    lines = {
+        "train": ["one big river", "two big seas", "three hills"],
+        "test": ["two big seas", "four old trees"],
+    }
+    for split, texts in lines.items():
+        (tmp_path / f"{split}.en").write_text("".join(f"{text}\n" for text in texts))
+        (tmp_path / f"{split}.de").write_text("".join(f"das {text} ist\n" for text in texts))
+    (tmp_path / "more.tsv").write_text("Four old trees!\tquatre arbres\n")
+    files = ["--split-files", "de", tmp_path / "{split}.en", tmp_path / "{split}.de"]
+    more = ["--tsv", "fr", tmp_path / "more.tsv", "--tokenizer", "bytes", "--special", "pad,<2de>,<2fr>"]
+    assert prepare(tmp_path / "out", *files, *more) == 0
+    card = json.loads((tmp_path / "out/card.json").read_text())
+    assert card["pairs"] == {"train": 2, "valid": 0, "test": 3}
+    assert card["left_out"] == {"equal to another pair": 1}
+    test, _, _ = load_pair_card(str(tmp_path / "out/pairs/test"))
+    assert [(one.language, one.pairs) for one in test.languages] == [("de", 2), ("fr", 1)]
+
+
 def test_sides_are_aligned_and_languages_follow_each_other(prepared: Path) -> None:
     messages: dict[str, set[str]] = {}
     for split in ("train", "valid", "test"):
@@ -233,6 +253,14 @@ def test_replacing_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 BAD = {
     "no input": ([], "no pairs: name them with --catalogues"),
+    "no mark": (
+        ["--split-files", "de", "train.en", "{split}.de"],
+        "'train.en': expected {split} in the name",
+    ),
+    "one split": (
+        ["--split-files", "de", "{split}.en", "{split}.de"],
+        "found files of no split, expected train",
+    ),
     "different lengths": (["--aligned", "de", "3.txt", "2.txt"], "'2.txt' has 2 lines, '3.txt' has 3"),
     "the other way": (["--aligned", "de", "2.txt", "3.txt"], "'2.txt' has 2 lines, '3.txt' has 3"),
     "empty sides": (["--aligned", "de", "empty", "empty"], "are empty; expected a text in each line"),
