@@ -50,7 +50,7 @@ def texts_of(prefix: Path, output: Path) -> list[str]:
 
 
 def test_ready_made_splits_stay_as_they_are(tmp_path: Path) -> None:
-    """A training pair that is also a test pair is left out of train; drawn pairs follow their message's split."""
+    """A training pair that is also a test pair is left out; drawn pairs follow their message's split."""
     lines = {
         "train": ["one big river", "two big seas", "three hills"],
         "test": ["two big seas", "four old trees"],
