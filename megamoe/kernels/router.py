@@ -115,14 +115,32 @@ class _Softmax(torch.autograd.Function):
 def top_k(ranking_TE: Tensor, count: int, kernels: Kernels) -> Tensor:
     """Return the indices of each row's `count` largest values, in descending order: int64 [T, count].
 
-    NaN counts as the largest. Among equal values the library takes the first; PyTorch guarantees no order.
+    NaN counts as the largest. Among equal values the first is taken.
     """
     library = _library_for(ranking_TE, kernels)
     if library is None or not 0 < count <= min(FEW_CHOICES, ranking_TE.shape[1]):
-        return ranking_TE.topk(count, dim=-1).indices
+        return largest(ranking_TE, count)
     chosen_TK = ranking_TE.new_empty(len(ranking_TE), count, dtype=torch.int64)
     library.call("top_k", ranking_TE.dtype, ranking_TE, *ranking_TE.shape, count, chosen_TK)
     return chosen_TK
+
+
+def largest(values: Tensor, count: int) -> Tensor:
+    """Return the indices of the `count` largest values of the last dimension, in descending order, int64.
+
+    NaN counts as the largest. Among equal values the first is taken, on every device: PyTorch's `topk`
+    promises no order, and its kernels for CPU and CUDA differ.
+    """
+    values = values.detach()
+    if values.dtype != torch.float32:
+        return values.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+    # Half as long as a stable sort: topk of whole numbers in the floats' order, made different by the place.
+    bits = (values + 0.0).contiguous().view(torch.int32)  # -0.0 + 0.0 is 0.0
+    ascending = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    ascending = ascending.masked_fill(values.isnan(), 1 << 31)
+    size = values.shape[-1]
+    place = torch.arange(size - 1, -1, -1, device=values.device)
+    return (ascending * size + place).topk(count, dim=-1).indices
 
 
 def masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float, kernels: Kernels) -> Tensor:

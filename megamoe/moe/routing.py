@@ -129,11 +129,21 @@ class Scored:
         """Return values that order the pairs of all tokens as `values_TE` (their p) does, without gradient.
 
         These are the scores if each p depends on its own score alone (sigmoid). The scores of a softmax do
-        not compare across tokens.
+        not compare across tokens. Its p are computed again with a sum in fp64, so that p that are equal by
+        mathematics are equal here: a sum in fp32 depends on the order of a token's scores, in its last bits
+        and differently in each kernel.
         """
         found = self.monotone_score_function
-        by_scores = found is not None and found.elementwise
-        return (self.scores_TE if by_scores else values_TE).detach()
+        if found is None:
+            return values_TE.detach()
+        if found.elementwise:
+            return self.scores_TE.detach()
+        log_TE = found.log_values(self.scores_TE.detach()).double()
+        among_TE = self.candidates_TE
+        if among_TE is not None and not found.over_all and values_TE is not self.affinities_TE:
+            log_TE = log_TE.masked_fill(~among_TE, float("-inf"))
+        probs_TE = log_TE.softmax(dim=-1).float()
+        return probs_TE if among_TE is None else probs_TE.masked_fill(values_TE.detach() == 0, 0.0)
 
     def of_candidates_TE(self, values_TE: Tensor, other: float, kernels: Kernels) -> Tensor:
         """Return the values [T, E] with `other` for the experts that are no candidates."""

@@ -250,8 +250,9 @@ def _wait(condition: Callable[[], bool], deadline: float) -> bool:
 
 def _listens() -> bool:
     """Return whether the store's host listens."""
-    address = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    with suppress(OSError):
+    port = os.environ.get("MASTER_PORT", "29500")
+    address = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(port) if port.isdecimal() else 0
+    with suppress(OSError, OverflowError):
         socket.create_connection(address, timeout=1).close()
         return True
     return False

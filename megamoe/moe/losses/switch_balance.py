@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import balance
+from megamoe.kernels.router import balance, largest
 from megamoe.moe.losses.common import fractions, mean_over_sequences, shares, wanted_counts
 from megamoe.moe.part import Dims, Example, Part, StepContext
 from megamoe.moe.routing import Routing, count
@@ -123,7 +123,7 @@ class SwitchBalance(Part):
             cell_N = sequence_T[token_N] * num_experts + expert_N
         else:
             k = 1 if self.config.first_choice else self.dims.num_choices
-            expert_TK = routing.within_tokens_TE(affinities_TE).topk(k, dim=-1).indices
+            expert_TK = largest(routing.within_tokens_TE(affinities_TE), k)
             cell_N = (sequence_T[:, None] * num_experts + expert_TK).reshape(-1)
         counts_BE = count(cell_N, num_sequences * num_experts).view(num_sequences, num_experts)
         mean_share_BE = mean_over_sequences(shares(affinities_TE), context)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import largest
 from megamoe.moe.masks.expert_groups import by_group, check_groups
 from megamoe.moe.part import Candidates, Example, Mask, StepContext
 from megamoe.moe.routing import Scored
@@ -85,7 +86,7 @@ class GroupLimit(Mask):
             score_TG = _sums(ranking_TGL.topk(self._best, dim=-1).values, scored)
         else:
             score_TG = ranking_TGL.amax(dim=-1)
-        kept_TM = score_TG.topk(self.config.keep, dim=-1).indices
+        kept_TM = largest(score_TG, self.config.keep)
         allowed_TG = torch.zeros_like(score_TG, dtype=torch.bool).scatter_(1, kept_TM, True)
         return allowed_TG[:, :, None].expand_as(ranking_TGL).reshape(scored.scores_TE.shape)
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import largest
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import SMALLEST_TOTAL, WeightedByP, num_candidates_T
@@ -68,7 +69,7 @@ class EntropyAware(WeightedByP):
         perplexity_T = torch.special.entr(share_TE).sum(dim=-1).exp()
         wanted_T = perplexity_T.round().long().clamp(self.config.min_k, self.config.max_k)
         count_T = wanted_T.minimum(num_candidates_T(scored.candidates_TE, probs_TE))
-        expert_TK = scored.ranking_TE.topk(self.config.max_k, dim=-1).indices
+        expert_TK = largest(scored.ranking_TE, self.config.max_k)
         return self.replayed(scored, expert_TK, count_T)
 
     def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:

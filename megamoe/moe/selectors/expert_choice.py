@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import Kernels
+from megamoe.kernels.router import largest
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import WeightedByP, probs_N
@@ -81,7 +82,7 @@ class ExpertChoice(WeightedByP):
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """C * E pairs, fewer where masks leave an expert too few candidates."""
-        best_EC = _values_TE(scored, self.dims.kernels).T.topk(self.places(scored.num_tokens), dim=1).indices
+        best_EC = largest(_values_TE(scored, self.dims.kernels).T, self.places(scored.num_tokens))
         expert_E1 = torch.arange(len(best_EC), device=best_EC.device)[:, None]
         token_N, expert_N = best_EC.reshape(-1), expert_E1.expand_as(best_EC).reshape(-1)
         if scored.candidates_TE is not None:

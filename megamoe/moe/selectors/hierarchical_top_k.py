@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import largest
 from megamoe.moe.part import Example, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.validation import size_of_extra
@@ -87,7 +88,8 @@ class HierarchicalTopK(Selector):
             candidates_TGS = scored.candidates_TE.unflatten(1, (group_TG.shape[1], -1))
             inner_TGS = inner_TGS.masked_fill(~candidates_TGS, lowest)
             group_TG = group_TG.masked_fill(~candidates_TGS.any(dim=2), lowest)
-        kept_TA, group_TA = group_TG.topk(self.config.groups, dim=1)
+        group_TA = largest(group_TG, self.config.groups)
+        kept_TA = group_TG.gather(1, group_TA)
         scored.extras["chosen_groups_TA"] = group_TA
         expert_TK, weight_TK = self._choices(kept_TA, group_TA, inner_TGS)
         valid_TK = None if scored.candidates_TE is None else scored.candidates_TE.gather(1, expert_TK)
@@ -97,7 +99,8 @@ class HierarchicalTopK(Selector):
         """Return experts and weights, [T, groups * k], in order of choice."""
         size = inner_TGS.shape[2]
         inner_TAS = inner_TGS.gather(1, group_TA[:, :, None].expand(-1, -1, size))
-        kept_TAC, place_TAC = inner_TAS.topk(self.config.k, dim=2)
+        place_TAC = largest(inner_TAS, self.config.k)
+        kept_TAC = inner_TAS.gather(2, place_TAC)
         weight_TK = (kept_TA.softmax(dim=1)[:, :, None] * kept_TAC.softmax(dim=2)).flatten(1)
         expert_TK = (group_TA[:, :, None] * size + place_TAC).flatten(1)
         # Sorted by logarithms: products may underflow to 0.

@@ -6,6 +6,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from megamoe.kernels.router import largest
 from megamoe.moe import rng
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
@@ -51,7 +52,7 @@ class Sample(FixedK):
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return T * k pairs in the order drawn, fewer if a token has fewer candidates."""
         keys_TE = self._drawn_TE(scored, context) if self.training else scored.ranking_TE
-        expert_TK = keys_TE.topk(self.config.k, dim=-1).indices
+        expert_TK = largest(keys_TE, self.config.k)
         weight_TK = self._weights_TK(scored.probs_TE.gather(1, expert_TK))
         valid_TK = None if scored.candidates_TE is None else scored.candidates_TE.gather(1, expert_TK)
         return Pairs.of_choices(expert_TK, weight_TK, valid_TK)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megamoe.kernels.router import largest
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import FixedK
@@ -60,7 +61,7 @@ class Sinkhorn(FixedK):
             scores_TE = scored.scores_TE.detach()
             scores_TE = scored.of_candidates_TE(scores_TE, float("-inf"), self.dims.kernels)
             ranking_TE = scores_TE + log_column_factors_E(scores_TE, self.config.iterations)
-        expert_TK = ranking_TE.topk(self.config.k, dim=-1).indices
+        expert_TK = largest(ranking_TE, self.config.k)
         valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)
         return Pairs.of_choices(expert_TK, scored.probs_TE.gather(1, expert_TK), valid_TK)
 

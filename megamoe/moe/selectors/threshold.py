@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from megamoe.kernels.router import largest
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import WeightedByP, first_choices, num_candidates_T
@@ -51,7 +52,7 @@ class Threshold(WeightedByP):
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return at least one pair per token and at most one per candidate."""
         head = -(-scored.num_experts // HEAD)
-        head_TK = scored.ranking_TE.topk(head, dim=-1).indices
+        head_TK = largest(scored.ranking_TE, head)
         count_T = self._count(scored, head_TK, slice(None))
         long_S = (count_T > head).nonzero().squeeze(1)
         if len(long_S) == 0:
@@ -72,8 +73,10 @@ class Threshold(WeightedByP):
         most_S = num_candidates_T(candidates_SE, probs_SE)
         if self._threshold == 1:
             return most_S
-        sum_SK = probs_SE.gather(1, expert_SK).cumsum(dim=-1)
-        too_few_S = (sum_SK < self._threshold * probs_SE.sum(dim=-1, keepdim=True)).sum(dim=-1)
+        # In fp64, where a sum of fp32 numbers does not depend on its order: a token is on the same side of
+        # the threshold on every device.
+        sum_SK = probs_SE.gather(1, expert_SK).double().cumsum(dim=-1)
+        too_few_S = (sum_SK < self._threshold * probs_SE.double().sum(dim=-1, keepdim=True)).sum(dim=-1)
         return most_S.minimum(too_few_S + 1)
 
     @property
