@@ -73,7 +73,7 @@ def test_kernels_choose_alike_where_scores_tie(kind: str, name: str, training: b
             found = forward(hidden_TH, context)
             return (scores_TE, found[1]) if isinstance(found, tuple) else scores_TE
 
-        layer.router.scorer.forward = tied  # type: ignore[method-assign]
+        layer.router.scorer.forward = tied
     assert_same_pairs(layers, make_hidden(TOKENS))
 
 

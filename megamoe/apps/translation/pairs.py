@@ -144,7 +144,8 @@ def read_splits(language: str, source: str, target: str, counts: Counts) -> Iter
             "and at least one of valid and test"
         )
     for split in reversed(there):
-        for pair in read_aligned(language, *named[split], counts):
+        left, right = named[split]
+        for pair in read_aligned(language, left, right, counts):
             yield replace(pair, split=split)
 
 
