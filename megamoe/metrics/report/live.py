@@ -13,8 +13,7 @@ from typing import Any
 
 from megamoe.errors import UserError
 from megamoe.metrics.recorder import METRICS_FILE
-from megamoe.metrics.report.document import document
-from megamoe.metrics.report.page import live_main
+from megamoe.metrics.report.page import document, live_main
 from megamoe.metrics.report.run_statistics import CONFIG_FILE, Record, read_run
 
 ADDRESS = "127.0.0.1"

@@ -1,6 +1,6 @@
 """What a report draws: sections of panels, each with curves or a heat map, without a library's drawing calls.
 
-`picture` draws them with matplotlib, `document` hands them to plotly.js. Arrays indexed by record end in _R,
+`figures` makes plotly figures of them. Arrays indexed by record end in _R,
 by row of a heat map in _E, by its column in _B.
 """
 
