@@ -25,15 +25,10 @@ MOST_PANELS = 24  # more layers than that are left out of a figure, and are in t
 COLOURS = "turbo"  # of experts, which have no order
 GRID, MUTED = "#e8eaef", "#6b7280"
 STYLE: Any = {  # for matplotlib.rc_context
-    "figure.facecolor": "#ffffff",
-    "savefig.facecolor": "#ffffff",
-    "axes.facecolor": "#ffffff",
     "axes.edgecolor": GRID,
     "axes.labelcolor": MUTED,
-    "axes.titlecolor": "#1f2430",
     "axes.titlelocation": "left",
     "axes.titlesize": 9.5,
-    "axes.titlepad": 7,
     "axes.labelsize": 9,
     "axes.grid": True,
     "axes.axisbelow": True,
@@ -41,10 +36,6 @@ STYLE: Any = {  # for matplotlib.rc_context
     "axes.spines.right": False,
     "axes.xmargin": 0.01,
     "grid.color": GRID,
-    "grid.linewidth": 0.8,
-    "lines.linewidth": 1.5,
-    "lines.solid_capstyle": "round",
-    "text.color": "#1f2430",
     "text.parse_math": False,  # a name with dollar signs is no formula
     "xtick.color": GRID,
     "ytick.color": GRID,
@@ -54,10 +45,6 @@ STYLE: Any = {  # for matplotlib.rc_context
     "ytick.labelsize": 8.5,
     "legend.frameon": False,
     "legend.fontsize": 8.5,
-    "figure.constrained_layout.h_pad": 0.08,
-    "figure.constrained_layout.w_pad": 0.08,
-    "figure.constrained_layout.hspace": 0.04,
-    "figure.constrained_layout.wspace": 0.05,
 }
 
 

@@ -8,7 +8,6 @@ import base64
 import gzip
 import json
 import math
-from dataclasses import dataclass
 from functools import cache
 from html import escape
 from typing import Any
@@ -22,58 +21,32 @@ DIGITS = 5  # significant, of a number in the page
 MOST_UNIFIED = 9  # curves whose values are shown together under the pointer
 
 
-@dataclass(frozen=True)
-class Theme:
-    """Colours of one kind of page, as #rrggbb."""
-
-    background: str
-    text: str
-    muted: str
-    grid: str
-    blue: str
-    orange: str
-    further: tuple[str, ...]  # further validation sets
-    depth: tuple[str, str, str]  # first, middle and last MoE layer
-    load: tuple[str, str, str]  # idle, fair share, overloaded
-
-
-LIGHT = Theme(
-    background="#ffffff",
-    text="#1f2430",
-    muted="#6b7280",
-    grid="#e8eaef",
-    blue="#2c6fbb",
-    orange="#d9632b",
-    further=("#3b8f5a", "#8a5fbf", "#b8862b", "#4a9bb0"),
-    depth=("#4fb8a0", "#2c6fbb", "#7a2c8f"),
-    load=("#2c6fbb", "#f6f5f2", "#cf4a23"),
-)
-DARK = Theme(
-    background="#171a21",
-    text="#e6e8ee",
-    muted="#9aa2b1",
-    grid="#2a2f3a",
-    blue="#6aaeea",
-    orange="#f0925c",
-    further=("#6fc08c", "#b595e0", "#dcb35c", "#79c6d8"),
-    depth=("#6fd0b8", "#6aaeea", "#c58be0"),
-    load=("#6aaeea", "#23272f", "#f5814f"),
-)
+COLOURS = {  # of a light and of a dark page
+    "background": ("#ffffff", "#171a21"),
+    "text": ("#1f2430", "#e6e8ee"),
+    "muted": ("#6b7280", "#9aa2b1"),
+    "grid": ("#e8eaef", "#2a2f3a"),
+    "blue": ("#2c6fbb", "#6aaeea"),
+    "orange": ("#d9632b", "#f0925c"),
+    "further_0": ("#3b8f5a", "#6fc08c"),  # further validation sets
+    "further_1": ("#8a5fbf", "#b595e0"),
+    "further_2": ("#b8862b", "#dcb35c"),
+    "further_3": ("#4a9bb0", "#79c6d8"),
+    "even": ("#f6f5f2", "#23272f"),  # a fair share of the load; idle experts are blue
+    "overloaded": ("#cf4a23", "#f5814f"),
+}
+DEPTH = (("#4fb8a0", "#2c6fbb", "#7a2c8f"), ("#6fd0b8", "#6aaeea", "#c58be0"))  # first, middle, last layer
+BACKGROUND, TEXT, MUTED, GRID = (COLOURS[name][0] for name in ("background", "text", "muted", "grid"))
 
 
-def colour_of(theme: Theme, colour: Colour) -> str:
-    """Return a colour as #rrggbb: of a name (`blue`, `orange`, `further_0`), or of a depth from 0 to 1."""
+def colour_of(colour: Colour, dark: bool = False) -> str:
+    """Return a colour as #rrggbb: of a name in COLOURS, or of a layer's depth from 0 (first) to 1 (last)."""
     if isinstance(colour, str):
-        name, _, place = colour.partition("_")
-        found: str = theme.further[int(place)] if place else getattr(theme, name)
-        return found
-    first, second = (theme.depth[0], theme.depth[1]) if colour < 0.5 else (theme.depth[1], theme.depth[2])
-    part = 2 * colour if colour < 0.5 else 2 * colour - 1
-    mixed = (
-        round(int(first[at : at + 2], 16) * (1 - part) + int(second[at : at + 2], 16) * part)
-        for at in (1, 3, 5)
-    )
-    return "#" + "".join(f"{level:02x}" for level in mixed)
+        return COLOURS[colour][dark]
+    pair = DEPTH[dark][:2] if colour < 0.5 else DEPTH[dark][1:]
+    part = 2 * colour - (colour >= 0.5)
+    levels = ([int(it[at : at + 2], 16) for it in pair] for at in (1, 3, 5))
+    return "#" + "".join(f"{round(low * (1 - part) + high * part):02x}" for low, high in levels)
 
 
 def as_json(sections: list[Section]) -> str:
@@ -95,11 +68,8 @@ def _plain(figure: go.Figure) -> dict[str, Any]:
 
 def twins(panels: list[Panel]) -> dict[str, str]:
     """Return the dark page's colour for each colour that the panels have on a light page."""
-    colours = {curve.colour for panel in panels for curve in panel.curves}
-    pairs = {colour_of(LIGHT, colour): colour_of(DARK, colour) for colour in colours}
-    names = ("background", "text", "muted", "grid", "blue")
-    pairs |= {getattr(LIGHT, name): getattr(DARK, name) for name in names}
-    return pairs | dict(zip(LIGHT.load, DARK.load, strict=True))
+    colours: set[Colour] = {curve.colour for panel in panels for curve in panel.curves}
+    return {colour_of(colour): colour_of(colour, dark=True) for colour in colours | set(COLOURS)}
 
 
 def figure_of(panel: Panel) -> go.Figure:
@@ -121,19 +91,19 @@ def figure_of(panel: Panel) -> go.Figure:
     if panel.limits is not None:
         figure.update_yaxes(range=list(panel.limits))
     if panel.level is not None:
-        figure.add_hline(panel.level, line={"color": LIGHT.muted, "width": 1, "dash": "dash"})
+        figure.add_hline(panel.level, line={"color": MUTED, "width": 1, "dash": "dash"})
     if heat_map is not None:
-        figure.update_layout(plot_bgcolor=LIGHT.grid)
+        figure.update_layout(plot_bgcolor=GRID)
         figure.update_xaxes(showgrid=False)
         figure.update_yaxes(showgrid=False, tickformat="d", nticks=8)
     return figure
 
 
 def _traces(curve: Curve) -> list[go.Scatter]:
-    colour, x, name = colour_of(LIGHT, curve.colour), _numbers(curve.x), _text(curve.name)
+    colour, x, name = colour_of(curve.colour), _numbers(curve.x), _text(curve.name)
     traces = []
     if curve.low is not None and curve.high is not None:
-        edge = {"x": x, "mode": "lines", "line": {"width": 0}, "legendgroup": name, "name": name}
+        edge: dict[str, Any] = {"x": x, "mode": "lines", "line": {"width": 0}, "legendgroup": name, "name": name}
         edge |= {"showlegend": False, "hoverinfo": "skip"}
         traces.append(go.Scatter(edge, y=_numbers(curve.low)))
         traces.append(go.Scatter(edge, y=_numbers(curve.high), fill="tonexty", fillcolor=f"{colour}33"))
@@ -155,9 +125,10 @@ def _traces(curve: Curve) -> list[go.Scatter]:
 
 def _heat_map(heat_map: HeatMap, row: str) -> go.Heatmap:
     if heat_map.scale == "load":
-        scale = list(zip((0.0, 1 / heat_map.highest, 1.0), LIGHT.load, strict=True))
+        places = {"blue": 0.0, "even": 1 / heat_map.highest, "overloaded": 1.0}
+        scale = [(place, colour_of(name)) for name, place in places.items()]
     else:
-        scale = [(0.0, LIGHT.background), (1.0, LIGHT.blue)]
+        scale = [(0.0, BACKGROUND), (1.0, colour_of("blue"))]
     title = {"text": heat_map.value, "side": "right", "font": {"size": 11}}
     return go.Heatmap(
         x=_numbers(heat_map.edges_B),
@@ -173,14 +144,14 @@ def _heat_map(heat_map: HeatMap, row: str) -> go.Heatmap:
 
 def _shared_layout() -> dict[str, Any]:
     axis = {
-        "gridcolor": LIGHT.grid, "linecolor": LIGHT.grid, "zeroline": False, "automargin": True,
+        "gridcolor": GRID, "linecolor": GRID, "zeroline": False, "automargin": True,
         "tickfont": {"size": 11}, "title": {"font": {"size": 12}}, "nticks": 7,
     }  # fmt: skip
     clear = "rgba(0,0,0,0)"
     return {
         "paper_bgcolor": clear,
         "plot_bgcolor": clear,
-        "font": {"color": LIGHT.muted, "size": 12},
+        "font": {"color": MUTED, "size": 12},
         "margin": {"l": 56, "r": 8, "b": 44},
         "xaxis": axis,
         "yaxis": axis,
@@ -188,9 +159,9 @@ def _shared_layout() -> dict[str, Any]:
             "orientation": "h", "x": 0, "y": 1.01, "yanchor": "bottom", "font": {"size": 11}, "itemwidth": 30,
         },
         "hoverlabel": {
-            "bgcolor": LIGHT.background, "bordercolor": LIGHT.grid, "font": {"color": LIGHT.text},
+            "bgcolor": BACKGROUND, "bordercolor": GRID, "font": {"color": TEXT},
         },
-        "modebar": {"bgcolor": clear, "color": LIGHT.muted, "activecolor": LIGHT.blue},
+        "modebar": {"bgcolor": clear, "color": MUTED, "activecolor": colour_of("blue")},
     }  # fmt: skip
 
 
