@@ -103,8 +103,8 @@ def _traces(curve: Curve) -> list[go.Scatter]:
     colour, x, name = colour_of(curve.colour), _numbers(curve.x), _text(curve.name)
     traces = []
     if curve.low is not None and curve.high is not None:
-        edge: dict[str, Any] = {"x": x, "mode": "lines", "line": {"width": 0}, "legendgroup": name, "name": name}
-        edge |= {"showlegend": False, "hoverinfo": "skip"}
+        edge: dict[str, Any] = {"x": x, "mode": "lines", "line": {"width": 0}, "name": name}
+        edge |= {"legendgroup": name, "showlegend": False, "hoverinfo": "skip"}
         traces.append(go.Scatter(edge, y=_numbers(curve.low)))
         traces.append(go.Scatter(edge, y=_numbers(curve.high), fill="tonexty", fillcolor=f"{colour}33"))
     line = go.Scatter(
