@@ -8,7 +8,6 @@ from typing import Any, cast
 
 import pytest
 
-from megamoe.apps.report import picture
 from megamoe.resilience.processes import Process
 from tests.support import checkpoint
 from tests.support.tiny import tool
@@ -38,11 +37,8 @@ def test_a_report_of_odd_figures(tmp_path: Path, refused: Refused, case: str) ->
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
-def test_a_report_of_numbers_at_the_end_of_floats(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_of_numbers_at_the_end_of_floats(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The report also has unusual names, and nested values that it does not read."""
-    monkeypatch.setattr(picture, "DPI", 20)
     folder = tmp_path / "a$b_{"
     folder.mkdir()
     keys = ("train/lm_loss", "val/lm_loss", "train/$x_{", "perf/step_s", "perf/tokens_per_s", "tokens")

@@ -114,8 +114,7 @@ def _write(folders: list[Path], output: Path | None) -> None:
         if not os.access(folder, os.W_OK):
             raise UserError(f"{folder}: the report cannot be written into it; make it writable")
     if len(runs) > 1:
-        for path in (page, page.with_suffix(".png")):
-            check_writable("--output", path)
+        check_writable("--output", page)
     for folder in folders:
         print(write_report(folder))
     if len(runs) > 1:

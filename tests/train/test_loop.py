@@ -63,7 +63,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str
 def test_files_of_a_run(whole: tuple[Path, Any]) -> None:
     folder, _ = whole
     assert {path.name for path in folder.iterdir()} == {
-        "config.yaml", "summary.json", "metrics.jsonl", "checkpoints", "profile", "report.html", "report.png",
+        "config.yaml", "summary.json", "metrics.jsonl", "checkpoints", "profile", "report.html",
         "heartbeat.json", "launches.jsonl",
     }  # fmt: skip
     assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == 6

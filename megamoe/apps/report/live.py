@@ -18,8 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.report.document import document
-from megamoe.apps.report.page import live_main
+from megamoe.apps.report.page import document, live_main
 from megamoe.apps.report.run_statistics import CONFIG_FILE, Record, read_run
 from megamoe.errors import UserError
 from megamoe.metrics.recorder import METRICS_FILE

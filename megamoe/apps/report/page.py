@@ -1,10 +1,13 @@
-"""The report of a run (`report.html`, `report.png`), and the page that compares runs.
+"""The report of a run (`report.html`), and the page that compares runs: one HTML file that needs no network.
 
-A page needs no network. Files are replaced in one move, so that a reader never meets half of one.
+plotly.js, styles, scripts and data are inside. A file is replaced in one move, so that a reader never meets
+half of one.
 """
 
+from functools import cache
 from html import escape
 from pathlib import Path
+from string import Template
 
 from megamoe.apps.report.comparison import (
     comparison_sections,
@@ -14,53 +17,62 @@ from megamoe.apps.report.comparison import (
     labels_of,
     seed_rows,
 )
-from megamoe.apps.report.document import document, main_of, table
 from megamoe.apps.report.panels import Section
 from megamoe.apps.report.run_statistics import COMPARED, Run, RunStatistics, comparison_row, read_run
 from megamoe.apps.report.sections import run_sections
-from megamoe.apps.report.themes import LIGHT
 from megamoe.io import replace_file
 from megamoe.metrics.formats import format_count, format_duration, format_number
 
 REPORT_FILE = "report.html"
+ASSETS = Path(__file__).parent / "assets"
+PAGE = Template("""<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="color-scheme" content="light dark">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
+ style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src $connect">
+<title>$title</title>
+<style>$style</style>
+<noscript><style>.charts { display: none; }</style></noscript>
+</head>
+<body$live>
+$main
+<script type="application/gzip" id="plotly">$library</script>
+<script>$script</script>
+</body>
+</html>
+""")
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write `report.html` and `report.png` into the run folder; return the path of the page.
+    """Write `report.html` into the run folder; return its path.
 
     Reads `metrics.jsonl`, and `summary.json` and `config.yaml` if they exist. A run without a record gets a
-    page that says so, and no picture.
+    page that says so.
 
     Raises:
         UserError: if the folder or its metrics are missing or broken.
-        OSError: if a file cannot be written.
+        OSError: if the file cannot be written.
     """
     return write_page([read_run(run_folder)], run_folder / REPORT_FILE)
 
 
 def write_page(runs: list[Run], path: Path) -> Path:
-    """Write the page of a run, or the page that compares runs, and its picture beside it as PNG; return its
-    path.
+    """Write the page of a run, or the page that compares runs; return its path.
 
     Raises:
-        OSError: if a file cannot be written.
+        OSError: if the file cannot be written.
     """
-    title, subtitle, parts, sections = _content(runs)
-    png = None
-    if sections:
-        # Imported here: matplotlib is a part of a second, and each rank's start would wait for it.
-        from megamoe.apps.report import picture
-
-        png = picture.render(sections, LIGHT, title)
-        replace_file(path.with_suffix(".png"), png)
-    page = document(title, main_of(title, subtitle, parts, sections, png))
-    replace_file(path, page.encode(errors="backslashreplace"))
+    content = _content(runs)
+    replace_file(path, document(content[0], main_of(*content)).encode(errors="backslashreplace"))
     return path
 
 
 def live_main(runs: list[Run]) -> str:
-    """Return the `<main>` of the page of one run, or of a comparison, without a picture."""
-    return main_of(*_content(runs), None)
+    """Return the `<main>` of the page of one run, or of a comparison."""
+    return main_of(*_content(runs))
 
 
 def _content(runs: list[Run]) -> tuple[str, str, list[str], list[Section]]:
@@ -173,3 +185,76 @@ def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
         ]
         table.append(("Experts never used", "; ".join(idle) or "none"))
     return table
+
+
+def document(title: str, main: str, live_s: float | None = None) -> str:
+    """Return the page around its `<main>`. live_s: seconds between refreshes of a served page."""
+    from megamoe.apps.report.figures import library  # see there: not at every rank's start
+
+    return PAGE.substitute(
+        title=escape(title),
+        style=_asset("page.css"),
+        live="" if live_s is None else f' data-live="{live_s:g}"',
+        connect="'none'" if live_s is None else "'self'",
+        main=main,
+        library=library(),
+        script=_asset("page.js"),
+    )
+
+
+def main_of(heading: str, subtitle: str, parts: list[str], sections: list[Section]) -> str:
+    """Return the `<main>` of a page. parts: HTML before the sections."""
+    from megamoe.apps.report.figures import as_json
+
+    without = "<noscript><section><p>The charts need JavaScript.</p></section></noscript>"
+    return "\n".join(
+        [
+            f"<main><header><h1>{escape(heading)}</h1><p>{escape(subtitle)}</p>",
+            '<p id="told" role="status"></p></header>',
+            *parts,
+            *_charts(sections),
+            without if sections else "",
+            f'<script type="application/json" id="figures">{as_json(sections)}</script>',
+            "</main>",
+        ]
+    )
+
+
+def table(rows: list[list[str]], head: list[str] | None = None) -> str:
+    """Return an HTML table whose rows begin with their header; `head` names the columns."""
+    lines = [] if head is None else ["<tr>" + "".join(f"<th>{escape(it)}</th>" for it in head) + "</tr>"]
+    for first, *others in rows:
+        cells = "".join(
+            f'<td class="long">{escape(it)}</td>' if len(it) > 24 else f"<td>{escape(it)}</td>"
+            for it in others
+        )
+        lines.append(f"<tr><th>{escape(first)}</th>{cells}</tr>")
+    kind = "facts" if head is None else "wide"
+    return f'<div class="table"><table class="{kind}">\n' + "\n".join(lines) + "\n</table></div>"
+
+
+def _charts(sections: list[Section]) -> list[str]:
+    found, number = [], 0
+    for at, section in enumerate(sections):
+        figures = []
+        for panel in section.panels:
+            name = escape(f"{section.title}: {panel.title}")
+            figures.append(
+                f'<figure><figcaption>{escape(panel.title)}</figcaption><div class="plot" id="{name}" '
+                f'role="img" aria-label="{name}, {escape(panel.y)} by {escape(panel.x)}" '
+                f'data-figure="{number}"></div></figure>'
+            )
+            number += 1
+        kind = "panels whole" if section.wide else "panels"
+        logarithmic = '<button type="button" class="log" id="log-{}" aria-pressed="false">log axis</button>'
+        button = logarithmic.format(at) if any(panel.curves for panel in section.panels) else ""
+        found.append(
+            f'<section class="charts"><h2>{escape(section.title)}</h2><p>{escape(section.note)}</p>{button}'
+            f'<div class="{kind}">{"".join(figures)}</div></section>'
+        )
+    return found
+
+
+@cache
+def _asset(name: str) -> str:
+    return (ASSETS / name).read_text(encoding="utf-8")

@@ -1,6 +1,6 @@
 """What a report draws: sections of panels, each with curves or a heat map, without a library's drawing calls.
 
-`picture` draws them with matplotlib, `document` hands them to plotly.js. Arrays indexed by record end in _R,
+`figures` makes plotly figures of them. Arrays indexed by record end in _R,
 by row of a heat map in _E, by its column in _B.
 """
 
@@ -11,7 +11,7 @@ import numpy as np
 STEP_AXIS = "step (optimiser steps)"
 LARGEST = 1e30  # that is drawn: beside 1e308 the limits of an axis overflow
 MOST_RAW, MOST_POINTS = 1000, 400  # points of a curve as recorded, and of a smoothed one
-Colour = str | float  # the name of a colour of `Theme`, or the depth of a layer from 0 (first) to 1 (last)
+Colour = str | float  # a name in `figures.COLOURS`, or the depth of a layer from 0 (first) to 1 (last)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from megamoe.apps.report.themes import LIGHT, chart_style
 from megamoe.metrics.formats import readable
 
 Results = dict[str, Any]
@@ -24,6 +23,29 @@ WIDTH_IN, HEIGHT_IN, DPI = 10.4, 3.6, 150
 COLUMNS = 2  # of figures with a panel for each layer
 MOST_PANELS = 24  # more layers than that are left out of a figure, and are in the JSON
 COLOURS = "turbo"  # of experts, which have no order
+GRID, MUTED = "#e8eaef", "#6b7280"
+STYLE: Any = {  # for matplotlib.rc_context
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.titlelocation": "left",
+    "axes.titlesize": 9.5,
+    "axes.labelsize": 9,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.xmargin": 0.01,
+    "grid.color": GRID,
+    "text.parse_math": False,  # a name with dollar signs is no formula
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 8.5,
+    "ytick.labelsize": 8.5,
+    "legend.frameon": False,
+    "legend.fontsize": 8.5,
+}
 
 
 def figures_of(results: Results) -> dict[str, bytes]:
@@ -35,7 +57,7 @@ def figures_of(results: Results) -> dict[str, bytes]:
 
 
 def _render(draw: Callable[[Figure, Results], None], results: Results) -> bytes:
-    with matplotlib.rc_context(chart_style(LIGHT)):
+    with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure, results)
@@ -108,7 +130,7 @@ def draw_map(figure: Figure, results: Results) -> None:
         points = found[number]
         xy_S2, first_S = np.asarray(points["xy_S2"]).reshape(-1, 2), np.asarray(points["first_S"])
         has_S = first_S >= 0
-        axes.scatter(xy_S2[~has_S, 0], xy_S2[~has_S, 1], s=4, color=LIGHT.grid, linewidths=0)
+        axes.scatter(xy_S2[~has_S, 0], xy_S2[~has_S, 1], s=4, color=GRID, linewidths=0)
         x_S, y_S = xy_S2[has_S].T
         shown = axes.scatter(x_S, y_S, c=first_S[has_S], s=4, cmap=COLOURS, vmin=0, linewidths=0)
         method = points["method"].upper()
@@ -166,7 +188,7 @@ def draw_consistency(figure: Figure, results: Results) -> None:
     numbers = [*found["layers"]]
     values = [found["layers"][number]["consistency"] for number in numbers]
     axes.bar(np.arange(len(numbers)), _drawable(values), width=0.6)
-    axes.axhline(1 / len(found["runs"]), color=LIGHT.muted, linestyle="--", label="unrelated loads (1/runs)")
+    axes.axhline(1 / len(found["runs"]), color=MUTED, linestyle="--", label="unrelated loads (1/runs)")
     axes.set_xticks(np.arange(len(numbers)), numbers)
     axes.set_xlabel("MoE layer (block number)")
     axes.set_ylabel("inter-run consistency (mean correlation)")

@@ -1,5 +1,7 @@
 """The report and the comparison: numbers worked by hand, dense runs, nothing half written."""
 
+import base64
+import gzip
 import json
 import math
 import re
@@ -10,18 +12,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from plotly.offline import get_plotlyjs
 
-from megamoe.apps.report import picture
+from megamoe.apps.report.figures import COLOURS, colour_of, figure_of, twins
 from megamoe.apps.report.page import write_report
 from megamoe.apps.report.panels import MOST_POINTS, MOST_RAW, envelope, smooth, spike_limits, thin
 from megamoe.apps.report.run_statistics import comparison_table, compute_statistics, read_run
 from megamoe.apps.report.sections import load_shares, run_sections
-from megamoe.apps.report.themes import LIGHT, colour_of
 from megamoe.errors import UserError
 from tests.support.tiny import one_line
 from tools import report as tool
-
-PNG = b"\x89PNG\r\n\x1a\n"
 
 
 def moe_rows() -> list[dict[str, Any]]:
@@ -55,9 +55,9 @@ def dense_rows() -> list[dict[str, Any]]:
     return [{"step": step, "tokens": 64 * step, "train/lm_loss": 9.0 - step} for step in (1, 2)]
 
 
-def panels_of(page: str) -> dict[str, Any]:
+def content_of(page: str) -> dict[str, Any]:
     """What the page's script draws."""
-    found = re.search(r'<script type="application/json" id="panels">(.*?)</script>', page, re.DOTALL)
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     content: dict[str, Any] = json.loads(found[1])
     return content
@@ -97,16 +97,6 @@ def make_run(folder: Path, rows: list[dict[str, Any]], **summary: Any) -> Path:
     return folder
 
 
-render = picture.render
-
-
-@pytest.fixture(autouse=True)
-def no_pictures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most tests look at the page alone; a picture takes a second."""
-    monkeypatch.setattr(picture, "render", lambda *_: PNG)
-    monkeypatch.setattr(picture, "DPI", 20)
-
-
 def table_of(page: str) -> dict[str, str]:
     return dict(re.findall(r"<tr><th>(.*?)</th><td>(.*?)</td></tr>", page))
 
@@ -136,18 +126,18 @@ def test_the_page_holds_the_facts_and_needs_nothing_else(tmp_path: Path) -> None
     assert re.findall(r"<h2>(.*?)</h2>", page) == [
         "Main facts", "Loss", "Auxiliary losses", "Optimisation", "Speed", "Balance", "Expert load"
     ]  # fmt: skip
-    assert page.count("<noscript><section>") == page.count("data:image/png;base64,iVBOR") == 1
+    assert page.count("<noscript><section>") == page.count('type="application/gzip"') == 1
     assert "connect-src 'none'" in page and not re.search(r'<script[^>]+src=|<link|src="http', page)
-    assert "plotly.js (cartesian - minified) v4.1.1" in page
-    assert (folder / "report.png").read_bytes().startswith(b"\x89PNG")
-    written = {"metrics.jsonl", "summary.json", "config.yaml", "report.html", "report.png"}
+    packed = re.search(r'id="plotly">(.*?)</script>', page)
+    assert packed and gzip.decompress(base64.b64decode(packed[1])).decode() == get_plotlyjs()
+    written = {"metrics.jsonl", "summary.json", "config.yaml", "report.html"}
     assert {path.name for path in folder.iterdir()} == written, "no temporary file is left"
 
 
 def test_a_dense_run_has_no_section_on_experts(tmp_path: Path) -> None:
     page = write_report(make_run(tmp_path / "dense", dense_rows())).read_text(encoding="utf-8")
     assert re.findall(r"<h2>(.*?)</h2>", page) == ["Main facts", "Loss"]
-    assert "dense" in page and [panel["title"] for panel in panels_of(page)["panels"]] == ["Loss"]
+    assert "dense" in page and len(content_of(page)["figures"]) == 1
     assert table_of(page) == {"Steps": "2", "Tokens": "128", "Training loss, last step": "7.0000"}
 
 
@@ -218,23 +208,23 @@ def test_every_metric_of_the_docs_has_a_panel_and_every_axis_its_unit() -> None:
         assert bool(panel.curves) != (panel.heat_map is not None)
 
 
-def test_the_picture_has_all_sections() -> None:
-    """The panels that hold curves and maps are drawn without a warning, constant and diverged ones too."""
-    sections = run_sections([row | {"train/grad_norm": math.nan} for row in full_rows()])
-    assert render(sections, LIGHT, "run").startswith(PNG)
+def test_training_does_not_import_plotly() -> None:
+    code = "import sys, megamoe.metrics, megamoe.apps.report.live; assert 'plotly' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_the_page_shows_the_recorded_numbers(tmp_path: Path) -> None:
-    content = panels_of(write_report(make_run(tmp_path / "run", full_rows())).read_text(encoding="utf-8"))
-    panels = {panel["title"]: panel for panel in content["panels"]}
-    raw, smoothed, validation, code, test = panels["Loss"]["curves"]
-    assert content["x"][raw["x"]] == [1, 2, 3, 4] and raw["y"] == [7, 6, 5, 4] and raw["faint"]
+    page = write_report(make_run(tmp_path / "run", full_rows())).read_text(encoding="utf-8")
+    figures = content_of(page)["figures"]
+    raw, smoothed, validation, code, test = figures[0]["data"]
+    assert raw["x"] == [1, 2, 3, 4] and raw["y"] == [7, 6, 5, 4] and raw["opacity"] == 0.45
     assert smoothed["name"] == "training (smoothed)" and code["y"] == [2.25] * 3
-    assert content["x"][validation["x"]] == [1, 3, 4] and validation["y"] == [8, 4.5, 5]
-    assert test["name"] == "test"
-    widths = next(it for it in content["panels"] if it["y"].startswith("experts per token") and it["map"])
-    assert widths["map"]["z"] == [[0] * 4, [0.75] * 4, [0.25] * 4] and widths["map"]["x"] == [0, 1, 2, 3, 4]
-    load = [it for it in content["panels"] if it["y"] == "expert (index)"][1]["map"]
+    assert validation["x"] == [1, 3, 4] and validation["y"] == [8, 4.5, 5] and test["name"] == "test"
+    maps = [it for it in figures if it["data"][0]["type"] == "heatmap"]
+    named = [(it["layout"]["yaxis"]["title"]["text"], it["data"][0]) for it in maps]
+    widths = next(it for axis, it in named if axis == "experts per token (experts)")
+    assert widths["z"] == [[0] * 4, [0.75] * 4, [0.25] * 4] and widths["x"] == [0, 1, 2, 3, 4]
+    load = [it for axis, it in named if axis == "expert (index)"][1]
     assert load["z"] == [[2.25, 2.5, 2.75, 3], [0, 0, 0, 0], [0.75, 0.5, 0.25, 0]]  # 3 x 9 / 12, ...
 
 
@@ -242,7 +232,7 @@ def test_names_cannot_become_markup(tmp_path: Path) -> None:
     rows = [row | {"train/</script><b>": 1.0, "val/<i>/lm_loss": 2.0} for row in dense_rows()]
     page = write_report(make_run(tmp_path / "run", rows)).read_text(encoding="utf-8")
     assert "</script><b>" not in page and "<i>" not in page
-    names = [curve["name"] for panel in panels_of(page)["panels"] for curve in panel["curves"]]
+    names = [trace.get("name") for figure in content_of(page)["figures"] for trace in figure["data"]]
     assert "validation: &lt;i&gt;" in names, "plotly.js would read a tag"
 
 
@@ -266,9 +256,19 @@ def test_limits_leave_out_spikes_and_hold_constants() -> None:
 
 
 def test_colours_of_layers_go_from_the_first_to_the_last() -> None:
-    found = [colour_of(LIGHT, depth) for depth in (0.0, 0.25, 0.5, 1.0)]
+    found = [colour_of(depth) for depth in (0.0, 0.25, 0.5, 1.0)]
     assert found == ["#4fb8a0", "#3e94ae", "#2c6fbb", "#7a2c8f"]
-    assert colour_of(LIGHT, "blue") == LIGHT.blue and colour_of(LIGHT, "further_1") == LIGHT.further[1]
+    assert colour_of("blue") == "#2c6fbb" and colour_of("blue", dark=True) == "#6aaeea"
+
+
+def test_every_colour_of_a_figure_has_one_on_a_dark_page() -> None:
+    panels = [panel for section in run_sections(full_rows()) for panel in section.panels]
+    dark = twins(panels)
+    for panel in panels:
+        figure = figure_of(panel)
+        figure.layout.template = None
+        assert set(re.findall("#[0-9a-f]{6}", figure.to_json())) <= set(dark), panel.title
+    assert set(COLOURS.values()) <= set(dark.items())
 
 
 @pytest.mark.parametrize("rows", [0, 2])
@@ -282,7 +282,6 @@ def test_a_run_that_is_not_finished_says_so(tmp_path: Path, rows: int) -> None:
         "not finished: still running, stopped or interrupted, 2 of 30 steps" if rows else "No step is rec"
     )
     assert expected in page and "name: run" in page
-    assert (folder / "report.png").exists() is (rows > 0)
     (folder / "summary.json").write_text('{"steps": 2}')
     assert not rows or "finished, 2 of 2 steps" in write_report(folder).read_text(encoding="utf-8")
 
@@ -306,7 +305,7 @@ def test_the_tool_writes_reports_and_compares(tmp_path: Path) -> None:
     command = [sys.executable, tool.__file__, *map(str, folders)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "comparison.html").exists() and (tmp_path / "comparison.png").exists()
+    assert (tmp_path / "comparison.html").exists()
     assert all((folder / "report.html").exists() for folder in folders)
     assert "perplexity" in done.stdout
 
@@ -355,9 +354,9 @@ def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(Path, "write_bytes", disk_full)
     with pytest.raises(OSError, match="no space") as caught:
         write_report(folder)
-    assert caught.value.filename == str(folder / "report.png"), "not the temporary file"
+    assert caught.value.filename == str(page), "not the temporary file"
     assert page.read_bytes() == before
-    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "report.html", "report.png"]
+    assert sorted(path.name for path in folder.iterdir()) == ["metrics.jsonl", "report.html"]
 
 
 def test_a_broken_summary_is_named(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import megatron.core  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 import torch  # noqa: E402
 
-import megamoe.apps.report.picture  # noqa: E402
+import megamoe.apps.report.figures  # noqa: E402
 import megamoe.train.loop  # noqa: E402, F401
 from megamoe.kernels.library import find_library  # noqa: E402
 from megamoe.parallel.launch import World  # noqa: E402
