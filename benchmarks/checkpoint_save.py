@@ -13,9 +13,9 @@ import sys
 import tempfile
 import time
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 from common.command import parser_of_a_run, user_errors_exit_2  # noqa: E402
 from common.machine import settle_process  # noqa: E402

@@ -34,7 +34,7 @@ from common.command import names_of, parser_of, positive, user_errors_exit_2
 from common.machine import settle_process, versions
 from common.rounds import Ratio, in_turn
 from megamoe.errors import UserError
-from megamoe.kernels.attention.rotary import Rotary, angles_of, plain_turned, turn_heads
+from megamoe.kernels.attention.rotary import Rotary, angles_of, apply_rotary, plain_rotate_half
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.rows import RowTokens, combine, plain_combine, plain_swiglu, swiglu
 from megamoe.kernels.library import find_library
@@ -86,8 +86,8 @@ def passes_of(shape: Shape, dtype: torch.dtype) -> dict[str, Pass]:
             2 * shape.blocks + 1,
         ),
         "rotary": Pass(
-            lambda heads: turn_heads(heads, ROTARY, kernels),
-            lambda heads: plain_turned(heads, *turns),
+            lambda heads: apply_rotary(heads, ROTARY, kernels),
+            lambda heads: plain_rotate_half(heads, *turns),
             [heads],
             2 * shape.blocks,
         ),

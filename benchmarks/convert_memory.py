@@ -15,9 +15,9 @@ from pathlib import Path
 
 import torch
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 from common import resident  # noqa: E402
 from common.command import parser_of, positive  # noqa: E402

@@ -31,9 +31,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 import torch  # noqa: E402
 

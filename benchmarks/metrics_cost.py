@@ -18,9 +18,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 from torch import Tensor  # noqa: E402
 
@@ -52,7 +52,7 @@ def without_metrics() -> Iterator[None]:
     replaced: list[tuple[Any, str, Callable[..., Any]]] = [
         (layer, "observe", bare),
         (step, "measured_parameters", lambda model: []),
-        (step, "own_numbers", lambda model: {}),
+        (step, "part_metrics", lambda model: {}),
         (trainer, "routing_metrics", lambda *arguments: {}),
     ]
     before = [getattr(module, name) for module, name, _ in replaced]

@@ -64,10 +64,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def figures_of_one(options: argparse.Namespace) -> str:
     """Simulate one case, in this process."""
-    from megamoe.compat.startup import settle_vendors
+    from megamoe.compat.startup import configure_libraries
     from megamoe.config import load_config
 
-    settle_vendors()
+    configure_libraries()
     from megamoe.apps.plan.rank import simulate_step
     from rooflines.report import figures, page
 

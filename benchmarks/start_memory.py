@@ -17,9 +17,9 @@ import sys
 import tempfile
 from typing import Any
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 from common import resident  # noqa: E402
 from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402

@@ -30,9 +30,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 from common.child import is_first, is_rank_of, run_ranks  # noqa: E402
 from common.command import parser_of_a_run, positive, user_errors_exit_2, write_json  # noqa: E402
@@ -91,8 +91,8 @@ class Bench:
         for name in ("moe", "dense", "transformers"):
             try:
                 found[name] = memory.peak_of(name, self.asked)
-                resting, peak = (found[name][key] / 1e6 for key in ("resting", "peak"))
-                print(f"{name:14}{resting:12,.1f}{peak:12,.1f}", flush=True)
+                skip_update, peak = (found[name][key] / 1e6 for key in ("skip_update", "peak"))
+                print(f"{name:14}{skip_update:12,.1f}{peak:12,.1f}", flush=True)
             except NotMeasured as reason:
                 found[name] = {"not measured": str(reason)}
                 self.passes &= name == "transformers"

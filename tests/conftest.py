@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
 # Before torch starts, for this process and those that the tests start: threads that wait for work spin, which
 # doubles the time of small tensors. Tests of threads set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-settle_vendors()
+configure_libraries()
 
 if TYPE_CHECKING:
     from tests.support.ranks.pool import Pool

@@ -15,14 +15,14 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 from megamoe.errors import ExitCode, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 2 for a mistake, 130 if interrupted."""
     options = _parser().parse_args(arguments)
-    settle_vendors()
+    configure_libraries()
     try:
         options.work(options)
         return ExitCode.FINISHED

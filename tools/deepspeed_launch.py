@@ -13,13 +13,13 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 from megamoe.errors import ExitCode, UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Check and start; return the exit code."""
-    settle_vendors()
+    configure_libraries()
     from megamoe.apps.cluster.hostfile import launch_with_deepspeed
 
     try:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 from megamoe.config import load_config
 from megamoe.errors import ExitCode, UserError
 
@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    settle_vendors()
+    configure_libraries()
     from megamoe.apps.cluster.checks import compute_problems, node_problems
     from megamoe.apps.cluster.preflight import Preflight
     from megamoe.model.size import model_size

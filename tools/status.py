@@ -20,7 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megamoe.apps.cluster.status import as_text, is_complete, newest_checkpoint, read_status
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 from megamoe.config import load_config
 from megamoe.errors import UserError
 
@@ -86,7 +86,7 @@ def _run(options: argparse.Namespace) -> int:
 
 def _folder(options: argparse.Namespace) -> Path:
     if options.config is not None:
-        settle_vendors()  # plugins may import the vendors
+        configure_libraries()  # plugins may import the vendors
         config = load_config(options.config, options.run)
         return Path(config.output) / config.name
     if len(options.run) != 1:

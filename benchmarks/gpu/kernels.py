@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpu.findings import Machine, Section
 from gpu.rates import seconds_of, uneven_counts
-from megamoe.kernels.attention.rotary import Rotary, turn_heads, turn_sides
+from megamoe.kernels.attention.rotary import Rotary, apply_rotary, apply_rotary_qk
 from megamoe.kernels.choice import Kernels, triton_problem
 from megamoe.kernels.experts.ffn import swiglu_experts
 from megamoe.kernels.experts.rows import RowTokens, combine, gather, group_pairs, swiglu
@@ -101,8 +101,8 @@ def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     yield Pass("residual sum and RMSNorm", _joined(partial(summed_rms_norm, eps=1e-5)), summed_norm)
     heads_of_side = (tokens // 4, 4, heads, hidden // heads)
     sides = tuple(draw(*heads_of_side) for _ in range(3))
-    yield Pass("rotated sides", _joined(partial(turn_sides, rotary=ROTARY)), sides)
-    yield Pass("rotary", partial(turn_heads, rotary=ROTARY), (draw(*heads_of_side),))
+    yield Pass("rotated sides", _joined(partial(apply_rotary_qk, rotary=ROTARY)), sides)
+    yield Pass("rotary", partial(apply_rotary, rotary=ROTARY), (draw(*heads_of_side),))
 
 
 def _joined(call: Callable[..., tuple[Tensor, ...]]) -> Call:

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from layers.candidate import NotMeasured, Shape, Weights
 from layers.world import start_one_rank
-from megamoe.compat.megatron_compat import stand_in_for_cuda
+from megamoe.compat.megatron_compat import patch_current_device_for_cpu
 
 
 class MegatronLayer(nn.Module):
@@ -22,7 +22,7 @@ class MegatronLayer(nn.Module):
     def __init__(self, grouped: bool, shape: Shape, dtype: torch.dtype, weights: Weights) -> None:
         super().__init__()
         start_one_rank()
-        stand_in_for_cuda()
+        patch_current_device_for_cpu()
         from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
         from megatron.core.transformer.moe import moe_utils
         from megatron.core.transformer.spec_utils import build_module

@@ -10,9 +10,9 @@ import ctypes
 import json
 import sys
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 from common import resident  # noqa: E402
 from common.child import run_module  # noqa: E402

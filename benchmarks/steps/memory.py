@@ -10,9 +10,9 @@ import json
 import sys
 import tempfile
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 from common import resident  # noqa: E402
 from common.child import run_module  # noqa: E402
@@ -29,7 +29,7 @@ STEPS = 3  # the first makes AdamW's moments
 
 
 def peak_of(name: str, asked: Asked) -> dict[str, int]:
-    """Return bytes `resting` and at the `peak` of a process that trains `moe`, `dense` or `transformers`.
+    """Return bytes `skip_update` and at the `peak` of a process that trains `moe`, `dense` or `transformers`.
 
     Raises:
         NotMeasured: if the candidate's process ends with an error.
@@ -63,10 +63,10 @@ def measure(name: str, asked: Asked, output: str) -> dict[str, int]:
     candidate = _built(name, asked, output)
     ctypes.CDLL(None).malloc_trim(0)  # what building has freed is not at rest
     resident.forget_peak()
-    resting = resident.now()
+    skip_update = resident.now()
     for number in range(STEPS):
         candidate.step(number)
-    found = {"resting": resting, "peak": resident.peak()}
+    found = {"skip_update": skip_update, "peak": resident.peak()}
     candidate.close()
     return found
 

@@ -51,9 +51,9 @@ def main() -> None:
     def mark(name: str) -> None:
         marks[name] = time.monotonic() - started
 
-    from megamoe.compat.startup import settle_vendors
+    from megamoe.compat.startup import configure_libraries
 
-    settle_vendors()
+    configure_libraries()
     from megamoe.train import loop
 
     mark("imports")

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from megamoe.compat.startup import check_versions, settle_vendors
+from megamoe.compat.startup import check_versions, configure_libraries
 from megamoe.errors import ExitCode, UserError
 from megamoe.io import replace_file
 from megamoe.resilience.error_reporting import report_error
@@ -29,7 +29,7 @@ def run_tool(work: Callable[[], None]) -> int:
     """
     try:
         check_versions()
-        settle_vendors()
+        configure_libraries()
         work()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)

@@ -55,7 +55,7 @@ def cut(parameters: Sequence[nn.Parameter], filled: dict[str, Any], mpu: Any, kn
         known.convert_to_zero_parameters(param_list=parameters)
 
 
-def accept_own_outputs() -> None:
+def silence_output_type_warning() -> None:
     """Leave out ZeRO 3's warning that a module returns something other than tensors, tuples, lists or dicts.
 
     Reason: a router's parts return dataclasses (`Pairs`, `Routing`), whose tensors ZeRO 3 does not see. Their

@@ -10,7 +10,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from torch import Tensor
 
 
-def stand_in_for_cuda() -> None:
+def patch_current_device_for_cpu() -> None:
     """Let `torch.cuda.current_device()` answer the CPU where no CUDA device exists.
 
     Reason: Megatron-Core's sequence parallelism asks it where to put what it gathers, and so do several of

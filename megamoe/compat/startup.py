@@ -26,7 +26,7 @@ _NOTICES = (
 
 
 def check_versions() -> None:
-    """Call once in an entry point, before `settle_vendors`. Imports none of the libraries.
+    """Call once in an entry point, before `configure_libraries`. Imports none of the libraries.
 
     A version newer than the tested ones is one line of warning on rank 0. A library without metadata, such as
     a source tree on PYTHONPATH, is not checked.
@@ -66,7 +66,7 @@ def _is_first_rank() -> bool:
     return (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0"
 
 
-def settle_vendors() -> None:
+def configure_libraries() -> None:
     """Call once in an entry point, before torch's, DeepSpeed's and Megatron-Core's modules are imported.
 
     Silences what they tell their own developers at import; warnings about this machine, and errors, still

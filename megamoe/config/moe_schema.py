@@ -6,7 +6,14 @@ from typing import Annotated, Literal
 from pydantic import BeforeValidator
 
 from megamoe.config.model_schema import Activation
-from megamoe.config.parts import PartChoice, Section, names_inside, none_at_all, one_part, one_size
+from megamoe.config.parts import (
+    PartChoice,
+    Section,
+    none_means_empty,
+    normalise_losses,
+    part_validator,
+    single_size,
+)
 from megamoe.config.values import Fraction, Layers, PathText, Size, SizeOrZero
 
 
@@ -38,15 +45,15 @@ class LayersConfig(StackLayersConfig):
     """places in the decoder of an encoder_decoder; default: none"""
 
 
-Scorer = Annotated[PartChoice, one_part("scorer")]
-Mask = Annotated[PartChoice, one_part("mask")]
-ScoreFunction = Annotated[PartChoice, one_part("score_function")]
-Selector = Annotated[PartChoice, one_part("selector")]
-Capacity = Annotated[PartChoice, one_part("capacity")]
-Loss = Annotated[PartChoice, one_part("loss")]
-Masks = Annotated[list[Mask], BeforeValidator(none_at_all)]
-Losses = Annotated[dict[str, Loss], BeforeValidator(names_inside)]  # by name; a bare number is the weight
-ExpertSize = Annotated[Size | None, BeforeValidator(one_size)]
+Scorer = Annotated[PartChoice, part_validator("scorer")]
+Mask = Annotated[PartChoice, part_validator("mask")]
+ScoreFunction = Annotated[PartChoice, part_validator("score_function")]
+Selector = Annotated[PartChoice, part_validator("selector")]
+Capacity = Annotated[PartChoice, part_validator("capacity")]
+Loss = Annotated[PartChoice, part_validator("loss")]
+Masks = Annotated[list[Mask], BeforeValidator(none_means_empty)]
+Losses = Annotated[dict[str, Loss], BeforeValidator(normalise_losses)]  # by name; a bare number is the weight
+ExpertSize = Annotated[Size | None, BeforeValidator(single_size)]
 
 
 @dataclass

@@ -47,7 +47,7 @@ class PartChoice:
         return {"name": self.name, **dataclasses.asdict(self.options)}
 
 
-def one_part(kind: str) -> PlainValidator:
+def part_validator(kind: str) -> PlainValidator:
     """Return the validator of a key that holds a part; options without a name are the default part's."""
 
     def validate(value: Any) -> PartChoice:
@@ -65,12 +65,12 @@ def one_part(kind: str) -> PlainValidator:
     return PlainValidator(validate)
 
 
-def none_at_all(parts: Any) -> Any:
+def none_means_empty(parts: Any) -> Any:
     """Turn `none` into [] for a key that holds a list of parts."""
     return [] if parts == "none" else parts
 
 
-def one_size(size: Any) -> Any:
+def single_size(size: Any) -> Any:
     """Refuse a list of sizes: the experts of a layer are stacked, so they have one size."""
     if isinstance(size, list):
         raise _problem(
@@ -81,7 +81,7 @@ def one_size(size: Any) -> Any:
     return size
 
 
-def names_inside(losses: Any) -> Any:
+def normalise_losses(losses: Any) -> Any:
     """Turn `{z_loss: 0.1}` and `{z_loss: {weight: 0.1}}` into `{z_loss: {name: z_loss, weight: 0.1}}`.
 
     With an explicit name, the key is free: a loss is logged under its key, and one part may be used twice.

@@ -17,7 +17,7 @@ from megamoe.config.moe_schema import LayersConfig as LayersConfig
 from megamoe.config.moe_schema import MoEConfig as MoEConfig
 from megamoe.config.moe_schema import RouterConfig as RouterConfig
 from megamoe.config.moe_schema import StackLayersConfig as StackLayersConfig
-from megamoe.config.parts import PartChoice, Section, none_at_all, one_part
+from megamoe.config.parts import PartChoice, Section, none_means_empty, part_validator
 from megamoe.config.values import (
     Decay,
     Fraction,
@@ -91,9 +91,9 @@ class DataConfig(Section):
     """loader processes of each rank"""
 
 
-Callback = Annotated[PartChoice, one_part("callback")]
-ObjectiveChoice = Annotated[PartChoice, one_part("objective")]
-Callbacks = Annotated[list[Callback], BeforeValidator(none_at_all)]
+Callback = Annotated[PartChoice, part_validator("callback")]
+ObjectiveChoice = Annotated[PartChoice, part_validator("objective")]
+Callbacks = Annotated[list[Callback], BeforeValidator(none_means_empty)]
 
 
 @dataclass

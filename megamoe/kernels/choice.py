@@ -76,7 +76,7 @@ class Kernels:
         fits = found is not None and rows.dtype in found.dtypes and rows.is_contiguous()
         return found if fits else None
 
-    def multiplies(self, rows: Tensor) -> bool:
+    def use_triton_grouped_gemm(self, rows: Tensor) -> bool:
         """Return whether Triton's kernels multiply these rows of experts by their weights."""
         if not self.uses_triton(rows.device):
             return False

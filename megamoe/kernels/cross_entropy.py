@@ -15,7 +15,7 @@ CHUNK = 2**22  # logits that the plain form holds in fp32 at a time
 
 
 class Statistics(NamedTuple):
-    """Of each token over one rank's words, fp32 [T].
+    """Per-token partial softmax statistics over this rank's vocabulary shard, fp32 [T].
 
     largest_T: the largest logit. sum_T: the sum of exp(logit - largest). label_logit_T: the label's logit, 0
     if the label is not among these words. total_T: the sum of the logits.

@@ -13,7 +13,7 @@ from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_block import TransformerBlock
 
-from megamoe.compat.megatron_compat import set_random_tracker, stand_in_for_cuda
+from megamoe.compat.megatron_compat import patch_current_device_for_cpu, set_random_tracker
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import Stack, padded_vocab_size, stacks
 from megamoe.model.architectures.decoder import GPT, Decoder
@@ -66,7 +66,7 @@ def build_model(
     is; it may change their weights, and must not draw from torch's random state. torch.distributed and
     Megatron-Core's parallel state must be initialised.
     """
-    stand_in_for_cuda()
+    patch_current_device_for_cpu()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     torch.manual_seed(config.seed)
     use_one_stream()

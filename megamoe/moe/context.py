@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.moe import rng
-from megamoe.moe.timers import OwnTime, StageTimers
+from megamoe.moe.timers import LocalComputeTimer, StageTimers
 
 if TYPE_CHECKING:
     pass
@@ -84,7 +84,7 @@ class StepContext:
     int64, each token's index in the data of the whole run, the key of every random draw; None: tokens are
     numbered from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each
     sequence; None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary
-    losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. own_time:
+    losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. compute_timer:
     of this rank's own work. micro_batch: its number in the run; data-parallel ranks take
     micro batches in turn.
     num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
@@ -107,7 +107,7 @@ class StepContext:
     data_group: dist.ProcessGroup | None = None
     measure_gradients: bool = False
     timers: StageTimers | None = None
-    own_time: OwnTime = field(default_factory=lambda: OwnTime(torch.device("cpu")))
+    compute_timer: LocalComputeTimer = field(default_factory=lambda: LocalComputeTimer(torch.device("cpu")))
     padding: Padding | None = None
     source: SourceTokens | None = None
     sequence_T: Tensor | None = None

@@ -25,7 +25,7 @@ from megamoe.moe.routing import Routing
 
 
 @dataclass
-class Plan:
+class DispatchState:
     """How the rows of one micro batch were moved, to bring them back.
 
     rows, weight_N: the tokens and weights of the pairs, sorted by expert. The rest is the exchange's, None
@@ -52,18 +52,18 @@ class LocalDispatch:
     def __init__(self, kernels: Kernels = DEFAULT_KERNELS) -> None:
         self.kernels = kernels
 
-    def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
-        """-> rows_NH grouped by expert, their counts_E int64, and the plan for `combine`."""
-        plan = _sort_by_expert(routing, self.kernels)
-        return gather(hidden_TH, plan.rows, self.kernels), routing.counts_E(), plan
+    def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, DispatchState]:
+        """-> rows_NH grouped by expert, their counts_E int64, and the state for `combine`."""
+        state = _sort_by_expert(routing, self.kernels)
+        return gather(hidden_TH, state.rows, self.kernels), routing.counts_E(), state
 
-    def send_along(self, values_N: Tensor, plan: Plan) -> Tensor:
-        """Values of the pairs, in the plan's order -> of the rows that `dispatch` gave, in theirs."""
+    def send_along(self, values_N: Tensor, state: DispatchState) -> Tensor:
+        """Values of the pairs, in the state's order -> of the rows that `dispatch` gave, in theirs."""
         return values_N
 
-    def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor:
+    def combine(self, rows_NH: Tensor, state: DispatchState) -> Tensor:
         """Each token's weighted sum of its experts' outputs, [T, H]; zero where it has none."""
-        return combine(rows_NH, plan.weight_N, plan.rows, self.kernels)
+        return combine(rows_NH, state.weight_N, state.rows, self.kernels)
 
 
 class AllToAllDispatch(LocalDispatch):
@@ -88,28 +88,28 @@ class AllToAllDispatch(LocalDispatch):
         self.slice = rank_in(expert_tensor)
         self.read_counts: Callable[[Sequence[Tensor]], list[list[int]]] = read_counts
 
-    def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
-        """-> rows_MH of all ranks for this rank's experts, grouped by expert, their counts, the plan.
+    def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, DispatchState]:
+        """-> rows_MH of all ranks for this rank's experts, grouped by expert, their counts, the state.
 
         Raises:
             RuntimeError: if the routing stays home, but a pair's expert is on another rank; on a GPU it is
                 raised there, where nobody waits for it.
         """
-        plan = _sort_by_expert(routing, self.kernels)
-        counts_XSL = self._exchange_counts(routing, plan)
-        rows_NH = self._there(gather(hidden_TH, plan.rows, self.kernels), plan)
-        if plan.sent_R is not None or plan.gathered_X is not None:
+        state = _sort_by_expert(routing, self.kernels)
+        counts_XSL = self._exchange_counts(routing, state)
+        rows_NH = self._send_to_experts(gather(hidden_TH, state.rows, self.kernels), state)
+        if state.sent_R is not None or state.gathered_X is not None:
             local_XSL = torch.arange(counts_XSL.shape[-1], device=hidden_TH.device).expand_as(counts_XSL)
             expert_M = torch.repeat_interleave(
                 local_XSL.reshape(-1), counts_XSL.reshape(-1), output_size=len(rows_NH)
             )
-            plan.by_expert_M = Order.by_key(expert_M, counts_XSL.shape[-1], self.kernels)
-            rows_NH = permute(rows_NH, plan.by_expert_M)
-        return rows_NH, counts_XSL.sum((0, 1)), plan
+            state.by_expert_M = Order.by_key(expert_M, counts_XSL.shape[-1], self.kernels)
+            rows_NH = permute(rows_NH, state.by_expert_M)
+        return rows_NH, counts_XSL.sum((0, 1)), state
 
-    def _exchange_counts(self, routing: Routing, plan: Plan) -> Tensor:
+    def _exchange_counts(self, routing: Routing, state: DispatchState) -> Tensor:
         """int64 [X, S, L]: rows for each of this rank's L experts by slice rank and the rank they come from;
-        what each exchange of rows needs to know goes into the plan."""
+        what each exchange of rows needs to know goes into the state."""
         sent_RL = routing.counts_E().view(self.num_ranks, -1)
         exchanges = self.expert is not None and not routing.is_local
         if exchanges:
@@ -118,7 +118,7 @@ class AllToAllDispatch(LocalDispatch):
         else:
             counts_SL = sent_RL[self.rank : self.rank + 1]
         if self.expert is not None and routing.is_local:
-            all_here = counts_SL.sum() == plan.weight_N.numel()
+            all_here = counts_SL.sum() == state.weight_N.numel()
             assert_on_device(all_here, "is_local, but a pair's expert is on another rank")
         counts_XSL = counts_SL[None]
         if self.expert_tensor is not None:
@@ -127,48 +127,50 @@ class AllToAllDispatch(LocalDispatch):
         sums = [sent_RL.sum(1), counts_SL.sum(1), counts_XSL.sum((1, 2))]
         if exchanges or self.expert_tensor is not None:
             sent, received, gathered = self.read_counts(sums)
-            plan.sent_R, plan.received_R = (sent, received) if exchanges else (None, None)
-            plan.gathered_X = gathered if self.expert_tensor is not None else None
+            state.sent_R, state.received_R = (sent, received) if exchanges else (None, None)
+            state.gathered_X = gathered if self.expert_tensor is not None else None
         return counts_XSL
 
-    def _there(self, rows: Tensor, plan: Plan) -> Tensor:
-        if plan.sent_R is not None:
-            rows = _Exchange.apply(rows, plan.sent_R, plan.received_R, self.expert)
-        if plan.gathered_X is not None:
+    def _send_to_experts(self, rows: Tensor, state: DispatchState) -> Tensor:
+        if state.sent_R is not None:
+            rows = _Exchange.apply(rows, state.sent_R, state.received_R, self.expert)
+        if state.gathered_X is not None:
             own_X = [len(rows)] * self.num_slices
             rows = _Exchange.apply(
-                rows.repeat(self.num_slices, 1), own_X, plan.gathered_X, self.expert_tensor
+                rows.repeat(self.num_slices, 1), own_X, state.gathered_X, self.expert_tensor
             )
         return rows
 
-    def send_along(self, values_N: Tensor, plan: Plan) -> Tensor:
-        """Values of the pairs, in the plan's order -> of the rows that `dispatch` gave, in theirs: [M].
+    def send_along(self, values_N: Tensor, state: DispatchState) -> Tensor:
+        """Values of the pairs, in the state's order -> of the rows that `dispatch` gave, in theirs: [M].
 
         Without gradient; the same exchanges once more.
         """
-        if plan.by_expert_M is None:
+        if state.by_expert_M is None:
             return values_N
-        return self._there(values_N[:, None], plan)[:, 0].index_select(0, plan.by_expert_M.order_N)
+        return self._send_to_experts(values_N[:, None], state)[:, 0].index_select(
+            0, state.by_expert_M.order_N
+        )
 
-    def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor:
-        """The rows go home, then as in `LocalDispatch`: [T, H]."""
-        if plan.by_expert_M is not None:
-            rows_NH = permute(rows_NH, plan.by_expert_M.back())
-        if plan.gathered_X is not None:
-            own_X = [plan.gathered_X[self.slice]] * self.num_slices
-            rows_NH = _Exchange.apply(rows_NH, plan.gathered_X, own_X, self.expert_tensor)
+    def combine(self, rows_NH: Tensor, state: DispatchState) -> Tensor:
+        """Return expert outputs to their source ranks, then combine them: [T, H]."""
+        if state.by_expert_M is not None:
+            rows_NH = permute(rows_NH, state.by_expert_M.back())
+        if state.gathered_X is not None:
+            own_X = [state.gathered_X[self.slice]] * self.num_slices
+            rows_NH = _Exchange.apply(rows_NH, state.gathered_X, own_X, self.expert_tensor)
             rows_NH = rows_NH.view(self.num_slices, own_X[0], rows_NH.shape[1]).sum(0)
-        if plan.sent_R is not None:
-            rows_NH = _Exchange.apply(rows_NH, plan.received_R, plan.sent_R, self.expert)
-        return super().combine(rows_NH, plan)
+        if state.sent_R is not None:
+            rows_NH = _Exchange.apply(rows_NH, state.received_R, state.sent_R, self.expert)
+        return super().combine(rows_NH, state)
 
 
-def _sort_by_expert(routing: Routing, kernels: Kernels) -> Plan:
+def _sort_by_expert(routing: Routing, kernels: Kernels) -> DispatchState:
     pairs, sizes = routing.pairs, (routing.num_tokens, routing.num_experts)
     grouped = group_pairs(pairs.token_N, pairs.expert_N, pairs.weight_N, sizes, kernels)
     if grouped.counts_E is not None:
         routing.remember_counts(grouped.counts_E)
-    return Plan(grouped.rows, grouped.weight_N)
+    return DispatchState(grouped.rows, grouped.weight_N)
 
 
 class _Exchange(torch.autograd.Function):

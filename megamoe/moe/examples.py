@@ -13,7 +13,7 @@ from megamoe.config.parts import DEFAULTS
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe.part import Example
-from megamoe.moe.suggestions import needs, parts_that, provides, requirements
+from megamoe.moe.suggestions import find_parts, needs, provides, requirements
 from megamoe.moe.validation import check_parts, chosen_parts, provider
 from megamoe.registry import STAGES, get_part
 
@@ -72,10 +72,10 @@ def _missing(moe: MoEConfig, sizes: tuple[int, int]) -> Iterator[PartChoice]:
     for choice in chosen:
         for word in requirements(choice):
             if provider(moe, word) is None:
-                yield from parts_that(partial(provides, word), sizes)
+                yield from find_parts(partial(provides, word), sizes)
         for kind, word in get_part(choice.kind, choice.name).must_be_required(choice.options):
             if not any(needs(word, kind, other) for other in chosen):
-                yield from parts_that(partial(needs, word, kind), sizes)
+                yield from find_parts(partial(needs, word, kind), sizes)
 
 
 def _makes_sense(tree: Tree) -> bool:

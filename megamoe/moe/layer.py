@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.config.shapes import shared_ffn_size
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
+from megamoe.moe.dispatch import AllToAllDispatch, DispatchState, LocalDispatch
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
@@ -20,9 +20,10 @@ from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.objective import Objective
 from megamoe.moe.observation import Observation, measure_gradients, observe
 from megamoe.moe.part import Constraint, Dims, Part, StepContext
-from megamoe.moe.process_groups import ParallelGroups, TokenSpread, rank_in, size_of
+from megamoe.moe.process_groups import ParallelGroups, rank_in, size_of
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Routing
+from megamoe.moe.token_sharding import TokenSharding
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class MoELayer(nn.Module):
         self.context = context
         self.of_source = shape.of_source
         self.num_experts = config.num_experts
-        self.spread = TokenSpread(groups.tensor)
-        self.router = Router(config.router, _dims(config, shape, groups), self.spread)
+        self.token_sharding = TokenSharding(groups.tensor)
+        self.router = Router(config.router, _dims(config, shape, groups), self.token_sharding)
         self.losses = nn.ModuleDict(
             {name: build_part(choice, self.router.dims) for name, choice in config.losses.items()}
         )
@@ -98,29 +99,29 @@ class MoELayer(nn.Module):
         padding = context.padding
         if padding is None:
             return self._compute(hidden_TH, context)
-        place_V = padding.own_places(self.spread.rank, self.spread.size)
-        output_VH = self._compute(hidden_TH[place_V], padding.without(context, self.spread.size))
+        place_V = padding.own_places(self.token_sharding.rank, self.token_sharding.size)
+        output_VH = self._compute(hidden_TH[place_V], padding.without(context, self.token_sharding.size))
         return output_VH.new_zeros(hidden_TH.shape).index_copy(0, place_V, output_VH)
 
     def _compute(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         with self._stage("route"):
             routing = self.router(hidden_TH, context)
-            own = self.spread.own(routing, context)
+            own = self.token_sharding.local_shard(routing, context)
         shared_TH = None if self.shared is None else self.shared(hidden_TH)
-        self.context.own_time.pause()
+        self.context.compute_timer.pause()
         with self._stage("dispatch"):
-            rows_NH, counts_E, plan = self.dispatcher.dispatch(hidden_TH, own)
+            rows_NH, counts_E, state = self.dispatcher.dispatch(hidden_TH, own)
         with self._stage("experts"):
-            dropout = self._expert_dropout(own, plan, context)
+            dropout = self._expert_dropout(own, state, context)
             rows_NH = self.experts(rows_NH, counts_E, dropout)
             if dropout is not None:
                 rows_NH = dropout.on_output(rows_NH)
         with self._stage("combine"):
-            output_TH = self.dispatcher.combine(rows_NH, plan)
+            output_TH = self.dispatcher.combine(rows_NH, state)
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
         output_TH = self._with_losses(output_TH, routing, context)
-        self.context.own_time.resume()
+        self.context.compute_timer.resume()
         return output_TH
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
@@ -129,21 +130,25 @@ class MoELayer(nn.Module):
         measured = timers is not None and self.training and not self.recomputing
         return timers.stage(name) if timers is not None and measured else nullcontext()
 
-    def _expert_dropout(self, own: Routing, plan: Plan, context: StepContext) -> ExpertDropout | None:
+    def _expert_dropout(
+        self, own: Routing, state: DispatchState, context: StepContext
+    ) -> ExpertDropout | None:
         """Return the dropout of the experts' rows in training, if a rate is set; row numbers travel with the
         rows.
         """
         output, activation = self.dropout
         if not self.training or output == activation == 0:
             return None
-        token_N = plan.rows.token_N
+        token_N = state.rows.token_N
         device = token_N.device
-        index_T = self.spread.own_context(context, own.num_tokens).token_index(own.num_tokens, device)
+        index_T = self.token_sharding.local_context(context, own.num_tokens).token_index(
+            own.num_tokens, device
+        )
         experts_E = torch.arange(self.num_experts, device=device)
         expert_N = torch.repeat_interleave(experts_E, own.counts_E(), output_size=len(token_N))
         row_N = index_T[token_N] * self.num_experts + expert_N
         draw_key = functools.partial(self.context.draw_key, self.router.dims.layer)
-        row_N = self.dispatcher.send_along(row_N, plan)
+        row_N = self.dispatcher.send_along(row_N, state)
         return ExpertDropout(output, activation, row_N, draw_key, self.router.dims.kernels)
 
     def _with_losses(self, output_TH: Tensor, routing: Routing, context: StepContext) -> Tensor:
@@ -157,7 +162,7 @@ class MoELayer(nn.Module):
             self.observation = observe(routing, losses, self.router.dims.kernels)
             self.routing = routing if self.objectives else None
         if context.measure_gradients and self.training and self.observation is not None:
-            measure_gradients(self.observation, routing, self._weighted(values), context, self.spread)
+            measure_gradients(self.observation, routing, self._weighted(values), context, self.token_sharding)
         if not values or not self.training:
             return output_TH
         return attach_losses(output_TH, values, self.loss_weights, self.context)

@@ -10,8 +10,8 @@ from torch import Tensor
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.router import gate_sums
 from megamoe.moe.part import StepContext
-from megamoe.moe.process_groups import TokenSpread
 from megamoe.moe.routing import Routing
+from megamoe.moe.token_sharding import TokenSharding
 
 
 @dataclass
@@ -50,7 +50,7 @@ def measure_gradients(
     routing: Routing,
     weighted: dict[str, Tensor],
     context: StepContext,
-    spread: TokenSpread,
+    token_sharding: TokenSharding,
 ) -> None:
     """Let the backward pass fill in `observation.gradient_squares`, over this rank's tokens.
 
@@ -62,8 +62,8 @@ def measure_gradients(
     scores_TE = routing.scores_TE
     if not (torch.is_grad_enabled() and scores_TE.requires_grad):
         return  # nothing learns here, or a block's first pass before its recomputation
-    own = spread.own_rows(context, len(scores_TE))
-    factor = context.aux_scale * spread.size  # every rank of `spread` adds the same share of a loss
+    own = token_sharding.local_slice(context, len(scores_TE))
+    factor = context.aux_scale * token_sharding.size  # every rank adds the same share of a loss
     by_name: dict[str, Tensor] = {}
     for name, loss in weighted.items():
         if loss.requires_grad:
@@ -71,7 +71,7 @@ def measure_gradients(
             if found is not None:
                 by_name[name] = found[own] * factor
     observation.gradient_squares = {name: _square(gradient) for name, gradient in by_name.items()}
-    missing = (spread.size - 1) / spread.size  # of the auxiliary gradient, on the other ranks
+    missing = (token_sharding.size - 1) / token_sharding.size  # of the auxiliary gradient, on the other ranks
 
     def keep(gradient_TE: Tensor) -> None:
         whole = gradient_TE[own]

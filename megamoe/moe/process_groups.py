@@ -1,15 +1,9 @@
-"""The process groups of one MoE layer, and micro batches whose tokens are spread over ranks."""
+"""The process groups of one MoE layer."""
 
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from megamoe.moe.part import StepContext
-from megamoe.moe.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -48,83 +42,3 @@ def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     gathered = rows.new_empty(dist.get_world_size(group) * len(rows), *rows.shape[1:])
     dist.all_gather_into_tensor(gathered, rows.contiguous(), group=group)
     return gathered
-
-
-class TokenSpread:
-    """The tokens of a micro batch in contiguous shares on the ranks of a group, in order of rank.
-
-    The shares are equal but for padding, which a layer removes from each (`StepContext.bounds`).
-
-    A score depends on its own token only, so each rank scores its own tokens. Later stages may need the whole
-    micro batch (capacity, expert choice, balance losses). So the ranks gather the scores, [T, E] and not [T,
-    H], and each of them routes all tokens, with the same result. In backward every rank contributes the
-    gradient of its own tokens' experts and its share of the auxiliary losses. The gradient of a parameter of
-    the layer on one rank is therefore partial and must be summed over the group.
-    """
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self.group = group
-        self.size = size_of(group)
-        self.rank = rank_in(group)
-
-    def own_context(self, context: StepContext, num_tokens: int) -> StepContext:
-        """Return the context of this rank's `num_tokens` tokens."""
-        if self.size == 1:
-            return context
-        own = self.own_rows(context, num_tokens * self.size)
-        index_T, ids_T = context.token_index_T, context.token_ids_T
-        if index_T is None:
-            index_T = torch.arange(num_tokens * self.size)
-        return replace(context, token_index_T=index_T[own], token_ids_T=None if ids_T is None else ids_T[own])
-
-    def own_rows(self, context: StepContext | None, num_tokens: int) -> slice:
-        """Return the rows of this rank's tokens among the `num_tokens` of the micro batch."""
-        if context is not None and context.bounds is not None:
-            return slice(context.bounds[self.rank], context.bounds[self.rank + 1])
-        share = num_tokens // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
-
-    def whole(self, rows: Tensor, context: StepContext | None = None) -> Tensor:
-        """Gather a tensor with a row for each of this rank's tokens into one for the whole micro batch.
-
-        context: needed where there is padding, and the shares are not equal.
-        """
-        if self.size == 1:
-            return rows
-        if context is not None and context.bounds is not None:
-            return self._whole_of_unequal(rows, context.bounds)
-        gathered: Tensor = _GatherRows.apply(rows, self.group)
-        return gathered
-
-    def _whole_of_unequal(self, rows: Tensor, bounds: tuple[int, ...]) -> Tensor:
-        """Gather shares of different sizes, all filled up to the largest."""
-        sizes = [last - first for first, last in pairwise(bounds)]
-        largest = max(sizes)
-        filling = rows.new_zeros(largest - len(rows), *rows.shape[1:])
-        gathered: Tensor = _GatherRows.apply(torch.cat((rows, filling)), self.group)
-        return torch.cat([part[:size] for part, size in zip(gathered.split(largest), sizes, strict=True)])
-
-    def own(self, routing: Routing, context: StepContext | None = None) -> Routing:
-        """Return the routing of this rank's tokens, numbered from 0; context: as in `whole`."""
-        if self.size == 1:
-            return routing
-        own = self.own_rows(context, routing.num_tokens)
-        return routing.of_tokens(own.start, own.stop - own.start)
-
-
-class _GatherRows(torch.autograd.Function):
-    """All-gather of rows in order of rank; in backward, the sum over ranks of the gradient of this rank's
-    rows.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return gather_rows(rows, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        gradient = gradients[0].contiguous()
-        own = gradient.new_empty(len(gradient) // dist.get_world_size(ctx.group), *gradient.shape[1:])
-        dist.reduce_scatter_tensor(own, gradient, group=ctx.group)
-        return own, None

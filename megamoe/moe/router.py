@@ -11,9 +11,9 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import RouterConfig
 from megamoe.errors import UserError
 from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
-from megamoe.moe.process_groups import TokenSpread
 from megamoe.moe.routing import Pairs, Routing, Scored, has_row_per_token
 from megamoe.moe.suggestions import capabilities
+from megamoe.moe.token_sharding import TokenSharding
 from megamoe.registry import failure_of, get_part, is_ours
 
 
@@ -51,13 +51,13 @@ class Choices(Protocol):
 class Router(nn.Module):
     """scorer -> masks -> score function -> selector -> capacity, all in fp32 whatever the model's dtype.
 
-    spread: if a micro batch's tokens are spread over ranks, each rank scores its own tokens, and every rank
-    runs the later stages for all of them. choices: None unless the choices are recorded or replayed.
+    token_sharding: if a micro batch's tokens are spread over ranks, each rank scores its own tokens, and
+    every rank runs the later stages for all of them. choices: None unless choices are recorded or replayed.
     """
 
-    def __init__(self, config: RouterConfig, dims: Dims, spread: TokenSpread | None = None) -> None:
+    def __init__(self, config: RouterConfig, dims: Dims, token_sharding: TokenSharding | None = None) -> None:
         super().__init__()
-        self.spread = spread or TokenSpread(None)
+        self.token_sharding = token_sharding or TokenSharding(None)
         self.choices: Choices | None = None
         dims = replace(dims, score_function=frozenset(capabilities(config.score_function)))
         self.selector: Selector = build_part(config.selector, dims)
@@ -86,10 +86,10 @@ class Router(nn.Module):
         return self.choices.select(self.selector, scored, context)
 
     def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
-        whole = functools.partial(self.spread.whole, context=context)
+        whole = functools.partial(self.token_sharding.all_gather, context=context)
         if not self.scorer.takes_any_dtype:
             hidden_TH = hidden_TH.float()
-        found = self.scorer(hidden_TH, self.spread.own_context(context, len(hidden_TH)))
+        found = self.scorer(hidden_TH, self.token_sharding.local_context(context, len(hidden_TH)))
         scores_TE, extras = found if isinstance(found, tuple) else (found, {})
         scores_TE = whole(scores_TE)
         extras = {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}

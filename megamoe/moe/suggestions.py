@@ -39,12 +39,12 @@ def needs(word: str, kind: str, choice: PartChoice) -> bool:
     return choice.kind == kind and word in requirements(choice)
 
 
-def phrase(word: str) -> str:
+def describe(word: str) -> str:
     """Return a verb phrase for a capability; the message puts the part before it."""
     return CAPABILITIES.get(word, f"gives {word}" if word[-1:].isupper() else f"provides {word}")
 
 
-def parts_that(fits: Fits, sizes: tuple[int, int] | None = None) -> list[PartChoice]:
+def find_parts(fits: Fits, sizes: tuple[int, int] | None = None) -> list[PartChoice]:
     """Return every registered part that fits, each with the first options with which it fits.
 
     It tries the defaults, then the part's examples in a small layer. With `sizes` (experts, choices of a
@@ -74,7 +74,7 @@ def _built(kind: str, name: str, part: Any, several: list[dict[str, Any]]) -> It
             continue
 
 
-def named(choices: list[PartChoice]) -> str:
+def to_yaml(choices: list[PartChoice]) -> str:
     """Return the parts as YAML would name them: `noisy or {name: hierarchical, noisy: true}`."""
     return " or ".join(_yaml(choice) for choice in choices)
 
@@ -109,7 +109,7 @@ def another_option(choice: PartChoice, fits: Fits) -> str | None:
     return None
 
 
-def without(choice: PartChoice, word: str) -> str:
+def how_to_remove(choice: PartChoice, word: str) -> str:
     """Return how to remove a capability that this part provides."""
 
     def fits(other: PartChoice) -> bool:
@@ -120,6 +120,6 @@ def without(choice: PartChoice, word: str) -> str:
         return f"set {changed}"
     if choice.kind not in DEFAULTS:
         return f"leave the {choice.kind} out"
-    others = [other for other in parts_that(fits) if other.kind == choice.kind]
+    others = [other for other in find_parts(fits) if other.kind == choice.kind]
     default = [other for other in others if other.name == DEFAULTS[choice.kind]]
-    return f"set {choice.kind}: {named(default or others)}"
+    return f"set {choice.kind}: {to_yaml(default or others)}"

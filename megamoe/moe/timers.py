@@ -38,7 +38,7 @@ class StageTimers:
         return found
 
 
-class OwnTime:
+class LocalComputeTimer:
     """The time that this rank takes for its own work at the beginning of a step.
 
     It goes from `begin` to `end`, which is the end of the first micro batch's forward pass, without the parts
@@ -70,7 +70,9 @@ class OwnTime:
         if self._active:
             self._marks.append(_mark(self._device))
 
-    resume = pause
+    def resume(self) -> None:
+        """Go on after `pause`; nothing after `end`."""
+        self.pause()  # the marks alternate: ends and begins of the measured parts
 
     @contextmanager
     def paused(self) -> Iterator[None]:

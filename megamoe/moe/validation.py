@@ -14,7 +14,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe import suggestions
 from megamoe.moe.part import Candidates, Mask, Part, ScoreFunction, Selector
-from megamoe.moe.suggestions import capabilities, needs, phrase, provides, requirements
+from megamoe.moe.suggestions import capabilities, describe, needs, provides, requirements
 from megamoe.registry import failure_of, get_part, is_ours, label
 
 
@@ -110,12 +110,12 @@ def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
     leave_out, instead = "leave the loss out, or " if choice.kind == "loss" else "", _instead_of(choice, moe)
     for word, why in requirements(choice).items():
         if provider(moe, word) is None:
-            _refuse_lack(partial(provides, word), phrase(word), why, moe, instead)
+            _refuse_lack(partial(provides, word), describe(word), why, moe, instead)
     for word, why in part.refuses(choice.options).items():
         found = provider(moe, word)
         if found is not None:
-            way_out = suggestions.without(found, word)
-            named = f"the {label(found.kind)} {found.name!r} {phrase(word)}"
+            way_out = suggestions.how_to_remove(found, word)
+            named = f"the {label(found.kind)} {found.name!r} {describe(word)}"
             raise ValueError(f"{named}, {why}; {leave_out}{way_out}")
     others = [other for _, other in chosen_parts(moe)]
     for (kind, word), why in part.must_be_required(choice.options).items():
@@ -128,14 +128,14 @@ def _instead_of(choice: PartChoice, moe: MoEConfig) -> str:
     if choice.kind != "loss":
         return ""
     given = capabilities(moe.router.scorer)
-    readers = suggestions.parts_that(lambda other: bool(given & requirements(other).keys()))
+    readers = suggestions.find_parts(lambda other: bool(given & requirements(other).keys()))
     others = [other for other in readers if other.kind == choice.kind and other.name != choice.name]
-    return f"take the loss {suggestions.named(others)}, or " if others else "leave the loss out, or "
+    return f"take the loss {suggestions.to_yaml(others)}, or " if others else "leave the loss out, or "
 
 
 def _refuse_lack(fits: suggestions.Fits, what: str, why: str, moe: MoEConfig, leave_out: str) -> None:
     """Raise ValueError: no part of the layer fits; the message names registered parts that would."""
-    ways = suggestions.parts_that(fits)
+    ways = suggestions.find_parts(fits)
     if not ways:
         raise ValueError(f"no part {what}, {why}; name a plugin with such a part in plugins")
     kind = ways[0].kind
@@ -143,11 +143,11 @@ def _refuse_lack(fits: suggestions.Fits, what: str, why: str, moe: MoEConfig, le
     current = choice_of(moe, kind)
     if current is None:
         listed = "moe.losses" if kind == "loss" else "moe.router.masks"
-        raise ValueError(f"{listed} lacks one that {what}, {why}; {leave_out}add {suggestions.named(ways)}")
+        raise ValueError(f"{listed} lacks one that {what}, {why}; {leave_out}add {suggestions.to_yaml(ways)}")
     option = suggestions.another_option(current, fits)
     raise ValueError(
         f"the {label(kind)} is {current.name!r}, expected one that {what}, {why}; {leave_out}set "
-        f"{option or f'{kind}: {suggestions.named(ways)}'}"
+        f"{option or f'{kind}: {suggestions.to_yaml(ways)}'}"
     )
 
 
@@ -155,10 +155,10 @@ def refuse_one_candidate(choice: PartChoice, moe: MoEConfig) -> None:
     """Raise ValueError if the router could not learn because a mask leaves each token one candidate."""
     if candidates_of(choice, moe.num_experts).most == 1 and sums_to_1(moe):
         kind = moe.router.score_function.kind
-        others = suggestions.parts_that(lambda c: c.kind == kind and not provides("sums_to_1", c))
+        others = suggestions.find_parts(lambda c: c.kind == kind and not provides("sums_to_1", c))
         raise ValueError(
             "leaves one expert to each token, whose p is 1 whatever its score, so that the router gets no "
-            f"gradient; leave more, or set score_function: {suggestions.named(others)}"
+            f"gradient; leave more, or set score_function: {suggestions.to_yaml(others)}"
         )
 
 

@@ -44,7 +44,7 @@ def _refusal(number: int, group: GroupConfig, matched: bool, names: list[str]) -
 
 
 def weight_decay(config: OptimizerConfig) -> float:
-    """What optimizer.weight_decay comes to: 0.1 for AdamW and 0 for Adam, where it says nothing."""
+    """Return the effective weight decay: the configured value, else 0.1 for AdamW and 0 for Adam."""
     if config.weight_decay is not None:
         return config.weight_decay
     return 0.1 if config.name == "adamw" else 0.0

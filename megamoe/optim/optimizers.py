@@ -111,13 +111,13 @@ class Stage0AdamW(AdamW):
 
     DeepSpeed's clipping at stage 0 averages norms over data-parallel ranks, which hold different experts.
     grad_norm: of the last step, before clipping. options: from `adamw_options`, and `decoupled_weight_decay`.
-    rests: set by `resting`.
+    skips_update: set by `skip_update`.
     """
 
     def __init__(self, param_groups: list[dict[str, Any]], grad_clip: float, **options: Any) -> None:
         super().__init__(param_groups, **options)
         self.grad_clip = grad_clip
-        self.rests = False
+        self.skips_update = False
         self.grad_norm = math.nan
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -135,7 +135,7 @@ class Stage0AdamW(AdamW):
         gradients = self._gradients()
         self.grad_norm = float(global_grad_norm(gradients, self.kernels))
         set_grad_norm(self, self.grad_norm)
-        if self.rests or not math.isfinite(self.grad_norm):
+        if self.skips_update or not math.isfinite(self.grad_norm):
             return
         clips = self.grad_clip > 0
         factor = min(1.0, self.grad_clip / (self.grad_norm + 1e-6)) if clips else 1.0
@@ -227,17 +227,17 @@ class MasterWeightAdamW(Stage0AdamW):
 
 
 @contextmanager
-def resting(optimizer: Any) -> Iterator[None]:
+def skip_update(optimizer: Any) -> Iterator[None]:
     """Context in which a step changes no weight, master or moment; all else works as usual.
 
     optimizer: DeepSpeed's wrapper of ours or its own, or ours alone at ZeRO 0.
     """
     if isinstance(optimizer, Stage0AdamW):
-        optimizer.rests = True
+        optimizer.skips_update = True
         try:
             yield
         finally:
-            optimizer.rests = False
+            optimizer.skips_update = False
         return
     with without_inner_steps(optimizer):
         yield

@@ -115,7 +115,7 @@ def check_same(world: launch.World, facts: Facts, timeout_minutes: float) -> Non
 
 
 @contextmanager
-def refusing_together(facts: Facts, world: launch.World | None = None) -> Iterator[None]:
+def raise_on_all_ranks(facts: Facts, world: launch.World | None = None) -> Iterator[None]:
     """Context whose errors are also raised on the other ranks, by their `check_same`, instead of a timeout.
 
     facts: the facts known so far; the body adds to them. If they differ from rank 0's, the difference is

@@ -38,7 +38,7 @@ class SkipPolicy:
         self.in_a_row = 0
         self._losses: deque[float] = deque(maxlen=self.spike.window)  # of applied steps, where the rule is on
 
-    def judge(self, lm_loss: float, loss: float) -> Problem | None:
+    def reason_to_skip(self, lm_loss: float, loss: float) -> Problem | None:
         """Return why the step must be skipped, or None.
 
         The losses are the global batch's, before the optimiser's step.

@@ -1,8 +1,8 @@
 """Stragglers: ranks that take longer than the others for the same work, named while the run trains.
 
-Each rank measures its own time of a step (`megamoe.moe.timers.OwnTime`), and the sums of the step carry the
-times of all ranks. A rank is named when its median over a window of steps exceeds the ranks' median by a
-factor, in IN_A_ROW windows.
+Each rank measures the time of its local work in a step (`megamoe.moe.timers.LocalComputeTimer`), and the sums
+of the step carry the times of all ranks. A rank is named when its median over a window of steps exceeds the
+ranks' median by a factor, in IN_A_ROW windows.
 """
 
 import json

@@ -24,14 +24,14 @@ def main() -> int:
     overrides = arguments.overrides + (["checkpoint.resume=auto"] if arguments.resume else [])
 
     try:
-        from megamoe.compat.startup import check_versions, settle_vendors
+        from megamoe.compat.startup import check_versions, configure_libraries
         from megamoe.config import load_config
 
         check_versions()
-        settle_vendors()
-        from megamoe.parallel.rank_consistency import refusing_together
+        configure_libraries()
+        from megamoe.parallel.rank_consistency import raise_on_all_ranks
 
-        with refusing_together({}):
+        with raise_on_all_ranks({}):
             config = load_config(arguments.config, overrides)
             from megamoe.train.loop import train
 

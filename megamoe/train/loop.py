@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import ExitCode
 from megamoe.metrics import ProgressLine, Recorder, print_summary
-from megamoe.moe.timers import OwnTime
+from megamoe.moe.timers import LocalComputeTimer
 from megamoe.parallel import launch
 from megamoe.parallel.consensus import CollectiveError, catch_error, gather_from_ranks, raise_any_error
 from megamoe.registry import application
@@ -86,7 +86,7 @@ class Loop:
         """Take the steps and save; return why the launch stops before the last step, or None."""
         trainer, folder = self.trainer, self.trainer.folder
         profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
-        own_time = trainer.context.own_time = OwnTime(trainer.world.device)
+        compute_timer = trainer.context.compute_timer = LocalComputeTimer(trainer.world.device)
         hosts, log = gather_from_ranks(host_name()), self.config.log
         if self.is_first and log.straggler_factor is not None:
             self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, folder.path)
@@ -96,7 +96,7 @@ class Loop:
         reason = None
         try:
             while trainer.progress.step < trainer.run.steps and reason is None:
-                own_time.begin()
+                compute_timer.begin()
                 trainer.callbacks.call("on_step_begin", trainer)
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
@@ -121,12 +121,12 @@ class Loop:
         print_summary(summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step))
         resumed_step = first_step if folder.continues else None
         self.recorder = Recorder.open(
-            folder.path, self.config.log, self.config.name, self._told_wandb(), resumed_step
+            folder.path, self.config.log, self.config.name, self._wandb_config(), resumed_step
         )
         cleanup.callback(self.recorder.close)
         self.line = cleanup.enter_context(ProgressLine(trainer.run.steps, self.config.log.every))
 
-    def _told_wandb(self) -> dict[str, Any]:
+    def _wandb_config(self) -> dict[str, Any]:
         """Return the configuration, and by what runs are grouped: layout and study (`seed` is in it)."""
         layout, stage = self.trainer.layout, self.trainer.run.plan.stage
         sizes = f"ranks {layout.ranks}, tensor {layout.tensor}, expert {layout.expert}"
@@ -144,7 +144,7 @@ class Loop:
         if step_record.message:
             self._say(step_record.message)
         if self.stragglers is not None:
-            for line in self.stragglers.add(step_record.own_seconds_R):
+            for line in self.stragglers.add(step_record.compute_seconds_R):
                 self._say(line)
             metrics |= self.stragglers.metrics
         trainer.callbacks.call("on_step_end", trainer, metrics)

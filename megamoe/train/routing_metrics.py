@@ -81,7 +81,7 @@ def routing_metrics(
         metrics |= {f"{prefix}/{name}": found_L[place].item() for name, found_L in by_name.items()}
         metrics |= {f"{prefix}/loss/{name}": it / micro_batches for name, it in layer.losses.items()}
         metrics |= {f"{prefix}/gradient_share/{name}": it for name, it in layer.gradient_shares.items()}
-        metrics |= {f"{prefix}/{name}": it for name, it in layer.own_numbers.items()}
+        metrics |= {f"{prefix}/{name}": it for name, it in layer.part_metrics.items()}
     for name, found_L in by_name.items():
         metrics[f"moe/{name}"] = found_L.sum().item() if name == "dead" else found_L.mean().item()
     return metrics

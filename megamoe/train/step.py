@@ -23,7 +23,13 @@ from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
-from megamoe.train.step_record import MultiTokenLosses, StepRecord, StepSums, measured_parameters, own_numbers
+from megamoe.train.step_record import (
+    MultiTokenLosses,
+    StepRecord,
+    StepSums,
+    measured_parameters,
+    part_metrics,
+)
 
 ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
 PADDED_STRIDE = 2**24  # of token indices, where the length of the batch must have no influence
@@ -36,20 +42,20 @@ def train_step(
     lr: float,
     label_smoothing: float,
     micro_batches_before: int = 0,
-    judge: Callable[[float, float], Problem | None] = lambda lm_loss, loss: None,
+    reason_to_skip: Callable[[float, float], Problem | None] = lambda lm_loss, loss: None,
 ) -> StepRecord:
     """Forward and backward over this rank's micro batches, then one update of the weights.
 
-    micro_batches_before: those of all ranks in the steps before this one. judge: of the batch's lm loss and
-    loss, whether the weights must stay as they are; they do, too, where the gradient norm is not finite.
+    micro_batches_before: those of all ranks in the steps before this one. reason_to_skip(lm_loss, loss):
+    returns a reason to skip the update, or None. A gradient norm that is not finite always skips it.
     """
     device = engine.world.device
     model = engine.model
     assert isinstance(model, LanguageModel)
     engine.set_accumulation(len(batches))
-    ahead = MultiTokenLosses(model)
-    with context.own_time.paused():  # the scales count tokens over the ranks
-        scale_K = ahead.scales(batches, engine)  # on the device, where they are needed
+    mtp = MultiTokenLosses(model)
+    with context.compute_timer.paused():  # the scales count tokens over the ranks
+        scale_K = mtp.scales(batches, engine)  # on the device, where they are needed
     # Every tensor-parallel rank works out a micro batch's auxiliary losses, and their gradients are summed.
     share = 1.0 / (len(batches) * engine.layout.tensor)
     # Attached inside the graph: the engine, which scales the loss, does not see these.
@@ -63,26 +69,26 @@ def train_step(
         losses_BS = engine.forward(
             last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
         )
-        context.own_time.end()  # of the first micro batch
+        context.compute_timer.end()  # of the first micro batch
         masked_BS = losses_BS * batch.loss_mask_BS
         lm_sum = masked_BS.sum() / rollouts
         loss = lm_sum * scale_K[0]
-        sums_ahead = ahead.sums(batch, rollouts)
-        if sums_ahead is not None:
-            loss = loss + ahead.weighted(sums_ahead[0] * scale_K[1:])
+        mtp_sums = mtp.sums(batch, rollouts)
+        if mtp_sums is not None:
+            loss = loss + mtp.weighted(mtp_sums[0] * scale_K[1:])
         for _, layer in model.moe_layers():
             if layer.objectives:
                 loss = loss + share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
         engine.backward(loss)
-        sums.add(model, lm_sum, batch.loss_mask_BS.sum().double() / rollouts, sums_ahead)
+        sums.add(model, lm_sum, batch.loss_mask_BS.sum().double() / rollouts, mtp_sums)
         judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
         tick()
     with engine.gathered(measured_parameters(model)):
-        record = sums.record(engine.layout.tensor, own_numbers(model), context.own_time.seconds)
-    record.weight_ahead = ahead.weight
+        record = sums.record(engine.layout.tensor, part_metrics(model), context.compute_timer.seconds)
+    record.mtp_weight = mtp.weight
     if not math.isfinite(record.lm_sum):
         record.not_finite = _samples_not_finite(judged, batches, rollouts)
-    record.problem = judge(record.lm_loss, record.loss)
+    record.problem = reason_to_skip(record.lm_loss, record.loss)
     _update(engine, record, lr)
     return record
 
@@ -90,7 +96,7 @@ def train_step(
 def _update(engine: Engine, record: StepRecord, lr: float) -> None:
     """Update the weights, unless the record has a problem, and write down what came of it."""
     scale, can_fall = engine.loss_scale, engine.loss_scale_can_fall
-    record.grad_norm = engine.step(lr, rest=record.problem is not None)
+    record.grad_norm = engine.step(lr, apply_update=record.problem is None)
     if record.problem is None and engine.step_skipped:
         at_scale = f" at loss scale {scale:g}" if engine.precision == "fp16" else ""
         record.problem = Problem(f"train/grad_norm is {record.grad_norm}{at_scale}", counts=not can_fall)

@@ -26,7 +26,7 @@ class LayerRecord:
     load_E, wanted_E: int64, pairs computed and wanted. width_D: int64 [E + 1], tokens by their number of
     computed experts. entropy, top_1: sums over tokens, see `Observation`. losses: sums over micro batches,
     unweighted. gradient_shares: of the losses that reach the scores, in steps that measure them, see
-    `gradient_share`. own_numbers: of the parts, by `<part>/<name>`.
+    `gradient_share`. part_metrics: of the parts, by `<part>/<name>`.
     """
 
     load_E: Tensor
@@ -36,7 +36,7 @@ class LayerRecord:
     top_1: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
     gradient_shares: dict[str, float] = field(default_factory=dict)
-    own_numbers: dict[str, float] = field(default_factory=dict)
+    part_metrics: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -46,9 +46,9 @@ class StepRecord:
     losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
     weight * loss over all of them. problem: why the step was not applied. not_finite: of this rank's micro
     batches, by their places, the samples whose lm loss is not finite. message: printed by the loop.
-    wanted_on_device: `wanted_E` of every layer, on the device. ahead: the mean cross entropy of each depth of
-    multi-token prediction; weight_ahead: of each of them in the loss. own_seconds_R: of each rank, its own
-    time in the step before (`OwnTime`); 0: not measured.
+    wanted_on_device: `wanted_E` of every layer, on the device. mtp: the mean cross entropy of each depth of
+    multi-token prediction; mtp_weight: of each of them in the loss. compute_seconds_R: of each rank, its own
+    time in the step before (`LocalComputeTimer`); 0: not measured.
     """
 
     lm_sum: float = 0.0
@@ -59,13 +59,13 @@ class StepRecord:
     loss_weights: dict[str, float] = field(default_factory=dict)
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     wanted_on_device: dict[int, Tensor] = field(default_factory=dict)
-    ahead: list[float] = field(default_factory=list)
-    weight_ahead: float = 0.0
+    mtp: list[float] = field(default_factory=list)
+    mtp_weight: float = 0.0
     grad_norm: float = float("nan")
     problem: Problem | None = None
     not_finite: dict[int, list[int]] = field(default_factory=dict)
     message: str = ""
-    own_seconds_R: list[float] = field(default_factory=list)
+    compute_seconds_R: list[float] = field(default_factory=list)
 
     @property
     def lm_loss(self) -> float:
@@ -76,13 +76,13 @@ class StepRecord:
     def loss(self) -> float:
         """The lm loss plus the weighted losses of multi-token prediction and of the layers."""
         loss = self.lm_loss + self.weighted / max(self.micro_batches, 1)
-        return loss + self.weight_ahead * sum(self.ahead)
+        return loss + self.mtp_weight * sum(self.mtp)
 
     def metrics(self) -> dict[str, Any]:
         """Return the losses and the gradient norm under metrics.jsonl's names."""
         values: dict[str, Any] = {"train/lm_loss": self.lm_loss, "train/loss": self.loss}
-        for depth, ahead in enumerate(self.ahead, 1):
-            values[f"train/lm_loss/ahead_{depth}"] = ahead
+        for depth, mtp in enumerate(self.mtp, 1):
+            values[f"train/lm_loss/ahead_{depth}"] = mtp
         for name, total in self.losses.items():
             values[f"train/{name}"] = total / (self.micro_batches * len(self.layers))
             values[f"train/{name}/weighted"] = self.loss_weights[name] * total / self.micro_batches
@@ -114,15 +114,15 @@ class StepSums:
         self._squares: Tensor | None = None  # fp64 [layers, losses of _names + 1], see `gradient_share`
 
     def add(
-        self, model: HasMoELayers, lm_sum: Tensor, tokens: Tensor, ahead: tuple[Tensor, Tensor] | None = None
+        self, model: HasMoELayers, lm_sum: Tensor, tokens: Tensor, mtp: tuple[Tensor, Tensor] | None = None
     ) -> None:
         """Take in one micro batch after its backward pass; lm_sum, tokens: scalars on the device.
 
-        ahead: the same of multi-token prediction, [depths] each.
+        mtp: the same of multi-token prediction, [depths] each.
         """
         self.micro_batches += 1
-        if ahead is not None:
-            both = torch.cat([values.detach().double() for values in ahead])
+        if mtp is not None:
+            both = torch.cat([values.detach().double() for values in mtp])
             self._ahead = both if self._ahead is None else self._ahead + both
         sums = torch.stack([value.detach().double() for value in (lm_sum, tokens)])
         by_layer: list[Tensor] = []
@@ -159,18 +159,18 @@ class StepSums:
         return [found.get(name, nothing) for name in (WHOLE, *self._names)]
 
     def record(
-        self, copies: int, own_numbers: dict[str, Tensor] | None = None, own_seconds: float = 0.0
+        self, copies: int, part_metrics: dict[str, Tensor] | None = None, compute_seconds: float = 0.0
     ) -> StepRecord:
         """Sum over all ranks in one collective, so that all know the same to the last bit.
 
-        copies: how many ranks have each micro batch. own_numbers: by name, fp64 [layers] on the device, the
-        same on every rank (`Part.metrics`). own_seconds: of this rank; each has a place of its own in the
+        copies: how many ranks have each micro batch. part_metrics: by name, fp64 [layers] on the device, the
+        same on every rank (`Part.metrics`). compute_seconds: of this rank; each has a place of its own in the
         sums. float64 carries counts exactly up to 2^53.
         """
         assert self._sums is not None
         device = self._sums.device
         layers, names = list(self._sizes), self._names
-        own = own_numbers or {}
+        own = part_metrics or {}
         batches = torch.full((1,), float(self.micro_batches), dtype=torch.float64, device=device)
         values = self._values if self._values is not None else batches.new_empty(0, GATE_SUMS)
         # Always of the same size, even where a rank measures no gradients.
@@ -186,7 +186,7 @@ class StepSums:
                 squares.view(-1),
                 *([] if self._ahead is None else [self._ahead]),
                 *(numbers * (copies / world) for numbers in own.values()),
-                _in_own_place(own_seconds * copies, device),
+                _one_hot_by_rank(compute_seconds * copies, device),
                 *([] if self._counts is None else [self._counts.double()]),
             ]
         )
@@ -199,9 +199,9 @@ class StepSums:
         micro_batches, lm_sum, tokens, *losses = next(parts).tolist()
         by_name = dict(zip(names, losses, strict=True))
         of_values, of_squares = (next(parts).view(each.shape).tolist() for each in (values, squares))
-        losses_ahead, tokens_ahead = next(parts).view(2, -1).tolist()
+        mtp_losses, mtp_tokens = next(parts).view(2, -1).tolist()
         of_parts = {name: next(parts).tolist() for name in own}
-        own_seconds_R = next(parts).tolist()
+        compute_seconds_R = next(parts).tolist()
         records = dict(zip(layers, self._layers(of_values, of_squares, of_parts, parts), strict=True))
         counts_on_device = packed[sum(before) :].long().split(sizes[len(before) :])
         on_device = zip(layers, counts_on_device, strict=True)
@@ -213,9 +213,9 @@ class StepSums:
             losses=by_name,
             loss_weights=self._weights,
             layers=records,
-            ahead=[loss / max(n, 1.0) for loss, n in zip(losses_ahead, tokens_ahead, strict=True)],
+            mtp=[loss / max(n, 1.0) for loss, n in zip(mtp_losses, mtp_tokens, strict=True)],
             wanted_on_device={number: _wanted(counts) for number, counts in on_device},
-            own_seconds_R=own_seconds_R,
+            compute_seconds_R=compute_seconds_R,
         )
 
     def _layers(
@@ -240,11 +240,11 @@ class StepSums:
                 top_1=top_1,
                 losses=dict(zip(self._names, losses, strict=True)),
                 gradient_shares=ratios,
-                own_numbers={name: numbers[place] for name, numbers in parts.items()},
+                part_metrics={name: numbers[place] for name, numbers in parts.items()},
             )
 
 
-def _in_own_place(number: float, device: torch.device) -> Tensor:
+def _one_hot_by_rank(number: float, device: torch.device) -> Tensor:
     """Return this rank's number at its place among those of all ranks, fp64 [ranks]; the others are 0."""
     numbers_R = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     numbers_R.narrow(0, dist.get_rank(), 1).fill_(number)  # an assignment would wait for the device
@@ -268,7 +268,7 @@ def measured_parameters(model: HasMoELayers) -> list[nn.Parameter]:
 
 
 @torch.no_grad()
-def own_numbers(model: HasMoELayers) -> dict[str, Tensor]:
+def part_metrics(model: HasMoELayers) -> dict[str, Tensor]:
     """Return the parts' own numbers (`Part.metrics`) of all layers by name, fp64 [layers], on the device."""
     found: dict[str, list[Tensor]] = {}
     for _, layer in model.moe_layers():

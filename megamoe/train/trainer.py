@@ -31,8 +31,8 @@ from megamoe.parallel.consensus import (
 )
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.rank_consistency import Facts, check_same, refusing_together
-from megamoe.parallel.zero.deepspeed_moe_layer import hosted_layer_factory
+from megamoe.parallel.rank_consistency import Facts, check_same, raise_on_all_ranks
+from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.registry import application
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
@@ -85,7 +85,7 @@ class Trainer:
         self.world = world or launch.find_world()
         facts: Facts = {}
         self._changes: list[str] = []  # of the configuration since the checkpoint that the run resumes from
-        with refusing_together(facts, self.world):
+        with raise_on_all_ranks(facts, self.world):
             resume_from = self._check(facts)
         check_same(self.world, facts, config.parallel.timeout_minutes)
         launch.start(self.world, config.parallel.timeout_minutes, select_device=False)
@@ -113,7 +113,7 @@ class Trainer:
             data_group=data_group() if self.layout.data > 1 else None,
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
-        make_moe_layer = hosted_layer_factory(config.moe, self.context, groups, self.layout)
+        make_moe_layer = moe_layer_factory(config.moe, self.context, groups, self.layout)
         model = start_model(config, self.run, self.world.rank, make_moe_layer, saved, self.world.say)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
         self._seed()
@@ -175,10 +175,10 @@ class Trainer:
         lr = learning_rate(self.context.step, self.config.optimizer, self.run.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
-        judge = self.skip_policy.judge
+        reason_to_skip = self.skip_policy.reason_to_skip
         with self.routing.of(self.context.step, "train"):
             self.routing.check_batches(batches)
-            record = train_step(self.engine, self.context, batches, lr, smoothing, before, judge)
+            record = train_step(self.engine, self.context, batches, lr, smoothing, before, reason_to_skip)
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
@@ -248,7 +248,7 @@ class Trainer:
             batches += itertools.islice(stream, count)
         except UserError as error:
             problem = str(error)
-        with self.context.own_time.paused():
+        with self.context.compute_timer.paused():
             raise_any_error_fast(problem, self.world.device)
         return batches
 

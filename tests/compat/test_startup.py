@@ -117,5 +117,5 @@ def sources_of(module: str) -> Iterator[str]:
     ],
 )
 def test_the_libraries_would_warn_at_import(module: str, message: str) -> None:
-    """The libraries that `settle_vendors` silences."""
+    """The libraries that `configure_libraries` silences."""
     assert any(message in source for source in sources_of(module))

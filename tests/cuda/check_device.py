@@ -19,7 +19,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from megamoe.checkpoint import writer  # noqa: E402
-from megamoe.moe.timers import OwnTime  # noqa: E402
+from megamoe.moe.timers import LocalComputeTimer  # noqa: E402
 from tests.support.in_subprocess import checks_of, run_checks  # noqa: E402
 
 
@@ -278,7 +278,7 @@ def check_saves_take_two_pinned_pieces() -> None:
 
 def check_own_times_do_not_wait() -> None:
     """The host reads the events of a step at the beginning of the next, and waits for none."""
-    own = OwnTime(torch.device("cuda"))
+    own = LocalComputeTimer(torch.device("cuda"))
 
     def two_steps() -> None:
         for _ in range(2):

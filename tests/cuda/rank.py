@@ -86,9 +86,9 @@ def main() -> None:
     device = pretended.start(job["devices"])
     import torch
 
-    from megamoe.compat.startup import settle_vendors
+    from megamoe.compat.startup import configure_libraries
 
-    settle_vendors()
+    configure_libraries()
     torch.set_num_threads(1)
 
     from megamoe.kernels.attention import core as attention

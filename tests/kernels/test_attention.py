@@ -32,7 +32,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: 
     """Compute causal attention in float64; a pair of columns is rotated as a complex number."""
     length, size = len(query), query.shape[-1]
 
-    def turned(side: Tensor) -> Tensor:
+    def rotate_half(side: Tensor) -> Tensor:
         if base is None:
             return side
         powers = base ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)
@@ -43,7 +43,7 @@ def exact(query: Tensor, key: Tensor, value: Tensor, base: float | None, scale: 
         return torch.cat((pairs.real, pairs.imag), dim=-1)
 
     earlier = torch.ones(length, length, dtype=torch.bool).tril()
-    return exact_attention(turned(query), turned(key), value, earlier, scale)
+    return exact_attention(rotate_half(query), rotate_half(key), value, earlier, scale)
 
 
 def make(sizes: tuple[int, int, int, int, int], factor: float = 1.0) -> Sides:

@@ -4,7 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.attention.core import bidirectional_attention, cross_attention, rotated
+from megamoe.kernels.attention.core import (
+    apply_rotary_with_documents,
+    bidirectional_attention,
+    cross_attention,
+)
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.choice import Kernels
@@ -44,7 +48,7 @@ def test_within_documents(rotary: Rotary | None, bounds_B: list[list[int]]) -> N
     sides = (heads(length, HEADS, 1), heads(length, GROUPS, 2), heads(length, GROUPS, 3))
     query, key, value = sides
     if rotary is not None:
-        query, key = (rotated(side, rotary, documents, PLAIN) for side in (query, key))
+        query, key = (apply_rotary_with_documents(side, rotary, documents, PLAIN) for side in (query, key))
     expected = exact_attention(query, key, value, (start_BS[:, :, None] == start_BS[:, None, :])[:, None])
     found = bidirectional_attention(*sides, rotary, None, documents, kernels=PLAIN)
     assert_same(found, expected, sides)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megamoe.kernels.attention.rotary import Rotary
-from tests.support.kernels.chosen import rms_norm, turn_heads
+from tests.support.kernels.chosen import apply_rotary, rms_norm
 from tests.support.kernels.drawn import assert_close_to, draw
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -47,7 +47,7 @@ def test_rotary(size: int, dtype: torch.dtype, compiled: bool) -> None:
     """Position s turns pair i by s * base^(-2i / size); queries are strided as in attention."""
     mixed = draw(9, 2, 3, 3 * size).to(dtype).requires_grad_()
     heads = mixed[..., size : 2 * size]
-    found = turn_heads(heads, Rotary(500))
+    found = apply_rotary(heads, Rotary(500))
     exact = mixed.detach().double().requires_grad_()
     first, second = exact[..., size : 2 * size].chunk(2, dim=-1)
     powers = 500.0 ** (-torch.arange(0, size, 2, dtype=torch.float64) / size)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.attention.core import rotated
+from megamoe.kernels.attention.core import apply_rotary_with_documents
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.attention.rotary import (
     LinearScaling,
@@ -19,7 +19,7 @@ from megamoe.kernels.attention.rotary import (
     angles,
 )
 from tests.kernels.test_attention import each, make
-from tests.support.kernels.chosen import causal_attention, kernels, turn_heads
+from tests.support.kernels.chosen import apply_rotary, causal_attention, kernels
 from tests.support.kernels.drawn import assert_close_to, draw
 
 BASE, SIZE, LENGTH = 10000.0, 32, 40
@@ -93,7 +93,7 @@ def test_heads_turn_as_in_transformers(name: str, compiled: bool) -> None:
     pytest.importorskip("transformers")
     rotary, mixed = FORMS[name], draw(9, 2, 3, 3 * SIZE).requires_grad_()
     exact = mixed.detach().clone().requires_grad_()
-    found = turn_heads(mixed[..., SIZE : 2 * SIZE], rotary)
+    found = apply_rotary(mixed[..., SIZE : 2 * SIZE], rotary)
     expected = theirs(exact[..., SIZE : 2 * SIZE], rotary)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     upstream = draw(*found.shape, seed=3)
@@ -127,7 +127,9 @@ def test_attention_turns_what_it_gets(name: str, compiled: bool) -> None:
         sides = make((70, 2, 4, 2, SIZE))
         query, key, value = each(lambda side: side.detach().clone().requires_grad_(), sides)
         found = causal_attention(*sides, rotary, None, each_documents)
-        turned = (rotated(side, rotary, each_documents, kernels()) for side in (query, key))
+        turned = (
+            apply_rotary_with_documents(side, rotary, each_documents, kernels()) for side in (query, key)
+        )
         expected = causal_attention(*turned, value, None, None, each_documents)
         assert_close_to(found, expected.double(), 1e-5)
         upstream = draw(*found.shape, seed=9)
@@ -139,4 +141,4 @@ def test_attention_turns_what_it_gets(name: str, compiled: bool) -> None:
 
 def test_columns_come_in_pairs() -> None:
     with pytest.raises(ValueError, match="found heads of 6, of which 3 turn"):
-        turn_heads(draw(2, 1, 1, 6), Rotary(BASE, share=0.5))
+        apply_rotary(draw(2, 1, 1, 6), Rotary(BASE, share=0.5))

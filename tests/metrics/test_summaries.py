@@ -33,7 +33,7 @@ def step_of(layers: int, experts: int, step: int = 100) -> dict[str, Any]:
             width=[0, 5, 3, *[0] * (experts - 2)],
             losses=LOSSES,
             gradient_shares=LOSSES,
-            own_numbers={
+            part_metrics={
                 "scorer/temperature": 0.3,
                 "scorer/embedding_norm": 1.0,
                 "score_function/bias_range": 0.1,

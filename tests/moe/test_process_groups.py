@@ -3,14 +3,15 @@
 import torch
 
 from megamoe.moe.part import StepContext
-from megamoe.moe.process_groups import ParallelGroups, TokenSpread, rank_in, size_of
+from megamoe.moe.process_groups import ParallelGroups, rank_in, size_of
 from megamoe.moe.routing import Routing, has_row_per_token
+from megamoe.moe.token_sharding import TokenSharding
 from tests.support.moe.build import gradient_of, make_pairs, make_routing
 
 
-def spread_of(size: int, rank: int) -> TokenSpread:
+def spread_of(size: int, rank: int) -> TokenSharding:
     """Return the spread of one of several ranks, without a group, for functions that do not communicate."""
-    spread = TokenSpread(None)
+    spread = TokenSharding(None)
     spread.size, spread.rank = size, rank
     return spread
 
@@ -57,7 +58,7 @@ def test_of_tokens_without_candidates_and_the_gradient_of_the_weights() -> None:
 
 def test_the_ranks_parts_are_the_whole() -> None:
     routing = six_tokens()
-    own = [spread_of(3, rank).own(routing) for rank in range(3)]
+    own = [spread_of(3, rank).local_shard(routing) for rank in range(3)]
     assert torch.equal(torch.stack([part.counts_E() for part in own]).sum(0), routing.counts_E())
     assert torch.equal(torch.cat([part.scores_TE for part in own]), routing.scores_TE)
     together_N = torch.cat([part.wanted.token_N + 2 * rank for rank, part in enumerate(own)])
@@ -65,10 +66,10 @@ def test_the_ranks_parts_are_the_whole() -> None:
 
 
 def test_a_single_rank_holds_everything() -> None:
-    spread, routing, context = TokenSpread(None), six_tokens(), StepContext()
-    assert spread.own(routing) is routing
-    assert spread.whole(routing.scores_TE) is routing.scores_TE
-    assert spread.own_context(context, 6) is context
+    spread, routing, context = TokenSharding(None), six_tokens(), StepContext()
+    assert spread.local_shard(routing) is routing
+    assert spread.all_gather(routing.scores_TE) is routing.scores_TE
+    assert spread.local_context(context, 6) is context
     assert size_of(None) == 1 and rank_in(None) == 0
     assert ParallelGroups().follows_data
 
@@ -76,13 +77,13 @@ def test_a_single_rank_holds_everything() -> None:
 def test_own_context() -> None:
     index_T, ids_T = torch.arange(100, 108), torch.arange(8) * 3
     context = StepContext(seed=4, step=2, micro_batch=3, token_index_T=index_T, token_ids_T=ids_T)
-    own = spread_of(4, 2).own_context(context, 2)
+    own = spread_of(4, 2).local_context(context, 2)
     assert own.token_index_T is not None and own.token_ids_T is not None
     assert own.token_index_T.tolist() == [104, 105]
     assert own.token_ids_T.tolist() == [12, 15]
     assert (own.seed, own.step, own.micro_batch) == (4, 2, 3)
     assert context.token_index_T is index_T  # the context itself stays as it is
-    unnumbered = spread_of(4, 3).own_context(StepContext(), 2)
+    unnumbered = spread_of(4, 3).local_context(StepContext(), 2)
     assert unnumbered.token_index_T is not None and unnumbered.token_ids_T is None
     assert unnumbered.token_index_T.tolist() == [6, 7]
 

@@ -183,7 +183,7 @@ def scores_by_itself(layer: MoELayer) -> None:
     for size in (2, 3):
         for rank in range(size):
             own = slice(rank * 24 // size, (rank + 1) * 24 // size)
-            context = spread_of(size, rank).own_context(layer.context, 24 // size)
+            context = spread_of(size, rank).local_context(layer.context, 24 // size)
             part = scored(layer.router.scorer, make_hidden(24)[own], context)
             assert part.keys() == whole.keys()
             for key, value in part.items():

@@ -54,7 +54,7 @@ def test_clipping_can_be_off(one_rank: None) -> None:
 
 
 def test_masters_sum_gradients_in_fp32(one_rank: None) -> None:
-    """Two micro batches a step; one step rests, one has no gradient of `unused`, one is not finite."""
+    """Two micro batches a step; one step skips_update, one has no gradient of `unused`, one is not finite."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"used": nn.Linear(3, 2), "unused": nn.Linear(3, 2)}).bfloat16()
     config = tiny().optimizer
@@ -76,7 +76,7 @@ def test_masters_sum_gradients_in_fp32(one_rank: None) -> None:
             for total, parameter in zip(sums, ours.model_parameters, strict=True):
                 total += gradients.get(parameter, torch.zeros_like(parameter)).float()
             loss.backward()
-        ours.rests = step == 1
+        ours.skips_update = step == 1
         ours.step()
         norm = torch.stack([total.square().sum() for total in sums]).sum().sqrt()
         assert ours.grad_norm == pytest.approx(float(norm), rel=1e-5, nan_ok=True)

@@ -22,9 +22,9 @@ def rule(spike: LossSpikeConfig = SPIKE, most: int = 3, losses: tuple[float, ...
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_what_is_not_finite_is_refused_without_a_rule(value: float) -> None:
     steps = rule(LossSpikeConfig())
-    assert steps.judge(1e30, 1e30) is None
-    assert steps.judge(value, value) == Problem(f"train/lm_loss is {value}")
-    assert steps.judge(1.0, value) == Problem(f"train/loss is {value}")  # an auxiliary loss
+    assert steps.reason_to_skip(1e30, 1e30) is None
+    assert steps.reason_to_skip(value, value) == Problem(f"train/lm_loss is {value}")
+    assert steps.reason_to_skip(1.0, value) == Problem(f"train/loss is {value}")  # an auxiliary loss
 
 
 def test_a_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
@@ -32,17 +32,17 @@ def test_a_spike_is_a_number_of_standard_deviations_above_the_mean() -> None:
     limit = 4 + 2 * math.sqrt(8 / 3)  # 7.266
     steps = rule(losses=(2, 4, 4, 6))
     assert steps.limit() == pytest.approx(limit, rel=1e-15)
-    assert steps.judge(7.26, 7.26) is None and steps.judge(-99.0, -99.0) is None
+    assert steps.reason_to_skip(7.26, 7.26) is None and steps.reason_to_skip(-99.0, -99.0) is None
     message = (
         "train/lm_loss is 7.2700, above 7.2660, the mean of the last 4 applied steps + 2 standard deviations "
         "(train.loss_spike)"
     )
-    assert steps.judge(7.27, 7.27) == Problem(message)
+    assert steps.reason_to_skip(7.27, 7.27) == Problem(message)
 
 
 def test_the_window_holds_the_last_applied_steps_and_must_be_full() -> None:
     steps = rule(losses=(100, 2, 4))
-    assert steps.limit() is None and steps.judge(1e9, 1e9) is None
+    assert steps.limit() is None and steps.reason_to_skip(1e9, 1e9) is None
     steps.update(Problem("skipped"), 1e9)
     assert steps.limit() is None
     steps.update(None, 4)
@@ -68,7 +68,7 @@ def test_one_means_at_the_first_and_stop_at_once() -> None:
     first.update(problem, 1.0)
     assert first.reason_to_end(problem)
     stopping = rule(LossSpikeConfig(sigmas=1.0, window=2, action="stop"), losses=(1, 1))
-    spike = stopping.judge(1.1, 1.1)
+    spike = stopping.reason_to_skip(1.1, 1.1)
     assert spike is not None and spike.ends
     stopping.update(spike, 1.1)
     assert stopping.reason_to_end(spike) == "train.loss_spike.action is stop"

@@ -10,7 +10,7 @@ import torch
 
 from megamoe.apps.cluster.status import as_text, read_status
 from megamoe.moe import timers
-from megamoe.moe.timers import OwnTime
+from megamoe.moe.timers import LocalComputeTimer
 from megamoe.resilience.stragglers import IN_A_ROW, STRAGGLERS, Stragglers
 
 HOSTS = ["n1", "n1", "n2", "n2"]
@@ -65,7 +65,7 @@ def test_noise_and_what_was_not_measured_name_nobody(tmp_path: Path) -> None:
 def test_own_time_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([0.0, 1.0, 11.0, 13.0, 100.0])
     monkeypatch.setattr(timers.time, "perf_counter", lambda: next(clock))
-    own = OwnTime(torch.device("cpu"))
+    own = LocalComputeTimer(torch.device("cpu"))
     own.pause()  # nothing before a step
     own.begin()
     assert own.seconds == 0.0
@@ -80,7 +80,7 @@ def test_own_time_leaves_out_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_cost_of_a_step(tmp_path: Path) -> None:
     """It is microseconds of a step: 200 marks and the judgement of 64 ranks."""
-    own, stragglers = OwnTime(torch.device("cpu")), Stragglers(1.5, 1, ["n"] * 64, tmp_path)
+    own, stragglers = LocalComputeTimer(torch.device("cpu")), Stragglers(1.5, 1, ["n"] * 64, tmp_path)
     begin = time.process_time()
     for _ in range(100):
         own.begin()

@@ -20,7 +20,7 @@ from megamoe.parallel.groups import start_groups
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import fill_in, resolve_parallel
-from megamoe.parallel.zero.deepspeed_moe_layer import hosted_layer_factory
+from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.validation.run import check_run
 
@@ -56,7 +56,7 @@ def tiny_model(
     """Its model; needs the fixture `one_rank`."""
     layout = Layout.of(config.parallel, 1)
     groups = start_groups(layout, timeout_minutes=1)
-    make_layer = hosted_layer_factory(config.moe, context or StepContext(), groups, layout)
+    make_layer = moe_layer_factory(config.moe, context or StepContext(), groups, layout)
     return build_model(config, vocab_size, make_layer)
 
 

@@ -23,7 +23,7 @@ LAYERS = {
         top_1=4.5,
         losses={"z_loss": 0.5},
         gradient_shares={"z_loss": 0.25},
-        own_numbers={"scorer/temperature": 0.3},
+        part_metrics={"scorer/temperature": 0.3},
     ),
     12: layer_of([2, 2, 2, 2], entropy=2.0, top_1=8.0, losses={"z_loss": 1.0}),
 }

@@ -90,9 +90,9 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
     ):
         sums.add(SimpleNamespace(moe_layers=layers.items), lm_sum=torch.tensor(2.5), tokens=two)
     tau = {"scorer/temperature": torch.tensor([0.5, 0.25], dtype=torch.float64)}
-    record = sums.record(copies=2, own_numbers=tau, own_seconds=0.5)
-    assert record.own_seconds_R == [0.5] and record.tokens == 2.0  # a rank's own, not one of two copies
-    record = sums.record(copies=1, own_numbers=tau)
+    record = sums.record(copies=2, part_metrics=tau, compute_seconds=0.5)
+    assert record.compute_seconds_R == [0.5] and record.tokens == 2.0  # a rank's own, not one of two copies
+    record = sums.record(copies=1, part_metrics=tau)
     assert (record.lm_sum, record.tokens, record.micro_batches) == (5.0, 4.0, 2)
     assert (record.losses, record.weighted) == ({"balance": 15.0}, 7.5)
     assert [(n, layer.load_E.tolist()) for n, layer in record.layers.items()] == [(1, [6, 7]), (3, [3, 1])]
@@ -100,7 +100,7 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
     assert record.layers[3].width_D.tolist() == [0, 3, 1]
     assert [layer.losses for layer in record.layers.values()] == [{"balance": 5.0}, {"balance": 10.0}]
     assert [(layer.entropy, layer.top_1) for layer in record.layers.values()] == [(1.25, 1.0), (2.0, 1.0)]
-    assert [it.own_numbers["scorer/temperature"] for it in record.layers.values()] == [0.5, 0.25]
+    assert [it.part_metrics["scorer/temperature"] for it in record.layers.values()] == [0.5, 0.25]
     assert all(layer.gradient_shares == {} for layer in record.layers.values())
 
 
@@ -244,9 +244,9 @@ def test_losses_of_tokens_ahead_are_means_of_their_own(one_rank: None) -> None:
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     record = train_step(*engine_of(config), BATCHES, lr=0.0, label_smoothing=0.0)
-    assert record.ahead == pytest.approx(ahead_D.tolist(), rel=1e-6)
+    assert record.mtp == pytest.approx(ahead_D.tolist(), rel=1e-6)
     assert record.loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert record.grad_norm == pytest.approx(float(norm), rel=1e-5)
     metrics = record.metrics()
     found = [metrics["train/lm_loss/ahead_1"], metrics["train/lm_loss/ahead_2"]]
-    assert found == record.ahead and metrics["train/loss"] == record.loss
+    assert found == record.mtp and metrics["train/loss"] == record.loss

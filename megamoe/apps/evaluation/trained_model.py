@@ -30,7 +30,7 @@ from megamoe.parallel import launch
 from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.parallel.groups import data_group, start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.deepspeed_moe_layer import hosted_layer_factory
+from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.train.objective import build_objective
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_vocabulary
@@ -128,7 +128,7 @@ class Session:
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
-        factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
+        factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
         model = build_model(config, run.vocabulary.size, factory)
         raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
         precision = self.precision or meta["layout"]["precision"]

@@ -37,7 +37,7 @@ from megamoe.moe.routing import tokens_and_choices
 from megamoe.moe.suggestions import provides
 from megamoe.parallel import launch
 from megamoe.parallel.groups import data_group, start_groups
-from megamoe.parallel.zero.deepspeed_moe_layer import hosted_layer_factory
+from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.partition import Partition, num_parameters, weights_of, zero_without_values
 from megamoe.train.resolved import ResolvedRun, resolve_run
@@ -159,7 +159,7 @@ def simulate_step(
         launch.start(world, config.parallel.timeout_minutes)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
-        factory = hosted_layer_factory(config.moe, context, groups, run.plan.layout)
+        factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
         with torch.device(device), fakes_are_drawn():
             model = build_model(config, run.vocabulary.size, factory, _partition(run))
         parts = Parts(model)

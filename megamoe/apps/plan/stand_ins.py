@@ -18,7 +18,7 @@ from megamoe.data.batches import Batch
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.model.size import mean_choices
 from megamoe.moe.context import Padding
-from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch, Plan
+from megamoe.moe.dispatch import AllToAllDispatch, DispatchState, LocalDispatch
 from megamoe.moe.routing import Routing
 from megamoe.moe.suggestions import provides
 from megamoe.registry import get_part
@@ -122,17 +122,17 @@ class CountedDispatch:
         if isinstance(inner, AllToAllDispatch):
             inner.read_counts = self._counts
 
-    def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Plan]:
+    def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, DispatchState]:
         """See `AllToAllDispatch`."""
         self._pairs = len(routing.pairs.token_N)
         with self._parts.inside("dispatch"):
             return self._inner.dispatch(hidden_TH, routing)
 
-    def send_along(self, values_N: Tensor, plan: Plan) -> Tensor:
+    def send_along(self, values_N: Tensor, plan: DispatchState) -> Tensor:
         """See `AllToAllDispatch`."""
         return self._inner.send_along(values_N, plan)
 
-    def combine(self, rows_NH: Tensor, plan: Plan) -> Tensor:
+    def combine(self, rows_NH: Tensor, plan: DispatchState) -> Tensor:
         """See `AllToAllDispatch`."""
         with self._parts.inside("combine"):
             return self._inner.combine(rows_NH, plan)

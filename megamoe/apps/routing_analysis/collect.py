@@ -226,7 +226,7 @@ class _LayerSums:
             self.found.required_CE[c] += torch.bincount(number_T.cpu() - 1, minlength=routing.num_experts)
         if len(self.found.first_S):
             # Collective under tensor parallelism, so also where no token is in the sample.
-            self._keep(router.spread.whole(inputs[0]), routing)
+            self._keep(router.token_sharding.all_gather(inputs[0]), routing)
 
     def _keep(self, hidden_TH: Tensor, routing: Routing) -> None:
         found, place_M, row_M = self.found, self.place_M, self.row_M

@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
-from megamoe.kernels.attention.documents import Documents, Run, SourceLengths, turn_in_documents
-from megamoe.kernels.attention.rotary import Rotary, angles_of, gradients_of, turn_heads, turn_sides
+from megamoe.kernels.attention.documents import Documents, Run, SourceLengths, apply_rotary_in_documents
+from megamoe.kernels.attention.rotary import Rotary, angles_of, apply_rotary, apply_rotary_qk, gradients_of
 from megamoe.kernels.attention.variants import PLAIN, Variant, varied_attention
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import Library
@@ -103,22 +103,24 @@ def causal_attention(
     if documents is not None and documents.start_BS.shape != query_SBND.shape[1::-1]:
         found, expected = tuple(documents.start_BS.shape), tuple(query_SBND.shape[1::-1])
         raise ValueError(f"documents: found those of [B, S] = {found}, the queries have {expected}")
-    sides = (query_SBND, key_SBGD, value_SBGD)
-    library = _library_for(*sides, kernels)
+    qkv = (query_SBND, key_SBGD, value_SBGD)
+    library = _library_for(*qkv, kernels)
     if library is None:
-        return plain_causal_attention(*sides, rotary, scale, documents, variant, kernels=kernels)
+        return plain_causal_attention(*qkv, rotary, scale, documents, variant, kernels=kernels)
     scale = query_SBND.shape[-1] ** -0.5 if scale is None else scale
     turns: tuple[Tensor | None, Tensor | None] = (None, None)
-    if rotary is not None and rotary.turns_halves(query_SBND.shape[-1]):
+    if rotary is not None and rotary.rotates_halves(query_SBND.shape[-1]):
         turns = angles_of(query_SBND, len(query_SBND), rotary)
     elif rotary is not None:
-        query_SBND, key_SBGD = (rotated(side, rotary, documents, kernels) for side in sides[:2])
-        sides = (query_SBND, key_SBGD, value_SBGD)
+        query_SBND, key_SBGD = (
+            apply_rotary_with_documents(side, rotary, documents, kernels) for side in qkv[:2]
+        )
+        qkv = (query_SBND, key_SBGD, value_SBGD)
     start_BS = None if documents is None else documents.start_BS
     window = len(query_SBND) if variant.window is None else variant.window
     sinks_N = None if variant.sinks_N is None else variant.sinks_N.float().contiguous()
     options = (scale, start_BS, window, variant.soft_cap or 0.0)
-    output_SBH: Tensor = _Attention.apply(*sides, sinks_N, *turns, *options, library)
+    output_SBH: Tensor = _Attention.apply(*qkv, sinks_N, *turns, *options, library)
     return output_SBH
 
 
@@ -134,18 +136,20 @@ def plain_causal_attention(
     kernels: Kernels,
 ) -> Tensor:
     """Compute `causal_attention` by PyTorch's operators."""
-    sides = (query_SBND, key_SBGD, value_SBGD)
+    qkv = (query_SBND, key_SBGD, value_SBGD)
     if rotary is not None and documents is None:
-        query_SBND, key_SBGD, value_SBGD = turn_sides(*sides, rotary, kernels)
+        query_SBND, key_SBGD, value_SBGD = apply_rotary_qk(*qkv, rotary, kernels)
     elif rotary is not None:
-        query_SBND, key_SBGD = (rotated(side, rotary, documents, kernels) for side in sides[:2])
-    sides = (query_SBND, key_SBGD, value_SBGD)
+        query_SBND, key_SBGD = (
+            apply_rotary_with_documents(side, rotary, documents, kernels) for side in qkv[:2]
+        )
+    qkv = (query_SBND, key_SBGD, value_SBGD)
     takes_lengths = documents is not None or variant.window is not None
     if takes_lengths and variant.only_window and fits_varlen(query_SBND):
-        return varlen_attention(*sides, documents, scale, window=variant.window)
+        return varlen_attention(*qkv, documents, scale, window=variant.window)
     if not variant.is_plain:
-        return varied_attention(*sides, scale, documents, variant)
-    return attend(*sides, documents, scale=scale)
+        return varied_attention(*qkv, scale, documents, variant)
+    return attend(*qkv, documents, scale=scale)
 
 
 def bidirectional_attention(
@@ -164,11 +168,13 @@ def bidirectional_attention(
     It uses PyTorch's operators: the compiled library's pass is causal. dropout_p: of attention weights.
     """
     if rotary is not None:
-        query_SBND, key_SBGD = (rotated(side, rotary, documents, kernels) for side in (query_SBND, key_SBGD))
-    sides = (query_SBND, key_SBGD, value_SBGD)
+        query_SBND, key_SBGD = (
+            apply_rotary_with_documents(side, rotary, documents, kernels) for side in (query_SBND, key_SBGD)
+        )
+    qkv = (query_SBND, key_SBGD, value_SBGD)
     if documents is not None and not dropout_p and fits_varlen(query_SBND):
-        return varlen_attention(*sides, documents, scale, causal=False)
-    return attend(*sides, documents, causal=False, dropout_p=dropout_p, scale=scale)
+        return varlen_attention(*qkv, documents, scale, causal=False)
+    return attend(*qkv, documents, causal=False, dropout_p=dropout_p, scale=scale)
 
 
 def cross_attention(
@@ -188,11 +194,13 @@ def cross_attention(
     return _attend(query_SBND, key_LBND, value_LBND, attn_mask=visible, dropout_p=dropout_p, scale=scale)
 
 
-def rotated(heads_SBND: Tensor, rotary: Rotary, documents: Documents | None, kernels: Kernels) -> Tensor:
+def apply_rotary_with_documents(
+    heads_SBND: Tensor, rotary: Rotary, documents: Documents | None, kernels: Kernels
+) -> Tensor:
     """Turn queries or keys by their positions in the sequence or, where given, in the documents."""
     if documents is None:
-        return turn_heads(heads_SBND, rotary, kernels)
-    return turn_in_documents(heads_SBND, rotary, documents, kernels)
+        return apply_rotary(heads_SBND, rotary, kernels)
+    return apply_rotary_in_documents(heads_SBND, rotary, documents, kernels)
 
 
 def attend(
@@ -208,14 +216,14 @@ def attend(
     documents: it is applied to each long one by itself and to short neighbours together, under a small mask.
     causal: a position sees those up to it. options: `dropout_p` and `scale`.
     """
-    sides = (query_SBND, key_SBGD, value_SBGD)
+    qkv = (query_SBND, key_SBGD, value_SBGD)
     if documents is None:
-        return _attend(*sides, is_causal=causal, **options)
+        return _attend(*qkv, is_causal=causal, **options)
     runs_B = documents.runs()
     if all(len(runs) == 1 for runs in runs_B):  # short sequences, or one document in each
-        return _attend_run(*sides, documents, slice(None), 0, [run for (run,) in runs_B], causal, options)
+        return _attend_run(*qkv, documents, slice(None), 0, [run for (run,) in runs_B], causal, options)
     # Slices would each have a gradient as large as the whole; what `split` cuts is put together once.
-    sequences = zip(runs_B, *(_split(side, [1] * len(runs_B), 1) for side in sides), strict=True)
+    sequences = zip(runs_B, *(_split(side, [1] * len(runs_B), 1) for side in qkv), strict=True)
     columns = []
     for number, (runs, *sequence) in enumerate(sequences):
         lengths = [run.length for run in runs]
@@ -248,9 +256,9 @@ def _attend_run(
     options: dict[str, Any],
 ) -> Tensor:
     """Apply attention to one run of each of the sequences; all begin at position `first`, with one length."""
-    sides, is_one = (query_SBND, key_SBGD, value_SBGD), all(run.is_one for run in runs)
+    qkv, is_one = (query_SBND, key_SBGD, value_SBGD), all(run.is_one for run in runs)
     visible = None if is_one else documents.visible(sequences, first, runs[0].length, causal)
-    return _attend(*sides, is_causal=causal and is_one, attn_mask=visible, **options)
+    return _attend(*qkv, is_causal=causal and is_one, attn_mask=visible, **options)
 
 
 def _attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options: Any) -> Tensor:
@@ -311,9 +319,9 @@ class _Attention(torch.autograd.Function):
         log_sum_BNS = query.new_empty(batch, heads, length)
         sizes = (length, batch, heads, key.shape[2], size)
         ctx.settings = (*sizes, cosine, sine, scale, start_BS, window, soft_cap)
-        sides = (*_heads(query), *_heads(key), *_heads(value))
+        qkv = (*_heads(query), *_heads(key), *_heads(value))
         sums = (output, log_sum_BNS, sinks_N)
-        library.call("attention", query.dtype, library.sgemm, *sides, *ctx.settings, *sums)
+        library.call("attention", query.dtype, library.sgemm, *qkv, *ctx.settings, *sums)
         ctx.save_for_backward(query, key, value, *sums)
         ctx.library = library
         return output
@@ -323,9 +331,9 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum_BNS, sinks_N = ctx.saved_tensors
         to_query, to_key, to_value = gradients_of(query, key, value)
-        sides = (*_heads(query), *_heads(key), *_heads(value))
+        qkv = (*_heads(query), *_heads(key), *_heads(value))
         gradients = (*_heads(to_query), *_heads(to_key), *_heads(to_value))
-        passed = (*sides, *ctx.settings, output, log_sum_BNS, gradient.contiguous(), *gradients)
+        passed = (*qkv, *ctx.settings, output, log_sum_BNS, gradient.contiguous(), *gradients)
         ctx.library.call("attention_backward", query.dtype, ctx.library.sgemm, *passed)
         to_sinks_N = None
         if sinks_N is not None:  # its share of the softmax times the slope of a score whose value is 0
@@ -344,8 +352,8 @@ def _heads(heads: Tensor) -> tuple[Tensor, int, int, int]:
 def _library_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) -> Library | None:
     """Return the library if it supports these tensors and there is a key head for each thread, else None."""
     library = kernels.library_on(query.device)
-    sides = (query, key, value)
-    fits = all(side.dtype == torch.float32 and side.dim() == 4 and side.stride(-1) == 1 for side in sides)
+    qkv = (query, key, value)
+    fits = all(side.dtype == torch.float32 and side.dim() == 4 and side.stride(-1) == 1 for side in qkv)
     if library is None or library.sgemm is None or not fits:
         return None
     alike = query.shape[:2] == key.shape[:2] and key.shape == value.shape and query.shape[3] == key.shape[3]

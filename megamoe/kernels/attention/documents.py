@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.kernels.attention.rotary import Rotary, turn_heads_at
+from megamoe.kernels.attention.rotary import Rotary, apply_rotary_at
 from megamoe.kernels.choice import Kernels
 
 RUN = 256  # tokens: shorter documents are taken together, by a mask of at most this size
@@ -116,8 +116,10 @@ class Run(NamedTuple):
     is_one: bool
 
 
-def turn_in_documents(heads_SBND: Tensor, rotary: Rotary, documents: Documents, kernels: Kernels) -> Tensor:
-    """Turn queries or keys by their positions in their documents; shapes and formula as `turn_heads`."""
+def apply_rotary_in_documents(
+    heads_SBND: Tensor, rotary: Rotary, documents: Documents, kernels: Kernels
+) -> Tensor:
+    """Turn queries or keys by their positions in their documents; shapes and formula as `apply_rotary`."""
     length = len(heads_SBND)
     place_SB = torch.arange(length, device=heads_SBND.device)[:, None] - documents.start_BS.T
-    return turn_heads_at(heads_SBND, place_SB, length, rotary, kernels)
+    return apply_rotary_at(heads_SBND, place_SB, length, rotary, kernels)

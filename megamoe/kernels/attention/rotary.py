@@ -127,7 +127,7 @@ class Rotary:
             raise ValueError(f"rotary positions turn columns in pairs: found heads of {size}{of}")
         return columns
 
-    def turns_halves(self, size: int) -> bool:
+    def rotates_halves(self, size: int) -> bool:
         """Whether all columns turn, each with the one half a head away: the kernels' form."""
         return not self.interleaved and self.columns(size) == size
 
@@ -144,7 +144,7 @@ class Rotary:
         return frequency_R if self.scaling is None else self.scaling.scaled(frequency_R, float(self.base))
 
 
-def turn_heads(heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
+def apply_rotary(heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
     """Turn queries or keys by their positions 0 .. S-1; [S, B, heads, D] to the same shape.
 
     Angles and arithmetic are fp32. A kernel's result is a view of memory in the order [B, heads, S, D].
@@ -155,10 +155,10 @@ def turn_heads(heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
     return _turn(heads_SBND, rotary, angles_of(heads_SBND, len(heads_SBND), rotary), kernels)
 
 
-def turn_heads_at(
+def apply_rotary_at(
     heads_SBND: Tensor, place_SB: Tensor, longest: int, rotary: Rotary, kernels: Kernels
 ) -> Tensor:
-    """Turn heads as `turn_heads`, each by its own position. place_SB: integers below `longest`."""
+    """Turn heads as `apply_rotary`, each by its own position. place_SB: integers below `longest`."""
     length, batch, heads, size = heads_SBND.shape
     tables = angles_of(heads_SBND, longest, rotary)
     cosine_TR, sine_TR = (table_SR[place_SB.flatten()] for table_SR in tables)
@@ -167,20 +167,20 @@ def turn_heads_at(
     return turned_T1ND.reshape(length, batch, heads, size)
 
 
-def turn_sides(
+def apply_rotary_qk(
     query_SBND: Tensor, key_SBND: Tensor, value_SBND: Tensor, rotary: Rotary, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn queries and keys as `turn_heads` does; return them and the values.
+    """Turn queries and keys as `apply_rotary` does; return them and the values.
 
     By Triton's kernels the turned heads are contiguous, and for sides of one shape the three gradients are
     slices of one tensor [S, B, heads, 3 D], so that `split_heads` need not copy them together.
     """
     library = kernels.rows_on(query_SBND.device) if kernels.uses_triton(query_SBND.device) else None
-    alike = query_SBND.dtype == key_SBND.dtype and rotary.turns_halves(query_SBND.shape[-1])
+    alike = query_SBND.dtype == key_SBND.dtype and rotary.rotates_halves(query_SBND.shape[-1])
     if library is None or query_SBND.dtype not in library.dtypes or not alike:
-        return turn_heads(query_SBND, rotary, kernels), turn_heads(key_SBND, rotary, kernels), value_SBND
+        return apply_rotary(query_SBND, rotary, kernels), apply_rotary(key_SBND, rotary, kernels), value_SBND
     tables = angles_of(query_SBND, len(query_SBND), rotary)
-    sides: tuple[Tensor, Tensor, Tensor] = _TurnSides.apply(
+    sides: tuple[Tensor, Tensor, Tensor] = _ApplyRotaryQK.apply(
         query_SBND, key_SBND, value_SBND, *tables, library
     )
     return sides
@@ -206,26 +206,26 @@ def angles(length: int, size: int, rotary: Rotary, device: torch.device) -> tupl
 
 def _turn(heads_SBND: Tensor, rotary: Rotary, tables: tuple[Tensor, Tensor], kernels: Kernels) -> Tensor:
     size = heads_SBND.shape[-1]
-    if rotary.turns_halves(size):
-        return turned(heads_SBND, *tables, kernels)
+    if rotary.rotates_halves(size):
+        return rotate_half(heads_SBND, *tables, kernels)
     columns = rotary.columns(size)
     turning, staying = heads_SBND[..., :columns], heads_SBND[..., columns:]
     if rotary.interleaved:
         turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return torch.cat((turned(turning, *tables, kernels), staying), dim=-1)
+    return torch.cat((rotate_half(turning, *tables, kernels), staying), dim=-1)
 
 
-def turned(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels: Kernels) -> Tensor:
+def rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels: Kernels) -> Tensor:
     """Turn the halves of heads by the given angles, fp32 [S, D / 2]."""
     library = kernels.rows_on(heads_SBND.device)
     if library is None or heads_SBND.dtype not in library.dtypes:
-        return plain_turned(heads_SBND, cosine_SD, sine_SD)
+        return plain_rotate_half(heads_SBND, cosine_SD, sine_SD)
     turned_SBND: Tensor = _Turned.apply(heads_SBND, cosine_SD, sine_SD, library)
     return turned_SBND
 
 
-def plain_turned(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tensor:
-    """Compute `turned` by PyTorch's operators."""
+def plain_rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tensor:
+    """Compute `rotate_half` by PyTorch's operators."""
     wide = torch.promote_types(heads_SBND.dtype, torch.float32)
     first, second = heads_SBND.to(wide).chunk(2, dim=-1)
     cosine, sine = cosine_SD[:, None, None], sine_SD[:, None, None]
@@ -233,7 +233,7 @@ def plain_turned(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tens
     return turned.to(heads_SBND.dtype)
 
 
-class _TurnSides(torch.autograd.Function):
+class _ApplyRotaryQK(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -121,7 +121,7 @@ def product_library(rows: Tensor, shape: torch.Size, kernels: Kernels) -> RowKer
 
     Return None for PyTorch's.
     """
-    if kernels.multiplies(rows):
+    if kernels.use_triton_grouped_gemm(rows):
         return kernels.rows_for(rows)
     library = kernels.library_for(rows)
     if library is None:

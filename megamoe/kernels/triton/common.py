@@ -128,7 +128,7 @@ def load_block(matrix, row, column, rows, columns):  # type: ignore[no-untyped-d
 
 
 @triton.jit
-def load_turned(matrix, row, column, rows, columns):  # type: ignore[no-untyped-def]
+def load_transposed(matrix, row, column, rows, columns):  # type: ignore[no-untyped-def]
     """Return matrix[row, column]^T, 0 beyond the edges."""
     place = row[None, :] * columns + column[:, None]
     return tl.load(matrix + place, mask=inside(column, row, columns, rows), other=0)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import each_once, load_block, load_turned, store_block, tile_for
+from megamoe.kernels.triton.common import each_once, load_block, load_transposed, store_block, tile_for
 
 # Of fp32 products. "ieee" multiplies in fp32; "tf32x3" uses tensor cores three times and loses about one bit.
 FP32_PRECISION = "ieee"
@@ -191,7 +191,7 @@ def add_product(  # type: ignore[no-untyped-def]
     if PRECISION == "ieee":
         left = left.to(tl.float32)
     if WEIGHT_IS_OUT_IN:
-        right = load_turned(weight, column, place, outer, inner)
+        right = load_transposed(weight, column, place, outer, inner)
     else:
         right = load_block(weight, place, column, inner, outer)
     if PRECISION == "ieee":
@@ -223,7 +223,7 @@ def _to_weight(  # type: ignore[no-untyped-def]
     for begin in range(first, last, DEPTH):
         row = tl.arange(0, DEPTH)
         far = tl.cast(begin, tl.int64)
-        left = load_turned(sent + far * outer, row, high, last - begin, outer)
+        left = load_transposed(sent + far * outer, row, high, last - begin, outer)
         right = load_block(rows + far * inner, row, wide, last - begin, inner)
         sum = tl.dot(left, right, sum, input_precision=PRECISION)
     store_block(out + expert.to(tl.int64) * inner * outer, high, wide, outer, inner, sum)

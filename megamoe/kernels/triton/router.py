@@ -11,7 +11,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import each_once, inside, load_block, load_turned, store_block, sum_parts
+from megamoe.kernels.triton.common import (
+    each_once,
+    inside,
+    load_block,
+    load_transposed,
+    store_block,
+    sum_parts,
+)
 from megamoe.kernels.triton.products import add_product
 
 TOKENS, DEPTH = 32, 64  # of a block
@@ -156,7 +163,7 @@ def _to_weight(  # type: ignore[no-untyped-def]
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(tl.program_id(2) * DEPTH, tokens, tl.num_programs(2) * DEPTH):
         token = tl.cast(first, tl.int64) + tl.arange(0, DEPTH)
-        left = load_turned(sent, token, expert, tokens, experts)
+        left = load_transposed(sent, token, expert, tokens, experts)
         right = load_block(rows, token, column, tokens, width).to(tl.float32)
         sum = tl.dot(left, right, sum, input_precision="ieee")
     own = part + tl.program_id(2).to(tl.int64) * experts * width

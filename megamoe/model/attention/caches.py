@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.kernels.attention.documents import SourceLengths
-from megamoe.kernels.attention.rotary import Rotary, turn_heads_at
+from megamoe.kernels.attention.rotary import Rotary, apply_rotary_at
 from megamoe.kernels.attention.variants import Variant, masked_attention
 from megamoe.kernels.choice import Kernels
 
@@ -39,7 +39,7 @@ class KeyValueCache:
     def turned(self, heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
         """Turn the heads of the next S slots by their positions in their sequences, [S, B, heads, D]."""
         place_SB = self.positions_BS(len(heads_SBND)).T
-        return turn_heads_at(heads_SBND, place_SB, self.capacity, rotary, kernels)
+        return apply_rotary_at(heads_SBND, place_SB, self.capacity, rotary, kernels)
 
     def advance(self, size: int) -> None:
         """Keep the first `size` slots of the last forward pass; the next one overwrites the others."""

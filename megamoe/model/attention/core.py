@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import head_norm
 from megamoe.kernels.attention.core import (
+    apply_rotary_with_documents,
     attend,
     bidirectional_attention,
     causal_attention,
     cross_attention,
-    rotated,
     split_heads,
 )
 from megamoe.kernels.attention.documents import Documents, SourceLengths
@@ -106,7 +106,7 @@ class SDPAttention(nn.Module):
     ) -> Tensor:
         """query [s, b, heads, d], key and value [s or l, b, groups, d] -> [s, b, heads * d].
 
-        documents: stands where Megatron-Core's blocks hand on their attention mask; None: each sequence is
+        documents: passed through Megatron-Core's `attention_mask` argument; None: each sequence is
         one document. In cross attention, where the other sequences end. A cache: the positions continue those
         that it holds (generation, without gradient).
         """
@@ -131,7 +131,9 @@ class SDPAttention(nn.Module):
             variant = self._variant()
             return causal_attention(*sides, rotary, self.scale, documents, variant, kernels=kernels)
         if rotary is not None:
-            query, key = (rotated(side, rotary, documents, kernels) for side in (query, key))
+            query, key = (
+                apply_rotary_with_documents(side, rotary, documents, kernels) for side in (query, key)
+            )
         return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
 
     def _variant(self) -> Variant:

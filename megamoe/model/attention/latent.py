@@ -25,7 +25,7 @@ from torch.nn import functional
 
 from megamoe.compat.megatron_compat import NormsAsSpecified, allow_latent_attention
 from megamoe.config.model_schema import LatentConfig, ModelConfig
-from megamoe.kernels.attention.core import rotated
+from megamoe.kernels.attention.core import apply_rotary_with_documents
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.model.attention.caches import KeyValueCache
@@ -149,7 +149,7 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         rotary, kernels = self.config.latent_rotary, self.config.kernels
         if isinstance(documents, KeyValueCache):
             return documents.turned(heads_SBNR, rotary, kernels)
-        return rotated(heads_SBNR, rotary, documents, kernels)
+        return apply_rotary_with_documents(heads_SBNR, rotary, documents, kernels)
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
         """Return the core attention's output, [S, B, N * V].

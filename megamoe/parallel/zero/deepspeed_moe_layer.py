@@ -42,7 +42,7 @@ class MarkedMoELayer(MoELayer):
             mark_expert(parameter, self.expert_group_name, copies)
 
 
-class HostedMoELayer(MarkedMoELayer, AutoEPMoELayer):
+class DeepSpeedMoELayer(MarkedMoELayer, AutoEPMoELayer):
     """The same layer as a subclass of DeepSpeed's type, which the engine looks for.
 
     DeepSpeed's constructor is bypassed: it would build its own experts and router. DeepSpeed has two such
@@ -60,9 +60,9 @@ class HostedMoELayer(MarkedMoELayer, AutoEPMoELayer):
         """Does nothing: DeepSpeed calls it to create groups, which already exist."""
 
 
-def hosted_layer_factory(
+def moe_layer_factory(
     config: MoEConfig, context: StepContext, groups: ParallelGroups, layout: Layout
 ) -> Callable[[LayerShape], MoELayer]:
     """Return the factory that `model` calls for each MoE layer."""
-    host = MarkedMoELayer if "experts" in config.frozen else HostedMoELayer
+    host = MarkedMoELayer if "experts" in config.frozen else DeepSpeedMoELayer
     return lambda shape: host(config, shape, context, groups, layout)

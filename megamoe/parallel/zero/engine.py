@@ -28,7 +28,7 @@ from megamoe.compat.deepspeed_compat import (
     silence_memory_reports,
     skip_gradient_buckets,
 )
-from megamoe.compat.deepspeed_zero import accept_own_outputs
+from megamoe.compat.deepspeed_zero import silence_output_type_warning
 from megamoe.config.schema import RunConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.moe.part import Constraint
@@ -37,7 +37,7 @@ from megamoe.optim.optimizers import (
     Stage0AdamW,
     adamw_options,
     parameter_groups,
-    resting,
+    skip_update,
     zero_optimizer,
 )
 from megamoe.parallel.consensus import CollectiveError
@@ -68,7 +68,7 @@ class Engine:
         if self.stage == 0 and self.precision == "bf16":
             _round_parameters(model)
         if self.stage == 3:
-            accept_own_outputs()
+            silence_output_type_warning()
             Partition(filled, plan.precision)(model)  # what is not cut yet
         model.to(world.device)
         unit = ModelParallelUnit()
@@ -144,10 +144,11 @@ class Engine:
         if self._loss_scaler is not None:
             self._loss_scaler.restore(state)
 
-    def step(self, lr: float, rest: bool = False) -> float:
+    def step(self, lr: float, apply_update: bool = True) -> float:
         """Clip, update the weights and clear the gradients; return the gradient norm before clipping.
 
-        If the norm is not finite, or with `rest`, weights and moments do not change; see `step_skipped`.
+        Without `apply_update`, or if the norm is not finite, weights and moments do not change; see
+        `step_skipped`.
 
         Raises:
             CollectiveError: in fp16, if gradients overflow at the smallest loss scale.
@@ -157,7 +158,7 @@ class Engine:
         if self._gradient_sync is not None:
             self._gradient_sync.check_all_summed()
         try:
-            with resting(self._engine.optimizer) if rest else nullcontext():
+            with nullcontext() if apply_update else skip_update(self._engine.optimizer):
                 self._engine.step()
         except Exception as error:  # DeepSpeed's dynamic scale has no narrower type
             if not LossScaler.is_at_minimum(error):
@@ -168,7 +169,7 @@ class Engine:
             ) from None
         # A norm that is not finite: DeepSpeed skips the step and returns inf; our optimiser returns the norm.
         norm = float(self._engine.get_global_grad_norm())
-        self.step_skipped = rest or not math.isfinite(norm)
+        self.step_skipped = not apply_update or not math.isfinite(norm)
         if not math.isfinite(norm):
             forget_gradients(self._engine.optimizer)
         return norm

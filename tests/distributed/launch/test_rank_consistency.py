@@ -14,7 +14,7 @@ from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 from megamoe.parallel import launch, rank_consistency
 from megamoe.parallel.launch import free_port
-from megamoe.parallel.rank_consistency import check_same, refusing_together
+from megamoe.parallel.rank_consistency import check_same, raise_on_all_ranks
 from tests.support.ranks.entry_script import run_entry_script
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import ROOT
@@ -61,7 +61,7 @@ def start_each(cases: list[list[tuple[dict[str, Any], Exception | None]]]) -> li
 def _start(world: launch.World, mine: dict[str, Any], error: Exception | None) -> str:
     facts: dict[str, Any] = {}
     try:
-        with refusing_together(facts, world):
+        with raise_on_all_ranks(facts, world):
             facts.update(mine)
             if error is not None:
                 raise error

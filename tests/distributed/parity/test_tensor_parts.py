@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamoe.compat.megatron_compat import stand_in_for_cuda
+from megamoe.compat.megatron_compat import patch_current_device_for_cpu
 from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.model.attention.core import SDPAttention
 from megamoe.model.build import OneStream, use_one_stream
 from megamoe.model.heads.vocabulary import narrow_token_losses, whole_token_losses
-from megamoe.moe.process_groups import TokenSpread
+from megamoe.moe.token_sharding import TokenSharding
 from megamoe.parallel import launch
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import start_groups
@@ -33,7 +33,7 @@ def every_part() -> dict[int, Found]:
     """Job: by tensor-parallel size, what each part gave on this rank."""
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
-    stand_in_for_cuda()
+    patch_current_device_for_cpu()
     found = {}
     for size in SIZES:
         layout = Layout(RANKS, tensor=size)
@@ -115,12 +115,12 @@ def row_problem() -> tuple[Tensor, Tensor]:
 
 def spread_rows(place: int, size: int, group: Any) -> Found:
     rows, upstream = row_problem()
-    spread = TokenSpread(group)
+    spread = TokenSharding(group)
     own = rows.chunk(size)[place].clone().requires_grad_()
-    gathered = spread.whole(own)
+    gathered = spread.all_gather(own)
     gathered.backward(upstream[place])
-    numbers = spread.whole(torch.arange(T).chunk(size)[place])  # without gradient, of another dtype
-    turned = spread.whole(rows.chunk(size)[place].T.contiguous().T)  # not contiguous
+    numbers = spread.all_gather(torch.arange(T).chunk(size)[place])  # without gradient, of another dtype
+    turned = spread.all_gather(rows.chunk(size)[place].T.contiguous().T)  # not contiguous
     return {
         "place": (spread.rank, spread.size),
         "gathered": gathered.detach(),

@@ -26,7 +26,7 @@ class OnTriton(Kernels):
     def uses_triton(self, device: torch.device) -> bool:
         return True
 
-    def multiplies(self, rows: Tensor) -> bool:
+    def use_triton_grouped_gemm(self, rows: Tensor) -> bool:
         return True
 
     def rows_on(self, device: torch.device) -> RowKernels:
@@ -47,7 +47,7 @@ def on_triton() -> Iterator[list[str]]:
         names.append(name)
         given(self, name, *arguments)
 
-    chosen = {name: getattr(OnTriton, name) for name in ("uses_triton", "multiplies", "rows_on")}
+    chosen = {name: getattr(OnTriton, name) for name in ("uses_triton", "use_triton_grouped_gemm", "rows_on")}
     with mock.patch.object(TritonKernels, "call", call), mock.patch.multiple(Kernels, **chosen):
         yield names
 

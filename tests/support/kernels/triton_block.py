@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.attention.core import split_heads
-from megamoe.kernels.attention.rotary import Rotary, turn_heads, turn_sides
+from megamoe.kernels.attention.rotary import Rotary, apply_rotary, apply_rotary_qk
 from megamoe.kernels.cross_entropy import (
     Sums,
     Target,
@@ -83,17 +83,19 @@ def check_gradients_of_heads_are_side_by_side() -> None:
         sent = [draw(4, 2, heads, size, seed=seed).to(dtype) for seed in (3, 4, 5)]
         with mock.patch("torch.cat", side_effect=AssertionError("a copy")):
             query, key, value = split_heads(mixed, [size] * 3)
-            sides = turn_sides(query, key, value, Rotary(500), ON_TRITON)
+            sides = apply_rotary_qk(query, key, value, Rotary(500), ON_TRITON)
             (gradient,) = torch.autograd.grad(sides, mixed, sent)
         assert all(side.is_contiguous() for side in sides[:2])
         exact = mixed.detach().double().requires_grad_()
         query, key, value = exact.split(size, dim=-1)
-        expected = turn_sides(query, key, value, Rotary(500), PLAIN)
+        expected = apply_rotary_qk(query, key, value, Rotary(500), PLAIN)
         (wanted,) = torch.autograd.grad(expected, exact, [each.double() for each in sent])
         for one, other in zip([*sides, gradient], [*expected, wanted], strict=True):
             assert_one_rounding(one, other)
     query, key, value = (draw(4, 2, heads, 6).requires_grad_() for heads in (4, 2, 2))
-    found, plain = (turn_sides(query, key, value, Rotary(500), kernels) for kernels in (ON_TRITON, PLAIN))
+    found, plain = (
+        apply_rotary_qk(query, key, value, Rotary(500), kernels) for kernels in (ON_TRITON, PLAIN)
+    )
     sent = [draw(*side.shape, seed=3) for side in found]
     for one, other in zip(
         *(torch.autograd.grad(s, [query, key, value], sent) for s in (found, plain)), strict=True
@@ -131,9 +133,9 @@ def check_rotary(cases: list[tuple[int, int, torch.dtype]] = SHORT_TURNS) -> Non
     """Heads that are strided as in attention."""
     for size, heads, dtype in cases:
         mixed = draw(4, 2, heads, 3 * size).to(dtype).requires_grad_()
-        found = turn_heads(mixed[..., size : 2 * size], Rotary(500), ON_TRITON)
+        found = apply_rotary(mixed[..., size : 2 * size], Rotary(500), ON_TRITON)
         exact = mixed.detach().double().requires_grad_()
-        expected = turn_heads(exact[..., size : 2 * size], Rotary(500), PLAIN)
+        expected = apply_rotary(exact[..., size : 2 * size], Rotary(500), PLAIN)
         upstream = draw(2, heads, 4, size, seed=3).to(dtype).permute(2, 0, 1, 3)
         (gradient,) = torch.autograd.grad(found, mixed, upstream)
         (wanted,) = torch.autograd.grad(expected, exact, upstream.double())

@@ -179,10 +179,10 @@ def check_the_choice() -> None:
             mock.patch("torch.cuda.is_available", return_value=True),
             mock.patch("torch.cuda.get_device_capability", return_value=capability),
         ):
-            assert Kernels(triton=True).multiplies(rows) is expected
-            assert Kernels(triton=True, triton_products=True).multiplies(rows)
-            assert Kernels(triton=True).multiplies(mock.Mock(device=cuda, dtype=torch.float32))
-            assert not Kernels().multiplies(rows)
+            assert Kernels(triton=True).use_triton_grouped_gemm(rows) is expected
+            assert Kernels(triton=True, triton_products=True).use_triton_grouped_gemm(rows)
+            assert Kernels(triton=True).use_triton_grouped_gemm(mock.Mock(device=cuda, dtype=torch.float32))
+            assert not Kernels().use_triton_grouped_gemm(rows)
     choice.has_grouped_product.cache_clear()
 
 

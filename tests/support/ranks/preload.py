@@ -6,9 +6,9 @@ import os
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # these tests are of ranks, not of devices
 os.environ["LOCAL_SIZE"] = "1"  # else DeepSpeed counts CPUs by running numactl, at ZeRO 3 again and again
 
-from megamoe.compat.startup import settle_vendors
+from megamoe.compat.startup import configure_libraries
 
-settle_vendors()
+configure_libraries()
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import megatron.core  # noqa: E402, F401
