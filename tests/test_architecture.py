@@ -44,23 +44,25 @@ CORE = {
     "validation": SHARDING | {"data", "model", "objectives"},
     "train": SHARDING
     | {"data", "metrics", "model", "objectives", "resilience", "checkpoint", "validation", "megamoe"},
+    "cli": {"registry", "resilience"},
     "__main__": {"train"},
 }
 # What each application may import of the core and of other applications.
 MODELS = SHARDING | {"data", "model", "objectives", "checkpoint", "train", "validation", "resilience"}
 APPS = {
     "apps.command": FOUNDATION | {"compat", "resilience"},
-    "apps.cluster": FOUNDATION | {"checkpoint", "metrics", "parallel", "resilience"},
-    "apps.evaluation": MODELS | {"apps.routing_record"},
-    "apps.finetune": MODELS | {"apps.evaluation"},
-    "apps.generation": MODELS | {"apps.evaluation", "apps.translation"},
-    "apps.hf": FOUNDATION | {"checkpoint", "data"},
-    "apps.lm_eval": MODELS | {"apps.evaluation", "apps.generation"},
-    "apps.plan": MODELS | {"metrics"},
-    "apps.report": FOUNDATION | {"metrics"},
-    "apps.routing_analysis": MODELS | {"apps.evaluation", "apps.report", "metrics"},
+    "apps.cluster": MODELS | {"apps.command", "metrics"},
+    "apps.evaluation": {"apps.command"} | MODELS | {"apps.routing_record"},
+    "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
+    "apps.generation": {"apps.command"} | MODELS | {"apps.evaluation", "apps.translation"},
+    "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data"},
+    "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
+    "apps.plan": {"apps.command"} | MODELS | {"metrics"},
+    "apps.reference": FOUNDATION | {"apps.command"},
+    "apps.report": {"apps.command"} | FOUNDATION | {"metrics"},
+    "apps.routing_analysis": {"apps.command"} | MODELS | {"apps.evaluation", "apps.report", "metrics"},
     "apps.routing_record": FOUNDATION | {"data", "model", "moe", "parallel", "train"},
-    "apps.translation": FOUNDATION | {"data", "objectives", "megamoe"},
+    "apps.translation": {"apps.command"} | FOUNDATION | {"data", "objectives", "megamoe"},
 }
 MAY_IMPORT = CORE | APPS
 # Each vendor's modules, and the packages that may import them.

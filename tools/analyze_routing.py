@@ -1,129 +1,14 @@
 """What the routers of trained models do: ten analyses of checkpoints, as JSON and figures.
 
-python tools/analyze_routing.py runs/demo
-python tools/analyze_routing.py runs/demo/checkpoints/step_00000150 runs/demo/checkpoints/step_00000300
-python tools/analyze_routing.py runs/demo --analyses removal --layers 2 --samples 16
-torchrun --nproc-per-node 2 tools/analyze_routing.py runs/demo parallel.expert=2
-
-The model runs over a validation set, the run's own by default, and some of its tokens are kept one by one
-(--tokens). All checkpoints see the data of the first one. docs/analysis.md explains each analysis.
+The same as `megamoe analyze`, whose `--help` shows the arguments.
 """
 
-import argparse
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.apps.command import check_positive, parser_of, run_tool
-from megamoe.errors import UserError
-from megamoe.resilience.error_reporting import exit_process
-
-if TYPE_CHECKING:
-    from megamoe.apps.routing_analysis.study import Options
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    parsed = _parser().parse_intermixed_args(arguments)
-    return run_tool(lambda: _analyze(parsed))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument(
-        "inputs",
-        nargs="+",
-        metavar="PATH | section.key=value",
-        help="step_* folders or runs' folders, and overrides of the saved YAML",
-    )
-    parser.add_argument(
-        "--analyses",
-        default="",
-        metavar="A,B,...",
-        help="collapse, required, positive, load, tokens, map, coactivation, removal, fluctuation, "
-        "consistency; default: those that suit the checkpoints, without removal",
-    )
-    parser.add_argument("--data", metavar="NAME=PREFIX", help="prepared data, instead of the run's")
-    parser.add_argument("--set", metavar="NAME", help="which validation set; default: the first")
-    parser.add_argument("--samples", type=int, help="sequences; default: as many as in training")
-    parser.add_argument("--tokens", type=int, default=4096, help="kept one by one; default: %(default)s")
-    parser.add_argument("--layers", default="", metavar="N,M,...", help="default: all MoE layers")
-    parser.add_argument("--threshold", type=float, action="append", help="of `required`; default: 0.9")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
-    parser.add_argument("--output", type=Path, help="default: the folder routing/ in the first one's run")
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    return parser
-
-
-def _analyze(parsed: argparse.Namespace) -> None:
-    from megamoe.apps.command import data_overrides
-    from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.routing_analysis.files import summary_lines, write_study
-    from megamoe.apps.routing_analysis.study import check_names, study
-
-    paths = [Path(text) for text in parsed.inputs if _is_path(text)]
-    overrides = [text for text in parsed.inputs if not _is_path(text)]
-    if not paths:
-        raise UserError("no checkpoint is named; expected a step_* folder, or runs/<name>")
-    check_positive("--samples", parsed.samples)
-    options = _options(parsed)
-    check_names(options, len(paths))
-    overrides += data_overrides([parsed.data] if parsed.data else [])
-    with session(overrides, parsed.precision) as ranks:
-        is_first = ranks.world.is_first
-        if is_first and parsed.output:
-            _make(parsed.output)  # what cannot be written must not cost a long evaluation first
-        results = study(ranks, paths, options, report=print if is_first else lambda line: None)
-        if is_first:
-            folder = parsed.output or _default_folder(Path(results["checkpoints"][0]["path"]))
-            _make(folder)
-            for line in summary_lines(results):
-                print(line)
-            try:
-                written = write_study(folder, results)
-            except OSError as error:
-                raise _unwritable(folder, error) from None
-            print(f"{len(written)} files in {folder}")
-
-
-def _make(folder: Path) -> None:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _unwritable(folder, error) from None
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(f"--output: {folder} cannot be written: {error.strerror}; name another folder")
-
-
-def _is_path(text: str) -> bool:
-    return "=" not in text or Path(text).exists()
-
-
-def _options(parsed: argparse.Namespace) -> "Options":
-    from megamoe.apps.routing_analysis.study import Options
-
-    try:
-        layers = tuple(int(number) for number in parsed.layers.split(",") if number)
-    except ValueError:
-        raise UserError(f"--layers: found {parsed.layers!r}, expected numbers such as 2,4") from None
-    return Options(
-        analyses=tuple(name for name in parsed.analyses.split(",") if name),
-        validation=parsed.set,
-        samples=parsed.samples,
-        tokens=parsed.tokens,
-        layers=layers,
-        thresholds=tuple(parsed.threshold or (0.9,)),
-    )
-
-
-def _default_folder(checkpoint: Path) -> Path:
-    parent = checkpoint.parent
-    return (parent.parent if parent.name == "checkpoints" else parent) / "routing"
-
+from megamoe.cli import run
 
 if __name__ == "__main__":
-    exit_process(code) if (code := main()) else sys.exit(0)
+    run("analyze")

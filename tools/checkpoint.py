@@ -1,146 +1,14 @@
 """Inspect, verify, convert and prune checkpoints.
 
-python tools/checkpoint.py inspect runs/demo
-python tools/checkpoint.py verify runs/demo runs/other/checkpoints/step_00000300
-python tools/checkpoint.py convert runs/demo/checkpoints/step_00000300 weights --consolidated
-python tools/checkpoint.py prune runs/demo --keep 2 --dry-run
+The same as `megamoe checkpoint`, whose `--help` shows the arguments.
 """
 
-import argparse
-import io
-import json
-import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.checkpoint.format.folder import find_checkpoints
-from megamoe.checkpoint.tools import describe
-from megamoe.checkpoint.tools.prune import prune
-from megamoe.checkpoint.tools.stream import DTYPES, consolidate
-from megamoe.errors import UserError
-
-DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
-# Options of `convert` in earlier versions, which wrote a checkpoint's shards anew for another layout.
-REMOVED = ("ranks", "tensor", "expert", "expert-tensor", "zero-stage")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 for damage found, 2 for a mistake, 130 if interrupted."""
-    options = _parser().parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be any bytes
-    try:
-        code: int = options.run(options)
-        sys.stdout.flush()
-        return code
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush must not fail again
-        return CLOSED_PIPE
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        return MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted; nothing half written is left", file=sys.stderr)
-        return INTERRUPTED
-
-
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-
-    verb = verbs.add_parser("inspect", help="show a checkpoint, or all of a run")
-    verb.add_argument("path", type=Path, metavar="PATH", help="a step_* folder, or a run's")
-    verb.add_argument("--json", action="store_true", help="as JSON")
-    verb.add_argument("--config", action="store_true", help="only its configuration, as YAML for --config")
-    verb.add_argument("--tensors", action="store_true", help="also every tensor")
-    verb.add_argument("--quick", action="store_true", help="do not read the tensors for their checksums")
-    verb.set_defaults(run=_inspect)
-
-    verb = verbs.add_parser("verify", help="check that every byte is as it was saved; exit code 1 if not")
-    verb.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="step_* folders, or runs'")
-    verb.set_defaults(run=_verify)
-
-    verb = verbs.add_parser("convert", help="write the whole weights into one safetensors file")
-    verb.add_argument("source", type=Path, metavar="SRC", help="a step_* folder")
-    verb.add_argument("path", type=Path, metavar="DST", help="a folder that does not exist")
-    verb.add_argument("--consolidated", action="store_true", help="DST/model.safetensors and model.json")
-    verb.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: as saved)")
-    verb.add_argument("--optimizer", action="store_true", help="also Adam's state, optimizer.safetensors")
-    for option in REMOVED:
-        verb.add_argument(f"--{option}", help=argparse.SUPPRESS)
-    verb.set_defaults(run=_convert)
-
-    verb = verbs.add_parser("prune", help="delete old checkpoints of a run")
-    verb.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
-    verb.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest stay")
-    verb.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    verb.add_argument("--damaged", action="store_true", help="delete damaged ones too")
-    verb.set_defaults(run=_prune)
-    return parser
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    paths, is_run = find_checkpoints(options.path)
-    states = {path: describe.integrity_of(path, options.quick or options.config) for path in paths}
-    states = {path: state for path, state in states.items() if state != describe.REMOVED or not is_run}
-    path = describe.taken_by_resume(states) if is_run else paths[0]
-    if path is None and (options.config or options.tensors):
-        raise UserError(f"{options.path}: no intact checkpoint; name a step_* folder")
-    if path is not None and options.config:
-        print(describe.config_as_yaml(path), end="")
-        return 0
-    rows = describe.table(states, path) if is_run else []
-    facts = describe.describe(path, states[path]) if path is not None else None
-    if options.json:
-        found = {"checkpoints": rows, "resume": facts} if is_run else {**(facts or {})}
-        if path is not None and options.tensors:
-            found["index"] = describe.tensors(path)
-        print(json.dumps(found, indent=1))
-        return 0
-    blocks = [describe.table_as_text(rows)] if is_run else []
-    blocks.append("no intact checkpoint" if facts is None else describe.as_text(facts))
-    if path is not None and options.tensors:
-        blocks.append(describe.tensors_as_text(path))
-    print("\n\n".join(blocks))
-    return 0
-
-
-def _verify(options: argparse.Namespace) -> int:
-    code = 0
-    for path in [found for named in options.paths for found in find_checkpoints(named)[0]]:
-        state = describe.integrity_of(path)
-        print(f"{path}: {state}", flush=True)
-        code = code if state in (describe.INTACT, describe.REMOVED) else DAMAGED
-    return code
-
-
-def _convert(options: argparse.Namespace) -> int:
-    for option in REMOVED:
-        if getattr(options, option.replace("-", "_")) is not None:
-            raise UserError(
-                f"convert --{option}: no such conversion any more; a checkpoint loads at any layout as it "
-                f"is, with checkpoint.resume={options.source}"
-            )
-    if not options.consolidated:
-        raise UserError("convert: add --consolidated, the only form that convert writes")
-    if find_checkpoints(options.source)[1]:
-        raise UserError(f"{options.source}: a run's folder; name one of its checkpoints, a step_* folder")
-    consolidate(options.source, options.path, options.dtype, options.optimizer)
-    files = describe.file_sizes(options.path)
-    print(f"{options.path}: {len(files)} files, {describe.size(sum(files.values()))}")
-    return 0
-
-
-def _prune(options: argparse.Namespace) -> int:
-    prune(options.path, options.keep, options.damaged, options.dry_run, print)
-    return 0
-
+from megamoe.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("checkpoint")

@@ -1,91 +1,14 @@
 """Convert models between Hugging Face folders and checkpoints of ours.
 
-python tools/convert_hf.py import models/Mixtral-8x7B-v0.1 runs/mixtral
-python tools/convert_hf.py export runs/mixtral_continued exported
-python tools/convert_hf.py export runs/demo exported --class mixtral --dtype bf16
-
-`import` writes a run's folder: a checkpoint, the tokenizer, and continue.yaml, a run that goes on from it.
-`export` writes config.json, sharded safetensors, and the tokenizer. Neither needs transformers, a GPU, or
-the whole model in memory.
+The same as `megamoe convert`, whose `--help` shows the arguments.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.compat.startup import configure_libraries
-from megamoe.errors import ExitCode, UserError
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 2 for a mistake, 130 if interrupted."""
-    options = _parser().parse_args(arguments)
-    configure_libraries()
-    try:
-        options.work(options)
-        return ExitCode.FINISHED
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; nothing half written is left", file=sys.stderr)
-        return ExitCode.INTERRUPTED
-    return ExitCode.MISTAKE
-
-
-def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    verbs = parser.add_subparsers(required=True, metavar="VERB")
-
-    verb = verbs.add_parser(
-        "import", help="a Hugging Face folder to a checkpoint and a run that continues it"
-    )
-    verb.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and safetensors files")
-    verb.add_argument("run", type=Path, metavar="RUN", help="a run's folder that does not exist, runs/<name>")
-    verb.add_argument(
-        "--multi-token-prediction", action="store_true", help="keep its blocks (DeepSeek-V3, GLM-4.5)"
-    )
-    verb.set_defaults(work=_import)
-
-    verb = verbs.add_parser("export", help="a checkpoint, saved at any layout, to a Hugging Face folder")
-    verb.add_argument("path", type=Path, metavar="RUN", help="a run's folder, or a step_* folder")
-    verb.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that does not exist")
-    verb.add_argument(
-        "--class", dest="model_class", metavar="TYPE", help="a model_type, or custom; default: what fits"
-    )
-    verb.add_argument("--like", type=Path, metavar="FOLDER", help="keep its tokenizer and remaining keys")
-    verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of parameters (default: as saved)")
-    verb.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of a file (default: 5)")
-    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML")
-    verb.set_defaults(work=_export)
-    return parser
-
-
-def _import(options: argparse.Namespace) -> None:
-    from megamoe.apps.hf.import_folder import import_folder
-
-    import_folder(options.source, options.run, further=options.multi_token_prediction)
-
-
-def _export(options: argparse.Namespace) -> None:
-    from megamoe.apps.hf.export_run import export_run
-
-    if not options.shard_size > 0:
-        raise UserError(f"--shard-size: found {options.shard_size}, expected a number of GB above 0")
-    export_run(
-        options.path,
-        options.folder,
-        model_class=options.model_class,
-        like=options.like,
-        dtype=options.dtype,
-        shard_bytes=int(options.shard_size * 1e9),
-        overrides=options.overrides,
-    )
-
+from megamoe.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("convert")

@@ -1,65 +1,14 @@
 """Fine-tune a pretrained encoder to a task with several seeds, and evaluate it on all test sets.
 
-python tools/finetune.py --task examples/tasks/labels.yaml --checkpoint runs/mlm_small_x_moe
-python tools/finetune.py --task my_task.yaml --checkpoint runs/mlm task.learning_rate=1e-4 task.seeds=[1,2,3]
-torchrun --nproc-per-node 2 tools/finetune.py --task my_task.yaml --checkpoint runs/mlm parallel.expert=2
-
-The task file names the data, the columns, the metrics and the hyperparameters (docs/finetuning.md). Each seed
-is a training run of its own; a repeated command goes on where the last one stopped. The table shows mean and
-standard deviation over the seeds; results.json and the predictions of each seed are in the output folder.
+The same as `megamoe finetune`, whose `--help` shows the arguments.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.apps.command import parser_of, run_tool
-from megamoe.parallel.parent_death import end_with_launcher
-from megamoe.resilience.error_reporting import exit_process
-
-PREFIX = "task."  # of overrides that change the task
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    end_with_launcher()
-    codes: list[int] = []
-    return run_tool(lambda: codes.append(_run(options))) or codes[0]
-
-
-def _run(options: argparse.Namespace) -> int:
-    from megamoe.apps.finetune.task import load_task
-
-    of_task = [each for each in options.overrides if each.startswith(PREFIX)]
-    of_run = [each for each in options.overrides if not each.startswith(PREFIX)]
-    task = load_task(options.task, of_task)
-    from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.finetune.finetune import Options, finetune
-
-    layout = [each for each in of_run if each.startswith(("parallel.", "plugins="))]
-    with session(layout) as ranks:
-        chosen = Options(options.checkpoint, options.output, of_run, options.overwrite)
-        return int(finetune(task, chosen, ranks))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("--task", type=Path, required=True, help="the task's YAML")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a step_* folder, or a run's")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/<task>/<pretrained run>")
-    parser.add_argument("--overwrite", action="store_true", help="replace the results in the output folder")
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="overrides of the runs; task.KEY=VALUE: of the task",
-    )
-    return parser
-
+from megamoe.cli import run
 
 if __name__ == "__main__":
-    exit_process(code) if (code := main()) else sys.exit(0)
+    run("finetune")

@@ -1,97 +1,14 @@
 """Plan a run on a cluster without any GPU: memory, traffic between GPUs, and the time of a step.
 
-python tools/plan.py --config benchmarks/rooflines/models/moe_1b.yaml --nodes 1 --gpus-per-node 8 --gpu h100
-python tools/plan.py --config FILE --nodes 2 --gpus-per-node 8 --gpu h200 --json plan.json parallel.expert=16
-python tools/plan.py --config FILE --nodes 2 --gpus-per-node 8 --search     # which layout is the fastest?
-
-One rank's shard of the real model trains two steps on tensors without data, by the code of training. What
-training would refuse is refused here, with the same line and exit code 2. Times are a model's: every
-assumption is printed. A device that is in no table is a JSON file of its rates, see docs/plan.md.
+The same as `megamoe plan`, whose `--help` shows the arguments.
 """
 
-import argparse
-import json
 import sys
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megamoe.apps.command import check_positive, check_writable, run_tool, write_text
-from megamoe.apps.plan import cuda_device
-from megamoe.errors import UserError
-
-MOST_GPUS = 1 << 17  # every process group of the run is made, one after the other
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML")
-    parser.add_argument("--nodes", type=int, required=True, metavar="N")
-    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="G")
-    parser.add_argument("--gpu", default="h100", help="h100, h200, b200, a100, mi300x, or a JSON file")
-    parser.add_argument("--load", type=float, default=1.0, help="rows of the fullest rank over the mean")
-    parser.add_argument("--disk", type=float, default=1.0, help="GB/s that a node writes (1)")
-    parser.add_argument(
-        "--search", action="store_true", help="rank the layouts that fit, then plan the first"
-    )
-    parser.add_argument("--simulate", type=int, metavar="N", help="layouts that --search simulates (8)")
-    parser.add_argument("--all-blocks", action="store_true", help="simulate every block of a deep model")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="SVG of the memory by phase")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    options = parser.parse_intermixed_args(arguments)
-    try:
-        cuda_device.load()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return run_tool(lambda: _run(options))
-
-
-def _run(options: argparse.Namespace) -> None:
-    check_positive("--nodes", options.nodes)
-    check_positive("--gpus-per-node", options.gpus_per_node)
-    check_positive("--simulate", options.simulate)
-    if options.nodes * options.gpus_per_node > MOST_GPUS:
-        asked = f"{options.nodes:,} x {options.gpus_per_node:,} GPUs"
-        raise UserError(f"--nodes, --gpus-per-node: found {asked}, expected at most {MOST_GPUS:,} together")
-    if not options.load >= 1:
-        raise UserError(f"--load: found {options.load:g}, expected at least 1, the mean")
-    if options.simulate and not options.search:
-        raise UserError("--simulate: is for --search alone; add --search, or leave it out")
-    if not 0 < options.disk < 1e6:
-        raise UserError(f"--disk: found {options.disk:g}, expected GB/s above 0")
-    check_writable("--json", options.json)
-    check_writable("--picture", options.picture)
-    # A notice for PyTorch's developers: its fake tensors have no data, whose pointers attention compares.
-    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    from megamoe.apps.plan.hardware import gpu_of
-
-    gpu = gpu_of(options.gpu)
-    from megamoe.apps.plan.layout_search import SIMULATED, search, search_record, table
-    from megamoe.apps.plan.plan import Cluster, make_plan
-    from megamoe.apps.plan.plan_page import page, picture, record
-    from megamoe.config import load_config
-
-    config = load_config(options.config, options.overrides)
-    cluster = Cluster(options.nodes, options.gpus_per_node, gpu, options.disk * 1e9)
-    if options.search:
-        found = search(config, cluster, options.load, options.simulate or SIMULATED, options.all_blocks)
-        plan, shown = found.plans[0][1], search_record(found)
-        print(f"{table(found)}\n\nthe first of them:\n")
-    else:
-        plan = make_plan(config, cluster, options.load, options.all_blocks)
-        shown = record(plan)
-    print(page(plan))
-    if options.json:
-        write_text("--json", options.json, json.dumps(shown, indent=1) + "\n")
-    if options.picture:
-        write_text("--picture", options.picture, picture(plan))
-
+from megamoe.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("plan")

@@ -1,107 +1,14 @@
 """Turn text into the .bin/.idx files that pretraining reads.
 
-python tools/prepare_data.py --stdlib --tokenizer train --vocab-size 4096 --output data/stdlib
-python tools/prepare_data.py corpus/*.jsonl.zst --tokenizer path/to/tokenizer.json --output data/corpus
-python tools/prepare_data.py --verify data/corpus
+The same as `megamoe prepare-data`, whose `--help` shows the arguments.
 """
 
-import argparse
-import signal
 import sys
-import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument(
-        "inputs", nargs="*", metavar="INPUT", help="text or .jsonl files (also .gz, .zst), folders, globs"
-    )
-    parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
-    parser.add_argument(
-        "--verify",
-        metavar="PREFIX",
-        help="prepare nothing; read PREFIX.bin and PREFIX.idx whole and compare them with PREFIX.card.json",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="PREFIX",
-        help="write PREFIX.bin, PREFIX.idx, PREFIX.counts.npy (of each token), PREFIX.card.json",
-    )
-    parser.add_argument(
-        "--tokenizer",
-        metavar="REF",
-        help="bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model, or train: a new BPE",
-    )
-    parser.add_argument("--vocab-size", type=int, help="of the tokenizer that is trained (default 4096)")
-    parser.add_argument(
-        "--special",
-        default="",
-        metavar="NAMES",
-        help="tokens that a trained tokenizer, or bytes, reserves: pad, mask, sentinels (100 of them, or "
-        "sentinels=N), names such as <2de>, with commas between; other tokenizers must have them",
-    )
-    parser.add_argument("--key", default="text", help="of the text in JSON lines (default text)")
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
-    parser.add_argument("--max-documents", type=int, help="stop after so many")
-    parser.add_argument(
-        "--shuffle-files",
-        type=int,
-        metavar="SEED",
-        help="take the files in a random order: training and validation then see all kinds",
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
-    arguments = parser.parse_args(argv)
-    given = [f"--{name}" for name in ("output", "tokenizer") if getattr(arguments, name) is not None]
-    if arguments.verify is None and len(given) < 2:
-        parser.error("--output and --tokenizer are required, or --verify alone")
-    if arguments.verify is not None and (given or arguments.inputs or arguments.stdlib):
-        parser.error("--verify prepares nothing: give the prefix of prepared data alone")
-    return arguments
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Prepare or verify; exit code 0, 2 for a user's mistake or damaged data, 130 if interrupted."""
-    # Here and below, not at the top: worker processes import this file too.
-    from megamoe.errors import UserError
-
-    arguments = parse_arguments(argv)
-    try:
-        if arguments.verify is None:
-            _prepare(arguments)
-        else:
-            from megamoe.data.verify import verify_in_full
-
-            print(verify_in_full(arguments.verify))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        more = "; nothing finished was written" if arguments.verify is None else ""
-        print(f"interrupted{more}", file=sys.stderr)
-        return 130
-    return 0
-
-
-def _prepare(arguments: argparse.Namespace) -> None:
-    from megamoe.data.prepare import TRAIN, Preparation, prepare
-    from megamoe.errors import UserError
-
-    # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    options = {key: value for key, value in vars(arguments).items() if value is not None}
-    if arguments.vocab_size is not None and arguments.tokenizer != TRAIN:
-        raise UserError(f"--vocab-size {arguments.vocab_size} is for --tokenizer {TRAIN} only")
-    card = prepare(Preparation(**options))
-    print(
-        f"{arguments.output}: {card.documents:,} documents, {card.tokens:,} tokens of {card.text_bytes:,} "
-        f"bytes, vocabulary {card.tokenizer.vocab_size:,}, {card.empty_documents:,} empty documents skipped"
-    )
-
+from megamoe.cli import run
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run("prepare-data")

@@ -1,4 +1,4 @@
-"""Micro batches whose tokens are spread over tensor-parallel ranks: gathered scores, and each rank's share."""
+"""Micro batches whose tokens are spread over tensor-parallel ranks: gathered scores, each rank's share."""
 
 from dataclasses import replace
 from itertools import pairwise

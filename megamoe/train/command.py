@@ -5,7 +5,7 @@ torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml trai
 
 Without a clone, an installed package offers the same:
 
-megamoe-pretrain --config run.yaml [section.key=value ...]
+megamoe train --config run.yaml [section.key=value ...]
 torchrun --nproc-per-node 2 -m megamoe --config run.yaml [section.key=value ...]
 """
 
@@ -17,11 +17,11 @@ from megamoe.parallel.parent_death import end_with_launcher
 from megamoe.resilience.error_reporting import exit_process, report_error
 
 
-def main() -> int:
-    """Read the configuration, train; returns the exit code (megamoe.errors.ExitCode)."""
+def main(arguments: list[str] | None = None) -> int:
+    """Read the configuration, train; return the exit code (megamoe.errors.ExitCode)."""
     end_with_launcher()
-    arguments = _parser().parse_intermixed_args()
-    overrides = arguments.overrides + (["checkpoint.resume=auto"] if arguments.resume else [])
+    options = _parser().parse_intermixed_args(arguments)
+    overrides = options.overrides + (["checkpoint.resume=auto"] if options.resume else [])
 
     try:
         from megamoe.compat.startup import check_versions, configure_libraries
@@ -32,7 +32,7 @@ def main() -> int:
         from megamoe.parallel.rank_consistency import raise_on_all_ranks
 
         with raise_on_all_ranks({}):
-            config = load_config(arguments.config, overrides)
+            config = load_config(options.config, overrides)
             from megamoe.train.loop import train
 
         return train(config)

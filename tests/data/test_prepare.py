@@ -23,13 +23,13 @@ import pytest
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megamoe.data import command as prepare_data
 from megamoe.data import prepare as prepare_module
 from megamoe.data import write as write_module
 from megamoe.data.card import DataCard, check_files, load_card
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
-from tools import prepare_data
 
 ROOT = Path(__file__).resolve().parents[2]
 EOD = 256

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from megamoe.apps.report import dashboard_command as wandb_dashboard
 from megamoe.config.schema import LogConfig, WandbConfig
 from megamoe.metrics.reader import read_metrics
 from megamoe.metrics.recorder import Recorder
@@ -22,7 +23,6 @@ from megamoe.metrics.sinks.wandb_sink import _for_wandb
 from tests.metrics.test_summaries import step_of
 from tests.support.fakes.wandb_server import ENTITY, KEY, SentRun, WandbServer, serving
 from tests.support.tiny import BASE
-from tools import wandb_dashboard
 
 wandb = pytest.importorskip("wandb")
 

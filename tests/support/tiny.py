@@ -1,7 +1,8 @@
 """The smallest run with every component, used by the tests of single packages."""
 
-import importlib.util
+import importlib
 import os
+import re
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from megamoe.cli import COMMANDS
 from megamoe.config import RunConfig, load_config
 from megamoe.model.architectures.decoder import GPT
 from megamoe.model.architectures.language_model import LanguageModel
@@ -106,11 +108,9 @@ def world_of_one() -> Iterator[None]:
 
 
 def tool(name: str) -> Any:
-    """The module of a script in tools/."""
-    spec: Any = importlib.util.spec_from_file_location(f"tool_{name}", ROOT / f"tools/{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """The module of the command that a script in tools/ calls."""
+    (command,) = re.findall(r'run\("([a-z-]+)"\)', (ROOT / f"tools/{name}.py").read_text())
+    return importlib.import_module(COMMANDS[command][0])
 
 
 def one_line(code: int, capsys: pytest.CaptureFixture[str]) -> str:

@@ -98,10 +98,10 @@ class CountedEngine(Engine):
             memory.name_rest(GRADIENTS, of=TEMPORARY)
         self.gradient_bytes = self.counter.memory.live_bytes(GRADIENTS)
 
-    def step(self, lr: float, rest: bool = False) -> float:
+    def step(self, lr: float, apply_update: bool = True) -> float:
         """See `Engine`."""
         with self._phase("optimizer"), self.counter.parts.inside("optimizer"):
-            return super().step(lr, rest)
+            return super().step(lr, apply_update)
 
     def name_states(self) -> None:
         """Say what weights, masters and moments are; the other states are buffers of gradients."""

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tools import status as tool
+from megamoe.apps.cluster import status_command as tool
+from tests.support.tiny import ROOT
 
 
 def beat(folder: Path, step: int, state: str = "running") -> None:
@@ -74,7 +75,7 @@ def test_seconds_that_are_none(every: str, tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.full
 def test_a_reader_that_goes_ends_the_watch(tmp_path: Path) -> None:
     beat(tmp_path, 1)
-    command = [sys.executable, tool.__file__, str(tmp_path), "--watch", "--every", "0.1"]
+    command = [sys.executable, str(ROOT / "tools/status.py"), str(tmp_path), "--watch", "--every", "0.1"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("run ")

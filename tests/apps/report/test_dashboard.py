@@ -9,12 +9,12 @@ from types import SimpleNamespace
 import pytest
 import yaml
 
+from megamoe.apps.report import dashboard_command as wandb_dashboard
 from megamoe.apps.report.dashboard import SECTIONS, Dashboard, spec_of
 from megamoe.config import load_config
 from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.metrics.sinks.wandb_sink import ID_FILE, _run_id
 from tests.metrics.test_summaries import step_of
-from tools import wandb_dashboard
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = Path(__file__).with_name("wandb_dashboard.json")

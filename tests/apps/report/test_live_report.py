@@ -17,13 +17,13 @@ from urllib.parse import quote
 
 import pytest
 
+from megamoe.apps.report import command as tool
 from megamoe.apps.report import live
 from megamoe.apps.report.live import LiveServer
 from megamoe.errors import UserError
 from megamoe.metrics import reader
 from megamoe.metrics.reader import Record
-from tests.support.tiny import one_line
-from tools import report as tool
+from tests.support.tiny import ROOT, one_line
 
 
 def line(step: int, loss: float = 2.0) -> str:
@@ -241,7 +241,7 @@ def test_a_grown_record_names_the_line_of_the_whole_file(tmp_path: Path) -> None
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_until_it_is_interrupted(folder: Path, number: signal.Signals) -> None:
     (folder / "metrics.jsonl").write_text(line(1))
-    command = [sys.executable, tool.__file__, str(folder), "--live", "--port=0"]
+    command = [sys.executable, str(ROOT / "tools/report.py"), str(folder), "--live", "--port=0"]
     # A shell starts what runs in its background with SIGINT ignored, and children inherit that.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

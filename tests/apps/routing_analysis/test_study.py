@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from megamoe.apps.evaluation.trained_model import session
+from megamoe.apps.routing_analysis import command as analyze_routing
 from megamoe.apps.routing_analysis import figures
 from megamoe.apps.routing_analysis.study import ALONE, COMPARING, Options, study
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import small_run
-from tools import analyze_routing
 
 RUN: dict[str, Any] = {
     "moe__layers": {"at": [1, 2]},

@@ -12,6 +12,7 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe.apps.translation import prepare as prepare_module
+from megamoe.apps.translation import prepare_command as prepare_pairs
 from megamoe.apps.translation.card import load_pair_card
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
@@ -20,7 +21,6 @@ from megamoe.data.verify import verify_in_full
 from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.data.write import lengths_of
 from tests.support.data.catalogue_files import entry, write_package, write_po
-from tools import prepare_pairs
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = {"de": "ein", "fr": "un", "pt_BR": "um"}

@@ -16,6 +16,7 @@ import torch
 import yaml
 from torch import Tensor
 
+from megamoe.apps.plan import command as command
 from megamoe.apps.plan import layout_search
 from megamoe.apps.plan.hardware import GPUS
 from megamoe.apps.plan.plan import Cluster, make_plan
@@ -24,7 +25,6 @@ from megamoe.config.load import configure
 from megamoe.errors import UserError
 from megamoe.moe.router import Router
 from megamoe.train.resolved import resolve_run
-from tools import plan as command
 
 RUN: dict[str, Any] = {
     "name": "small",

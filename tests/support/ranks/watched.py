@@ -127,10 +127,10 @@ class WatchedEngine(Engine):
             super().backward(loss)
         self.gradients = self.held_beside_states()
 
-    def step(self, lr: float, rest: bool = False) -> float:
+    def step(self, lr: float, apply_update: bool = True) -> float:
         """See `Engine`."""
         with self.watch.during("optimizer"):
-            return super().step(lr, rest)
+            return super().step(lr, apply_update)
 
     def held_beside_states(self) -> int:
         """Return the bytes of what the engine has made and holds: gradients, and buffers for them."""

@@ -1,0 +1,163 @@
+"""Generate text from a checkpoint.
+
+python tools/generate.py runs/demo --prompt "The king"
+python tools/generate.py runs/demo --file prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --json out.json
+python tools/generate.py runs/demo --prompt "The king" --max-tokens 20 --show-experts --html experts.html
+torchrun --nproc-per-node 2 tools/generate.py runs/demo --prompt "The king" parallel.expert=2
+
+A file has one prompt on each line; empty lines are skipped. The draws of a prompt depend on --seed and on the
+prompt, not on the other prompts of a batch. Arguments `section.key=value` override the saved configuration.
+"""
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.errors import UserError
+from megamoe.io import read_plain, reason
+
+MOST_BYTES = 1 << 28
+# A terminal would obey control characters; the JSON file has them.
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    parser.add_argument("path", type=Path, help="a step_* folder, or a run's")
+    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="one prompt on each line")
+    parser.add_argument("--max-tokens", type=int, default=128, help="for each prompt; default: 128")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token; default: 1")
+    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens only")
+    parser.add_argument("--top-p", type=float, help="draw from the fewest tokens of this probability only")
+    parser.add_argument("--seed", type=int, default=1234, help="of the draws; default: 1234")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end there; repeatable")
+    parser.add_argument("--beams", type=int, help="search with so many hypotheses instead of draws")
+    parser.add_argument("--length-penalty", type=float, default=1.0, help="of --beams; default: 1")
+    parser.add_argument("--batch-size", type=int, default=8, help="prompts computed together; default: 8")
+    parser.add_argument("--no-cache", action="store_true", help="compute every sequence anew for each token")
+    parser.add_argument("--keep-capacity", action="store_true", help="let the routers drop pairs")
+    parser.add_argument("--show-experts", action="store_true", help="print each token's experts and weights")
+    parser.add_argument("--html", type=Path, metavar="FILE", help="each token's experts as a page")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="the results as JSON")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument(
+        "overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML"
+    )
+    return parser
+
+
+def _prompts(options: argparse.Namespace) -> list[str]:
+    prompts: list[str] = list(options.prompt)
+    if options.file is not None:
+        try:
+            text = read_plain(options.file, MOST_BYTES).decode("utf-8")
+        except (OSError, ValueError) as error:
+            raise UserError(
+                f"--file: {options.file}: {reason(error)}; expected a text file in UTF-8"
+            ) from error
+        found = [line for line in text.splitlines() if line.strip()]
+        if not found:
+            raise UserError(f"--file: {options.file} has no prompt; expected one on each line")
+        prompts += found
+    if not prompts:
+        raise UserError("there is no prompt; give --prompt TEXT or --file FILE")
+    return prompts
+
+
+def _run(options: argparse.Namespace) -> None:
+    prompts = _prompts(options)
+    check_positive("--batch-size", options.batch_size)
+    check_writable("--html", options.html)
+    check_writable("--json", options.json)
+    from megamoe.apps.generation.sampling import Sampling
+
+    sampling = Sampling(
+        options.max_tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.seed,
+        tuple(options.stop),
+    )
+    beams = _beams(options)
+    from megamoe.apps.evaluation.trained_model import session
+    from megamoe.apps.generation.beams import continued
+    from megamoe.apps.generation.generate import encoded, generate
+    from megamoe.apps.generation.runner import prepare
+
+    shows = options.show_experts or options.html is not None
+    with session(options.overrides, options.precision) as ranks:
+        trained = ranks.open(options.path)
+        tokens = encoded(trained, prompts, sampling.max_tokens)
+        cached, lines = prepare(trained, options.keep_capacity, not options.no_cache)
+        say = print if ranks.world.is_first else lambda *unused, **also_unused: None
+        for line in lines:
+            say(line)
+        results = []
+        batches: dict[str, Any] = {"batch_size": options.batch_size, "cached": cached}
+        if beams is None:
+            generated = generate(trained, tokens, sampling, show_experts=shows, **batches)
+        else:
+            generated = continued(trained, tokens, beams, sampling.max_tokens, **batches)
+        for prompt, result in zip(prompts, generated, strict=True):
+            results.append(result)
+            say(f"--- prompt {len(results)} ({len(result.tokens)} tokens, {result.reason})")
+            say((prompt + result.text).translate(CONTROLS))
+            if options.show_experts:
+                _show(trained, result, say)
+        if ranks.world.is_first:
+            _write(options, trained, prompts, results)
+
+
+def _beams(options: argparse.Namespace) -> Any:
+    """Return the options of the beam search, or None without --beams."""
+    from megamoe.apps.generation.beam_search import BeamOptions
+
+    if options.beams is None:
+        if options.length_penalty != 1.0:
+            raise UserError("--length-penalty: is for a beam search; add --beams, or leave it out")
+        return None
+    drawn = options.top_k or options.top_p or options.temperature not in (0.0, 1.0)
+    if drawn or options.stop or options.show_experts or options.html is not None:
+        raise UserError(
+            "--beams: a search, which --temperature, --top-k, --top-p, --stop, --show-experts and --html do "
+            "not go with; leave one out"
+        )
+    return BeamOptions(options.beams, options.length_penalty, min_length=0)
+
+
+def _show(trained: Any, result: Any, say: Any) -> None:
+    from megamoe.apps.generation.experts import lines_of
+    from megamoe.apps.generation.generate import token_texts
+
+    for line in lines_of(token_texts(trained, result.prompt + result.tokens), result.experts):
+        say(line)
+
+
+def _write(options: argparse.Namespace, trained: Any, prompts: list[str], results: list[Any]) -> None:
+    from megamoe.apps.generation.experts import page_of
+    from megamoe.apps.generation.generate import token_texts
+
+    if options.html is not None:
+        tables = [
+            (token_texts(trained, result.prompt + result.tokens), result.experts, len(result.prompt))
+            for result in results
+        ]
+        write_text("--html", options.html, page_of(f"Experts of {trained.path}", tables))
+    if options.json is not None:
+        rows = []
+        for prompt, result in zip(prompts, results, strict=True):
+            row = dataclasses.asdict(result)
+            rows.append({**row, "prompt": prompt, "prompt_tokens": result.prompt})
+        write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")

@@ -1,0 +1,84 @@
+"""lm-evaluation-harness on a checkpoint of ours, with any router, without conversion.
+
+python tools/lm_eval.py runs/demo --include examples/lm_eval --tasks python_choice,python_text,python_complete
+torchrun --nproc-per-node 2 tools/lm_eval.py runs/demo --include my_tasks --tasks mine parallel.expert=2
+
+--include names folders of task files (YAML); only their tasks are then known. Without it, the tasks of the
+harness are; --online lets it download their data. Task files may run code of their folder (`!function`).
+"""
+
+import argparse
+import json
+import logging
+import os
+from pathlib import Path
+
+from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.errors import UserError
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    parser.add_argument("path", type=Path, metavar="RUN", help="a step_* folder, or a run's")
+    parser.add_argument("--tasks", required=True, metavar="NAME,...", help="tasks, groups or tags")
+    parser.add_argument(
+        "--include", action="append", default=[], type=Path, metavar="FOLDER", help="of task files"
+    )
+    parser.add_argument("--online", action="store_true", help="let the harness download data sets")
+    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before a question")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    parser.add_argument("--batch-size", type=int, default=8, metavar="B", help="of sequences (default: 8)")
+    parser.add_argument(
+        "--max-length", type=int, metavar="S", help="input tokens; default: data.sequence_length"
+    )
+    parser.add_argument(
+        "--prefix-token", type=int, metavar="ID", help="before a text; default: end of document"
+    )
+    parser.add_argument("--keep-capacity", action="store_true", help="let the routers' capacity drop pairs")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and every answer")
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the saved YAML")
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    for name in ("limit", "batch_size", "max_length"):
+        check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
+    if options.num_fewshot is not None and options.num_fewshot < 0:
+        raise UserError(f"--num-fewshot: found {options.num_fewshot}, expected at least 0")
+    check_writable("--json", options.json)
+    # The libraries read these when they are imported.
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    if not options.online:
+        os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+    from megamoe.apps.lm_eval.run import evaluated, loaded_tasks
+
+    logging.getLogger().setLevel(logging.ERROR)
+    names = [name for name in options.tasks.split(",") if name]
+    tasks = loaded_tasks(names, options.include)
+
+    from megamoe.apps.evaluation.trained_model import session
+
+    with session(options.overrides, options.precision) as ranks:
+        trained = ranks.open(options.path)
+        say = print if ranks.world.is_first else lambda *unused: None
+        say(f"{trained.path}, step {trained.step}, {trained.precision}")
+        model_options = {
+            "batch_size": options.batch_size,
+            "max_length": options.max_length,
+            "prefix_token_id": options.prefix_token,
+            "keep_capacity": options.keep_capacity,
+        }
+        results, table = evaluated(
+            trained, tasks, model_options, options.num_fewshot, options.limit, report=say
+        )
+        say(table)
+        if options.json is not None and ranks.world.is_first:
+            write_text("--json", options.json, json.dumps(results, indent=1, default=str) + "\n")

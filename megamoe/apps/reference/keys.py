@@ -1,0 +1,281 @@
+"""Write every key of a run's YAML: the tables of docs/configuration.md, and a JSON Schema for editors.
+
+python tools/list_keys.py
+python tools/list_keys.py --plugin my_router.py --schema my_schema.json
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args, get_type_hints
+
+from pydantic import TypeAdapter
+
+from megamoe import registry
+from megamoe.apps.reference.parts import meanings, summary, yaml_value
+from megamoe.config import RunConfig
+from megamoe.config.parts import STRICT, PartChoice, Section
+from megamoe.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE, SCHEMA = ROOT / "docs/configuration.md", ROOT / "docs/configuration.schema.json"
+THE_RUN = "The run"  # the page's heading of the keys without a section
+HEAD = ("| key | values | default | meaning |", "|---|---|---|---|")
+TABLE = re.compile(r"^(\|.*\n)+", flags=re.MULTILINE)
+SHOWN_BOUND = 1000  # a larger upper bound is above any real use, and is not told in the table
+TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
+Schema = dict[str, Any]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the files; 2 for a plugin that cannot be loaded, or a file that cannot be written."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--plugin", action="append", default=[], help="also the parts of this file or module")
+    parser.add_argument(
+        "--schema", type=Path, metavar="FILE", help="write the JSON Schema alone, to this file"
+    )
+    options = parser.parse_args(arguments)
+    try:
+        for plugin in options.plugin:
+            registry.load_plugin(plugin)
+        schema = json_schema()
+        files = {options.schema or SCHEMA: as_text(schema)}
+        if options.schema is None:
+            files[PAGE] = with_tables(PAGE.read_text(encoding="utf-8"), schema)
+        for path, text in files.items():
+            path.write_text(text, encoding="utf-8")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def as_text(schema: Schema) -> str:
+    """The content of the schema's file."""
+    return json.dumps(schema, indent=1) + "\n"
+
+
+def json_schema() -> Schema:
+    """The JSON Schema (draft 2020-12) of a run's YAML, shorthands and registered parts included."""
+    # Not in every start of a run: pydantic reads the sources for the texts below the fields, in 60 ms.
+    Section.__pydantic_config__ = {**STRICT, "use_attribute_docstrings": True}
+    try:
+        schema = tidy(TypeAdapter(RunConfig).json_schema())
+    finally:
+        Section.__pydantic_config__ = STRICT
+    sections = {name: section["properties"] for name, section in schema["$defs"].items()}
+    sections["LayersConfig"] |= sections["StackLayersConfig"]  # pydantic leaves out the texts of a base class
+    add_parts(sections)
+    add_shorthands(sections)
+    schema["$defs"] |= {kind: part_schema(kind) for kind in registry.KINDS}
+    schema["properties"]["base"] = {"description": "files over which this one goes", **TEXTS}
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", "title": "A run of megamoe", **schema}
+
+
+def add_parts(sections: dict[str, Schema]) -> None:
+    """Let the keys that hold parts refer to the parts of their kind. sections: the keys of each section."""
+    router, train, moe = (sections[name] for name in ("RouterConfig", "TrainConfig", "MoEConfig"))
+    for keys, kind in (*((router, stage) for stage in registry.STAGES), (train, "objective")):
+        keys[kind] |= {"$ref": f"#/$defs/{kind}"}
+    for keys, name, kind in ((router, "masks", "mask"), (train, "callbacks", "callback")):
+        listed = {"type": "array", "items": {"$ref": f"#/$defs/{kind}"}}
+        keys[name] = described(keys[name]) | {"anyOf": [listed, {"const": "none"}]}
+    moe["losses"] = described(moe["losses"]) | losses_schema()
+
+
+def add_shorthands(sections: dict[str, Schema]) -> None:
+    """Add what `load.py` and `presets.py` write out: paths for sources, `layers: none`, presets."""
+    data, router, moe = (sections[name] for name in ("DataConfig", "RouterConfig", "MoEConfig"))
+    source = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/SourceConfig"}]}
+    sources = {"anyOf": [{"type": "string"}, {"type": "array", "items": source}]}
+    data["sources"] = described(data["sources"]) | sources
+    data["validation"]["additionalProperties"] = sources
+    moe["layers"] = {"anyOf": [{"$ref": "#/$defs/LayersConfig"}, {"enum": ["none", None]}]}
+    preset = [{"enum": list(registry.list_presets())}, {"type": "string"}]  # known ones, and those of plugins
+    moe["router"] = {"anyOf": [{"$ref": "#/$defs/RouterConfig"}, *preset]}
+    router["preset"] = {"description": "a preset, of which the other keys change parts", "anyOf": preset}
+
+
+def tidy(node: Any) -> Any:
+    """A schema without pydantic's titles, which repeat the keys, and with descriptions of one line."""
+    if isinstance(node, list):
+        return [tidy(each) for each in node]
+    if not isinstance(node, dict):
+        return node
+    kept = {key: tidy(value) for key, value in node.items() if key != "title" or isinstance(value, dict)}
+    if isinstance(text := kept.get("description"), str):
+        kept["description"] = " ".join(text.split())
+    return kept
+
+
+def described(key: Schema) -> Schema:
+    """The description of a key alone."""
+    return {"description": key["description"]} if "description" in key else {}
+
+
+def options_of(part: Any) -> Schema:
+    """The schema of each option of a part."""
+    schema, texts = tidy(TypeAdapter(part.Config).json_schema()), meanings(part)
+    options = schema.get("properties", {})
+    return {name: {"description": texts[name]} | it if name in texts else it for name, it in options.items()}
+
+
+def part_schema(kind: str) -> Schema:
+    """A part of this kind: its name, or a mapping. Names that are not known are those of plugins."""
+    parts = registry.list_parts(kind)
+    mappings = [
+        {
+            "description": summary(part),
+            "type": "object",
+            "properties": {"name": {"const": name}, **options_of(part)},
+            "additionalProperties": False,
+        }
+        for name, part in parts.items()
+    ]
+    known = {"enum": list(parts)}
+    plugin = {
+        "type": "object",
+        "properties": {"name": {"type": "string", "not": known}},
+        "required": ["name"],
+    }
+    return {"title": "part", "anyOf": [known, {"type": "string"}, *mappings, plugin]}
+
+
+def losses_schema() -> Schema:
+    """The auxiliary losses by name: a weight, options, or none."""
+    short = [{"type": "number"}, {"enum": ["none", None]}]
+    named = {
+        name: {
+            "description": summary(part),
+            "anyOf": [
+                *short,
+                {
+                    "type": "object",
+                    "properties": {"name": {"type": "string"}, **options_of(part)},
+                    "additionalProperties": False,
+                },
+            ],
+        }
+        for name, part in registry.list_parts("loss").items()
+    }
+    mapping = {
+        "type": "object",
+        "properties": named,
+        "additionalProperties": {"anyOf": [*short, {"$ref": "#/$defs/loss"}]},
+    }
+    return {"title": "mapping of parts, or `none`", "anyOf": [mapping, {"enum": ["none", None]}]}
+
+
+def with_tables(page: str, schema: Schema) -> str:
+    """The page with a new table below each heading that is a section; the prose stays as it is.
+
+    Raises:
+        UserError: for a key without a text.
+    """
+    first, *chunks = re.split(r"^## (.+)\n", page, flags=re.MULTILINE)
+    headings, texts = chunks[::2], chunks[1::2]
+    rows: dict[str, list[str]] = {heading: [] for heading in headings}
+    for key, section, name, default in keys_of(RunConfig, RunConfig()):
+        told = schema["$defs"].get(section.__name__, schema)["properties"][name]
+        if "description" not in told:
+            raise UserError(f"{key}: the schema has no text below this key; write what it means")
+        meaning = re.sub(r"docs/([\w.]+\.md)(#[\w-]*)?", r"[\1](\1\2)", told["description"])
+        row = f"| `{key}` | {values_of(told, schema)} | {default_of(default)} | {meaning} |"
+        rows[heading_of(key, headings)].append(row)
+    written = first
+    for heading, text in zip(headings, texts, strict=True):
+        table = "".join(f"{row}\n" for row in (*HEAD, *rows[heading]))
+        written += f"## {heading}\n" + re.sub(TABLE, lambda _, table=table: table, text, count=1)
+    return written
+
+
+def keys_of(section: Any, defaults: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:
+    """(dotted key, its section, its name, its default) of every key.
+
+    defaults: the section with its defaults; None for one that is not there unless it is given.
+    """
+    hints = get_type_hints(section)
+    for field in dataclasses.fields(section):
+        default = field.default if defaults is None else getattr(defaults, field.name)
+        inner = section_in(hints[field.name])
+        if inner is None:
+            yield prefix + field.name, section, field.name, default
+        else:
+            yield from keys_of(inner, default, f"{prefix}{field.name}.")
+
+
+def heading_of(key: str, headings: list[str]) -> str:
+    """The heading of a key's table: the longest section with a heading that the key is in."""
+    section = key.rpartition(".")[0]
+    while section and section not in headings:
+        section = section.rpartition(".")[0]
+    return section or THE_RUN
+
+
+def section_in(hint: Any) -> Any:
+    """The section of a key that holds one, also if it has required keys and is None by default; else None."""
+    candidates = [hint] if isinstance(hint, type) else get_args(hint) if type(None) in get_args(hint) else []
+    for candidate in candidates:
+        if isinstance(candidate, type) and issubclass(candidate, Section):
+            fields = dataclasses.fields(candidate)  # type: ignore[arg-type]
+            required = any(it.default is it.default_factory is dataclasses.MISSING for it in fields)
+            return candidate if candidate is hint or required else None
+    return None
+
+
+def default_of(value: Any) -> str:
+    """The cell of a default; empty if the key is not set."""
+    if value is dataclasses.MISSING:
+        return "required"
+    if isinstance(value, PartChoice):
+        return f"`{value.name}`"
+    return "" if value in (None, [], {}) else f"`{yaml_value(value)}`"
+
+
+def values_of(key: Schema, schema: Schema) -> str:
+    """The legal values of a key in words."""
+    if "$ref" in key:
+        return values_of(schema["$defs"][key["$ref"].rpartition("/")[2]], schema)
+    if "title" in key:
+        return str(key["title"])
+    if "anyOf" in key:
+        kinds = [it for it in key["anyOf"] if it.get("type") != "null"]
+        return ", or ".join(dict.fromkeys(values_of(it, schema) for it in kinds))
+    if "enum" in key or "const" in key:
+        return ", ".join(f"`{yaml_value(value)}`" for value in key.get("enum", [key.get("const")]))
+    match key["type"]:
+        case "array":
+            items = values_of(key["items"], schema)
+            return (
+                f"list of ({items})"
+                if "anyOf" in key["items"]
+                else f"list of {items}{'s' * (items == 'part')}"
+            )
+        case "object" if "properties" in key:
+            return f"{{{', '.join(key['properties'])}}}"
+        case "object":
+            return f"name: {values_of(key['additionalProperties'], schema)}"
+        case "integer" | "number" as kind:
+            return bounds_of(key, "int" if kind == "integer" else "number")
+        case "boolean":
+            return "`true`, `false`"
+    return "text"
+
+
+def bounds_of(key: Schema, kind: str) -> str:
+    """A number's bounds, such as `0 <= number < 1`; an upper one only if a real value may be near."""
+    low = [key[name] for name in ("minimum", "exclusiveMinimum") if name in key]
+    above = ">" if "exclusiveMinimum" in key else ">="
+    if "exclusiveMaximum" in key or key.get("maximum", SHOWN_BOUND + 1) <= SHOWN_BOUND:
+        below = "<" if "exclusiveMaximum" in key else "<="
+        highest = key.get("exclusiveMaximum", key.get("maximum"))
+        highest = "2^32" if highest == 1 << 32 else highest
+        return f"{low[0]:g} {above.replace('>', '<')} {kind} {below} {highest}"
+    return f"{kind} {above} {low[0]:g}" if low else kind
