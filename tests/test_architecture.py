@@ -4,6 +4,7 @@ Nothing is imported here; every rule reads the syntax trees.
 """
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
@@ -422,6 +423,37 @@ def test_nothing_runs_code_from_data(path: Path) -> None:
             if isinstance(node, ast.ClassDef) and node.name == loader
         ]
         assert loader == "yaml.SafeLoader" or bases == [["yaml.SafeLoader"]], f"line {call.lineno}"
+
+
+PAGE = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+BUDGET = re.compile(r"^\| (`megamoe/.+`) \| .* \| ([\d,]+) \|$", re.MULTILINE)
+
+
+def lines_of(names: str) -> int:
+    """Lines of Python in the packages and files of a row: `megamoe/moe`, or `megamoe/io.py`, `cli.py`."""
+    named = re.findall(r"`(?:megamoe/)?([\w/.]+)`", names)
+    files = {
+        file
+        for name in named
+        for file in FILES
+        if name in (each := str(file.relative_to(PACKAGE)), each.split("/")[0])
+    }
+    files |= {file for name in named for file in FILES if file.is_relative_to(PACKAGE / name)}
+    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+
+
+def test_packages_stay_within_their_lines() -> None:
+    """The budgets are the tables of docs/architecture.md; together they cover the whole package."""
+    budgets = {names: int(number.replace(",", "")) for names, number in BUDGET.findall(PAGE)}
+    sizes = {names: lines_of(names) for names in budgets}
+    assert not {names: (sizes[names], most) for names, most in budgets.items() if sizes[names] > most}
+    whole = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in FILES)
+    assert 0 <= whole - sum(sizes.values()) < 300, "a package or file has no budget"
+
+
+def test_the_page_leads_to_files_that_exist() -> None:
+    links = re.findall(r"\]\(\.\./(megamoe/[^)#]+)\)", PAGE)
+    assert len(links) >= 15 and all((ROOT / link).exists() for link in links)
 
 
 # Files over 600 lines, each with its reason.
