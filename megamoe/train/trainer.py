@@ -17,6 +17,7 @@ from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
 from megamoe.metrics import check_record
 from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.backends import widen_products
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.timers import StageTimers
@@ -147,6 +148,7 @@ class Trainer:
         config = self.config
         facts.update(facts_of_start(config, self.world))
         self.run: ResolvedRun = resolve_run(config, self.world.size)
+        widen_products(self.run.plan.precision, self.world.device)
         if self.world.device.type == "cpu" and config.model.keep_freed_memory:
             keep_freed_memory()
         self.callbacks = Callbacks(config.train.callbacks)

@@ -23,6 +23,7 @@ from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
 from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.backends import widen_products
 from megamoe.model.build import build_model
 from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
@@ -134,6 +135,7 @@ class Session:
         precision = self.precision or meta["layout"]["precision"]
         if precision == "fp16" and self.world.device.type == "cpu":
             precision = "fp32"
+        widen_products(precision, self.world.device)
         _round(model, DTYPES[precision])
         model.to(self.world.device).eval()
         routing = RunRouting(run, self.world)

@@ -7,6 +7,7 @@ the experts on the host.
 """
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megamoe.compat.torch_compat import has_bf16_products
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.library import Library
 
@@ -84,7 +86,24 @@ class _GroupedProduct(torch.autograd.Function):
 
 
 def _grouped_mm(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
+    if left.dtype == torch.bfloat16 and left.device.type == "cpu" and not has_bf16_products():
+        return _widened(left, right, ends_E)
     return functional.grouped_mm(left, right, offs=ends_E.to(torch.int32))
+
+
+def _widened(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
+    """Compute `grouped_mm` in bf16 by products in fp32, expert by expert, each rounded once.
+
+    At a time one expert's operands exist in fp32.
+    """
+    begins = [0, *ends_E.tolist()]
+    groups = [slice(begin, end) for begin, end in pairwise(begins)]
+    if left.dim() == right.dim() == 2:  # columns of `left` and rows of `right` are grouped: weight gradients
+        return torch.stack([(left[:, group].float() @ right[group].float()).bfloat16() for group in groups])
+    output = left.new_empty(len(left), right.shape[2])
+    for group, weight in zip(groups, right, strict=True):
+        output[group] = left[group].float() @ weight.float()
+    return output
 
 
 def _aligned(weight_EOI: Tensor) -> Tensor:

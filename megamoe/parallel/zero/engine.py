@@ -3,9 +3,10 @@
 It makes training the same under every layout:
 - the gradient comes from the caller's loss unchanged: the engine divides only by the data-parallel size (its
 mean over ranks), not by the accumulation steps;
-- an expert's gradient has the same scale as a dense one. It is summed over the ranks that hold the same expert,
-and its rows already came from all ranks of its expert-parallel group, so it is the sum over all data-parallel
-ranks. DeepSpeed divides it by the data-parallel size, not by the number of copies (`_reduce_expert_gradients`);
+- an expert's gradient has the same scale as a dense one. It is summed over the ranks that hold the same
+expert, and its rows already came from all ranks of its expert-parallel group, so it is the sum over all
+data-parallel ranks. DeepSpeed (`_reduce_expert_gradients`) divides it by the data-parallel size, not by the
+number of copies;
 - the caller sets the accumulation boundary, so the batch size may change between steps;
 - clipping covers dense and expert parameters together at every stage (see `optimizer`);
 - a step whose gradients are not finite, or that the caller skips, changes nothing (`step_skipped`).
