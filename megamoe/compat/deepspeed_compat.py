@@ -2,7 +2,7 @@
 
 import importlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.utils import groups
+from torch import Tensor
 
 
 def skip_shared_memory_op() -> None:
@@ -162,6 +163,37 @@ def without_inner_steps(wrapper: Any) -> Iterator[None]:
     finally:
         for each in stepping:
             del each.step
+
+
+@contextmanager
+def watching_overflow(optimizer: Any, report: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Context of a step in which `report` gets the gradients, by parameter group, if some are not finite.
+
+    optimizer: DeepSpeed's at ZeRO 1, 2 or 3; this rank's parts are reported. Nothing is with
+    offload, and at ZeRO 1 in bf16, which another class does.
+
+    Reason: DeepSpeed returns infinity for the norm of such gradients, NaN ones too, and drops them at once.
+    Seen with: DeepSpeed 0.19.8, where `_update_scale` is called between the two.
+    Without it: a message about a skipped step cannot say whether a gradient was NaN, nor where.
+    Canary: test_deepspeed_zero.py::test_gradients_that_are_not_finite_are_reported
+    """
+    update = getattr(optimizer, "_update_scale", None)
+    if update is None:
+        yield
+        return
+
+    def watched(has_overflow: bool = False) -> Any:
+        if has_overflow:
+            for number, gradients in (getattr(optimizer, "averaged_gradients", None) or {}).items():
+                for gradient in gradients or ():
+                    report(number, gradient)
+        return update(has_overflow)
+
+    optimizer._update_scale = watched
+    try:
+        yield
+    finally:
+        del optimizer._update_scale
 
 
 def forget_gradients(optimizer: Any) -> None:

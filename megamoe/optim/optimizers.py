@@ -106,6 +106,12 @@ def _sum_of_squares(tensors: list[Tensor], kernels: Kernels) -> Tensor:
     return sum_of_squares(tensors, kernels)
 
 
+def note_not_finite(found: dict[str, str], group: str, gradient: Tensor | None) -> None:
+    """Note under a parameter group's name that a gradient of it is `nan` or `inf`, if it is; nan counts."""
+    if gradient is not None and found.get(group) != "nan" and not gradient.isfinite().all():
+        found[group] = "nan" if gradient.isnan().any() else "inf"
+
+
 class Stage0AdamW(AdamW):
     """AdamW or Adam for ZeRO 0, with clipping by the global norm.
 
@@ -119,6 +125,7 @@ class Stage0AdamW(AdamW):
         self.grad_clip = grad_clip
         self.skips_update = False
         self.grad_norm = math.nan
+        self.not_finite: dict[str, str] = {}  # parameter groups of the last step; see `_groups_not_finite`
 
     def master_of(self, parameter: nn.Parameter) -> nn.Parameter:
         """Return the fp32 weight that the update changes."""
@@ -135,11 +142,20 @@ class Stage0AdamW(AdamW):
         gradients = self._gradients()
         self.grad_norm = float(global_grad_norm(gradients, self.kernels))
         set_grad_norm(self, self.grad_norm)
+        self.not_finite = {} if math.isfinite(self.grad_norm) else self._groups_not_finite()
         if self.skips_update or not math.isfinite(self.grad_norm):
             return
         clips = self.grad_clip > 0
         factor = min(1.0, self.grad_clip / (self.grad_norm + 1e-6)) if clips else 1.0
         self.update(factor, self._rounded())
+
+    def _groups_not_finite(self) -> dict[str, str]:
+        """Return `nan` or `inf` for each parameter group with such a gradient on this rank, by its name."""
+        found: dict[str, str] = {}
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                note_not_finite(found, group["name"], parameter.grad)
+        return found
 
     def _rounded(self) -> dict[Tensor, Tensor] | None:
         """Return, by parameter, the tensor that receives its value in bf16."""

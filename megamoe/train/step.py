@@ -20,6 +20,7 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.context import Padding, SourceTokens
 from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
+from megamoe.parallel.consensus import gather_from_ranks
 from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
@@ -98,8 +99,26 @@ def _update(engine: Engine, record: StepRecord, lr: float) -> None:
     scale, can_fall = engine.loss_scale, engine.loss_scale_can_fall
     record.grad_norm = engine.step(lr, apply_update=record.problem is None)
     if record.problem is None and engine.step_skipped:
-        at_scale = f" at loss scale {scale:g}" if engine.precision == "fp16" else ""
-        record.problem = Problem(f"train/grad_norm is {record.grad_norm}{at_scale}", counts=not can_fall)
+        if engine.precision == "fp16":  # an overflow of the scaled gradients
+            where = f" at loss scale {scale:g}"
+        else:
+            where = _name_not_finite(record, gather_from_ranks(engine.not_finite))
+        record.problem = Problem(f"train/grad_norm is {record.grad_norm}{where}", counts=not can_fall)
+
+
+def _name_not_finite(record: StepRecord, found: list[dict[str, str]]) -> str:
+    """Return the parameter groups and ranks with gradients that are not finite, for a message.
+
+    found: of each rank, `Engine.not_finite`. DeepSpeed's norm is infinite for NaN too: the record gets NaN.
+    """
+    if any(kind == "nan" for each in found for kind in each.values()):
+        record.grad_norm = math.nan
+    ranks: dict[str, list[int]] = {}
+    for rank, each in enumerate(found):
+        for group in each:
+            ranks.setdefault(group, []).append(rank)
+    named = [f"{group} (rank {', '.join(map(str, those))})" for group, those in ranks.items()]
+    return f", in the parameter groups {'; '.join(named)}" if named else ""
 
 
 def _samples_not_finite(

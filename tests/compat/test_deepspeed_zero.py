@@ -11,12 +11,23 @@ from deepspeed.moe.utils import is_moe_param
 from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.utils import is_model_parallel_parameter
-from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, utils
+from deepspeed.runtime.zero import (
+    partition_parameters,
+    partitioned_param_coordinator,
+    stage3,
+    stage_1_and_2,
+    utils,
+)
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from megamoe.compat import deepspeed_zero
-from megamoe.compat.deepspeed_compat import forget_gradients, inner_optimizer, without_inner_steps
+from megamoe.compat.deepspeed_compat import (
+    forget_gradients,
+    inner_optimizer,
+    watching_overflow,
+    without_inner_steps,
+)
 from megamoe.compat.deepspeed_zero import FlatRange, is_zero1_in_bf16, ranges_at_zero1, ranges_at_zero3
 from megamoe.kernels.choice import Kernels
 from megamoe.optim.optimizers import Stage0AdamW
@@ -252,3 +263,25 @@ def test_skipped_gradients_are_kept(one_rank: None) -> None:
     assert any(not gradient.isfinite().all() for gradient in kept), "DeepSpeed drops them by itself now"
     forget_gradients(inner.optimizer)
     assert not inner.optimizer.averaged_gradients
+
+
+def test_gradients_that_are_not_finite_are_reported() -> None:
+    """DeepSpeed's optimisers hold the gradients of a skipped step until `_update_scale` has returned."""
+    for module in (stage_1_and_2, stage3):
+        source = inspect.getsource(module)
+        assert "self._update_scale(self.overflow)" in source and "self.averaged_gradients = {}" in source
+
+    class Optimizer:
+        def __init__(self) -> None:
+            self.averaged_gradients = {0: [torch.tensor([1.0, math.nan])], 1: None}
+
+        def _update_scale(self, has_overflow: bool = False) -> None:
+            self.updated = has_overflow
+
+    optimizer = Optimizer()
+    found: dict[int, Tensor] = {}
+    for overflow in (False, True):
+        with watching_overflow(optimizer, lambda number, gradient: found.update({number: gradient})):
+            optimizer._update_scale(overflow)
+        assert optimizer.updated is overflow and list(found) == [0] * overflow
+    assert "_update_scale" not in vars(optimizer)

@@ -15,7 +15,7 @@ number of copies;
 import math
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -31,6 +31,7 @@ from megamoe.compat.deepspeed_compat import (
     read_norm_once,
     silence_memory_reports,
     skip_gradient_buckets,
+    watching_overflow,
 )
 from megamoe.compat.deepspeed_zero import silence_output_type_warning
 from megamoe.config.schema import RunConfig
@@ -40,6 +41,7 @@ from megamoe.optim.optimizers import (
     MasterWeightAdamW,
     Stage0AdamW,
     adamw_options,
+    note_not_finite,
     parameter_groups,
     skip_update,
     zero_optimizer,
@@ -162,7 +164,7 @@ class Engine:
         if self._gradient_sync is not None:
             self._gradient_sync.check_all_summed()
         try:
-            with nullcontext() if apply_update else skip_update(self._engine.optimizer):
+            with nullcontext() if apply_update else skip_update(self._engine.optimizer), self._watching():
                 self._engine.step()
         except Exception as error:  # DeepSpeed's dynamic scale has no narrower type
             if not LossScaler.is_at_minimum(error):
@@ -177,6 +179,22 @@ class Engine:
         if not math.isfinite(norm):
             forget_gradients(self._engine.optimizer)
         return norm
+
+    @contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Note in `not_finite` the parameter groups whose gradients are not finite on this rank."""
+        self.not_finite = {}
+        if isinstance(self.inner_optimizer, Stage0AdamW):
+            yield
+            self.not_finite = self.inner_optimizer.not_finite
+            return
+        groups = self.inner_optimizer.param_groups
+
+        def note(number: int, gradient: Tensor) -> None:
+            note_not_finite(self.not_finite, groups[number]["name"], gradient)
+
+        with watching_overflow(self._engine.optimizer, note):
+            yield
 
     @torch.no_grad()
     def project(self, constraints: list[Constraint]) -> None:
