@@ -92,7 +92,7 @@ def test_json_lines(tmp_path: Path, ending: str, compress: Callable[[bytes], byt
 
 def test_key_and_compressed_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines("here", key="body"))
-    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"zipped"))
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"zipped", mtime=0))
     run(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.txt.gz", key="body")
     assert documents_of(tmp_path / "out") == ["here", "zipped"]
 
@@ -177,7 +177,7 @@ def test_max_documents(tmp_path: Path) -> None:
         ("a.jsonl", b'["text"]\n', r"a\.jsonl:1: .*list"),
         ("a.jsonl", b'{"text": 5}\n', r"a\.jsonl:1: "),
         ("a.jsonl", b'{"text": "\\ud800"}\n', r"a\.jsonl:1: .*surrogate"),
-        ("a.jsonl.gz", gzip.compress(json_lines("x" * 999))[:-9], r"a\.jsonl\.gz: cannot be read"),
+        ("a.jsonl.gz", gzip.compress(json_lines("x" * 999), mtime=0)[:-9], r"a\.jsonl\.gz: cannot be read"),
         ("a.jsonl.zst", zstandard.compress(json_lines("x" * 999))[:-5], r"a\.jsonl\.zst: cannot be read"),
         ("a.jsonl.zst", b"not zstd at all", r"a\.jsonl\.zst: cannot be read"),
         ("a.jsonl", json_lines("", " \n"), "no text in 1 files.*2 empty"),
