@@ -15,7 +15,7 @@ rounds, of ratios with the 90 % interval. `ahead`: the whole interval is under 1
 end of the interval is under it.
 
 --sweep: 8 to 512 experts. --uneven: our layer under uneven loads beside even ones. --memory: peak resident
-memory of one forward and backward pass above the skip_update state, in a process for each candidate.
+memory of one forward and backward pass above the resting state, in a process for each candidate.
 
 Ends with 1 if a bar does not hold or our layer is wrong, with 2 for a mistake.
 """
@@ -99,7 +99,7 @@ class Bench:
 
     def memory(self, name: str, shape: Shape, dtype: str) -> None:
         """Measure the memory of one pass of every candidate."""
-        print(f"\n{name}: {shape}; {dtype}; MB above the skip_update state, forward and backward")
+        print(f"\n{name}: {shape}; {dtype}; MB above the resting state, forward and backward")
         found: dict[str, int] = {}
         left_out: dict[str, str] = {}
         for candidate in self.names:

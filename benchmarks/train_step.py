@@ -91,8 +91,8 @@ class Bench:
         for name in ("moe", "dense", "transformers"):
             try:
                 found[name] = memory.peak_of(name, self.asked)
-                skip_update, peak = (found[name][key] / 1e6 for key in ("skip_update", "peak"))
-                print(f"{name:14}{skip_update:12,.1f}{peak:12,.1f}", flush=True)
+                resting, peak = (found[name][key] / 1e6 for key in ("resting", "peak"))
+                print(f"{name:14}{resting:12,.1f}{peak:12,.1f}", flush=True)
             except NotMeasured as reason:
                 found[name] = {"not measured": str(reason)}
                 self.passes &= name == "transformers"

@@ -203,7 +203,10 @@ DEEPSPEED = {
     "enabled 1": ('{"bf16": {"enabled": 1}}', "bf16.enabled is 1, expected true, false"),
     "an unknown option": ('{"bf16": {"enabld": true}}', "DeepSpeedBF16Config: enabld: Extra inputs"),
     "a misspelt section": ('{"zero_optimisation": {}}', "did you mean 'zero_optimization'?"),
-    "a section of another kind": ('{"flops_profiler": {"enabled": "x"}}', "DeepSpeed refuses it: "),
+    "a section of another kind": (
+        '{"comms_logger": {"enabled": "x"}}',
+        "CommsLoggerConfig: enabled: Input should be a valid boolean",
+    ),
     "a key that stands twice": ('{"zero_optimization": {}, "zero_optimization": {}}', "stands twice"),
     "steps as text": ('{"steps_per_print": "x"}', "steps_per_print is 'x', expected a whole number above 0"),
     "gradients as integers": (

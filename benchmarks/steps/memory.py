@@ -29,7 +29,7 @@ STEPS = 3  # the first makes AdamW's moments
 
 
 def peak_of(name: str, asked: Asked) -> dict[str, int]:
-    """Return bytes `skip_update` and at the `peak` of a process that trains `moe`, `dense` or `transformers`.
+    """Return bytes `resting` and at the `peak` of a process that trains `moe`, `dense` or `transformers`.
 
     Raises:
         NotMeasured: if the candidate's process ends with an error.
@@ -63,10 +63,10 @@ def measure(name: str, asked: Asked, output: str) -> dict[str, int]:
     candidate = _built(name, asked, output)
     ctypes.CDLL(None).malloc_trim(0)  # what building has freed is not at rest
     resident.forget_peak()
-    skip_update = resident.now()
+    resting = resident.now()
     for number in range(STEPS):
         candidate.step(number)
-    found = {"skip_update": skip_update, "peak": resident.peak()}
+    found = {"resting": resting, "peak": resident.peak()}
     candidate.close()
     return found
 

@@ -33,6 +33,7 @@ from megamoe.apps.hf.keys import NUM_FURTHER, Json
 from megamoe.apps.hf.rules import Rule, flat
 from megamoe.apps.hf.tensor_files import Stored, TensorWriter
 from megamoe.apps.hf.tokenizer import SPECIAL_IDS, special_ids, tokenizer_files
+from megamoe.checkpoint.format.files import parse_json
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.checkpoint.tools.stream import new_tree
@@ -126,13 +127,14 @@ def _target(
         family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
     words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
     others = read_other_files(kept) if kept is not None else tokenizer_files(config)
+    generation = parse_json(others[GENERATION]) if GENERATION in others else {}
     if model_class == CUSTOM:
         others = {**others, **custom_files(config)}
+        generation |= parse_json(others[GENERATION]) if GENERATION in others else {}
     same_class = model_class != CUSTOM and given.get("model_type") == family.model_type
     ids = special_ids(config) | {name: given[name] for name in SPECIAL_IDS if name in given}
     if kept is None or not (kept / GENERATION).exists() or model_class == CUSTOM:
-        generation = {**ids, **json.loads(others.get(GENERATION, b"{}"))}
-        others = {**others, GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}
+        others = {**others, GENERATION: (json.dumps({**ids, **generation}, indent=2) + "\n").encode()}
     return Target(family, config, _rules(family, config, words), given if same_class else {}, others, ids)
 
 

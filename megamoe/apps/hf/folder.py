@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
 
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from megamoe.apps.hf.tensor_files import Stored, broken, read_header, read_tensor
@@ -14,10 +15,12 @@ from megamoe.io import read_plain, reason
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_MAP = "weight_map"
-LARGEST_JSON, LARGEST_FILE = 1 << 28, 1 << 30  # bytes
+TOKENIZER = "tokenizer.json"
+LARGEST_JSON, LARGEST_FILE = 1 << 28, 1 << 27  # bytes; the largest tokenizers of the hub have 35 MB
+SNAPSHOTS, BLOBS = "snapshots", "blobs"  # of the hub's cache: snapshots/REVISION/NAME is a link into blobs/
 # What a tokenizer of transformers may consist of; no code is among it.
 TOKENIZER_FILES = (
-    "tokenizer.json",
+    TOKENIZER,
     "tokenizer_config.json",
     "tokenizer.model",
     "special_tokens_map.json",
@@ -64,9 +67,9 @@ class Folder:
     def _weight_files(self) -> list[Path]:
         self._index = self._read_index()
         if self._index is not None:
-            return [self.path / name for name in sorted(set(self._index.values()))]
+            return [checked_link(self.path / name) for name in sorted(set(self._index.values()))]
         if (self.path / WEIGHTS).exists():
-            return [self.path / WEIGHTS]
+            return [checked_link(self.path / WEIGHTS)]
         others = sorted(file.name for file in self.path.glob("*.bin"))
         found = f"only {others[0]}, which is pickled and not read" if others else "none of them"
         raise UserError(f"{self.path}: expected {WEIGHTS} or {WEIGHTS_INDEX}, found {found}")
@@ -99,13 +102,22 @@ def read_other_files(path: Path) -> dict[str, bytes]:
     """Return the generation's configuration and the tokenizer's files of a folder by name, as they are.
 
     Raises:
-        UserError: if one cannot be read.
+        UserError: if one cannot be read or parsed, has more than 128 MiB, or is a link to elsewhere.
     """
-    return {
+    found = {
         name: _content(path / name, LARGEST_FILE)
         for name in (GENERATION, *TOKENIZER_FILES)
         if (path / name).exists()
     }
+    for name, content in found.items():
+        try:
+            if name == TOKENIZER:
+                Tokenizer.from_str(content.decode())
+            elif name.endswith(".json"):
+                parse_json(content)
+        except Exception as error:  # the library's own have no narrower type
+            raise broken(path / name, error) from None
+    return found
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -121,7 +133,25 @@ def read_object(path: Path) -> dict[str, Any]:
         raise broken(path, error) from None
 
 
+def checked_link(path: Path) -> Path:
+    """Return the path of a file in a folder, if it lies there; only the hub's cache may link elsewhere.
+
+    Raises:
+        UserError: if it is a link out of the folder, and not from a snapshot to its repository's blobs.
+    """
+    folder, target = path.parent.resolve(), path.resolve()
+    places = [folder]
+    if folder.parent.name == SNAPSHOTS:
+        places.append(folder.parent.parent / BLOBS)
+    if not any(target.is_relative_to(place) for place in places):
+        raise UserError(
+            f"{path}: a link to {target}, outside its folder; copy the file into the folder, if you trust it"
+        )
+    return path
+
+
 def _content(path: Path, largest: int) -> bytes:
+    checked_link(path)
     try:
         return read_plain(path, largest)
     except (OSError, ValueError) as error:

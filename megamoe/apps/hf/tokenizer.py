@@ -6,7 +6,7 @@ from pathlib import Path
 from megamoe.apps.hf.folder import LARGEST_FILE, read_other_files
 from megamoe.config import RunConfig
 from megamoe.data.card import load_card
-from megamoe.data.special import SpecialTokens
+from megamoe.data.special import PAD_NAMES, SpecialTokens
 from megamoe.data.tokenizers import END_OF_DOCUMENT_NAMES, is_bytes, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import read_plain
@@ -37,6 +37,9 @@ def tokenizer_files(config: RunConfig) -> dict[str, bytes]:
     names = [name for name in END_OF_DOCUMENT_NAMES if name in known]
     if names:
         about["eos_token"] = names[0]
+    pads = [name for name in PAD_NAMES if name in known]
+    if pads:
+        about["pad_token"] = pads[0]
     return {TOKENIZER: content, TOKENIZER_CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
 
 

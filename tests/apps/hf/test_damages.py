@@ -174,10 +174,11 @@ def test_a_damaged_checkpoint_is_not_exported(run: Path, tmp_path: Path, refused
 def test_like_names_a_folder(run: Path, tmp_path: Path, refused: Refused) -> None:
     """Its class does not matter if --class names another: it may hold a tokenizer alone."""
     (tmp_path / "like").mkdir()
-    (tmp_path / "like/tokenizer.json").write_text("{}")
+    words = {"type": "WordLevel", "vocab": {"a": 0, "<unk>": 1}, "unk_token": "<unk>"}
+    (tmp_path / "like/tokenizer.json").write_text(tokenizer := json.dumps({"version": "1.0", "model": words}))
     (tmp_path / "like/config.json").write_text('{"model_type": "gpt2"}')
     arguments = ["export", str(run), str(tmp_path / "out"), "--like", str(tmp_path / "like")]
     assert tool("convert_hf").main(arguments) == 0
-    assert (tmp_path / "out/tokenizer.json").read_text() == "{}"
+    assert (tmp_path / "out/tokenizer.json").read_text() == tokenizer
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "mixtral"
     assert "--like: " in refused("convert_hf", "export", "run", "no", "--like=nothing")

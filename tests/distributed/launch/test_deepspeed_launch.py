@@ -1,6 +1,5 @@
 """tools/deepspeed_launch.py: a wrong hostfile, and ssh or pdsh missing, are a line before anything starts."""
 
-import importlib.util
 import os
 import sys
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.apps.cluster import launch_command
 from megamoe.parallel.launch import free_port
 from tests.distributed.launch.test_launch import RUN, assert_trained, environment_of, finish, start
 from tests.support.ranks.runs import ROOT
@@ -41,10 +41,7 @@ def program(folder: Path, name: str, text: str) -> None:
 
 
 def main(*arguments: str) -> Any:
-    spec: Any = importlib.util.spec_from_file_location("deepspeed_launch", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main([*arguments, "--master_addr", "127.0.0.1", "pretrain_gpt_moe.py"])
+    return launch_command.main([*arguments, "--master_addr", "127.0.0.1", "pretrain_gpt_moe.py"])
 
 
 @pytest.mark.parametrize(
