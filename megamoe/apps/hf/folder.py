@@ -1,5 +1,6 @@
 """A Hugging Face folder: config.json, sharded safetensors with their index, tokenizer files."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -47,6 +48,7 @@ class Folder:
         if not path.is_dir():
             raise UserError(f"{path}: no folder; name one with {CONFIG} and safetensors files")
         self.config = read_object(path / CONFIG)
+        _check_finite(path / CONFIG, self.config)
         self._files: dict[str, Path] = {}
         self.tensors: dict[str, Stored] = {}
         for file in self._weight_files():
@@ -156,6 +158,18 @@ def _content(path: Path, largest: int) -> bytes:
         return read_plain(path, largest)
     except (OSError, ValueError) as error:
         raise broken(path, reason(error)) from None
+
+
+def _check_finite(path: Path, value: Any, key: str = "") -> None:
+    """Raise UserError if a number is NaN or infinite, which JSON does not have and Python reads."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            _check_finite(path, inner, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, list):
+        for inner in value:
+            _check_finite(path, inner, key)
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{path}: {shown(key)}: found {value}, expected a finite number")
 
 
 def portable(config: dict[str, Any]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megamoe.apps.hf.convert import Source, open_source
 from megamoe.apps.hf.folder import CONFIG, GENERATION, dtype_name, portable, read_other_files, shown
-from megamoe.apps.hf.keys import Json
+from megamoe.apps.hf.keys import OF_OTHERS, Json
 from megamoe.apps.hf.rules import Rule
 from megamoe.apps.hf.tensor_files import Stored, TensorWriter
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_file, write_sums
@@ -29,6 +29,7 @@ from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.checkpoint.tools.stream import new_tree
 from megamoe.config import parse_config, to_dict
 from megamoe.config.yaml_text import dump
+from megamoe.errors import UserError
 
 CHECKPOINTS, STEP, KEPT, RUN_YAML = "checkpoints", "step_00000000", "hf", "continue.yaml"
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
@@ -61,6 +62,8 @@ def import_folder(
             (folder / KEPT / name).write_bytes(content)
         (folder / RUN_YAML).write_text(_run_yaml(opened, source, run, tokenizer), encoding="utf-8")
     report(f"{source}: {opened.family.architecture}, {_size(opened)}")
+    if others := sorted(OF_OTHERS & opened.folder.config.keys()):
+        report(f"ignored keys of {CONFIG}: {', '.join(others)}")
     for why, names in opened.unused.items():
         report(f"left out {why}: {len(names)} tensors, the first of them {shown(names[0])}")
     report(f"{run / CHECKPOINTS / STEP}: the checkpoint; {run / RUN_YAML}: a run that continues it")
@@ -95,7 +98,12 @@ def _assembled(source: Source, rule: Rule) -> Tensor:
     """Return one of our tensors, made of those of the folder."""
     ours = torch.empty(rule.shape, dtype=_dtype(source, rule))
     for name, (view, _) in rule.views(ours).items():
-        view.copy_(source.folder.read(name).view(view.shape))
+        tensor = source.folder.read(name)
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise UserError(
+                f"{source.folder.path}: {shown(name)} has NaN or infinite values; no run can use it"
+            )
+        view.copy_(tensor.view(view.shape))
     return ours
 
 

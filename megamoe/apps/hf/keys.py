@@ -15,8 +15,12 @@ from megamoe.errors import printable
 Json = dict[str, Any]
 NUM_FURTHER = "num_nextn_predict_layers"  # blocks of multi-token prediction
 REQUIRED = object()  # as a default: the key must be given
+# Keys that other programs leave in a config.json, without meaning for the function; an import tells of them.
+OF_OTHERS = frozenset(
+    {"_attn_implementation_autoset", "_commit_hash", "tokenizer_class", "unsloth_fixed", "unsloth_version"}
+)
 # Keys that say nothing about the function that the model computes, or nothing to us.
-IRRELEVANT = frozenset(
+IRRELEVANT = OF_OTHERS | frozenset(
     {
         "architectures",
         "attention_dropout",

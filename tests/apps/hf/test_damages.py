@@ -1,6 +1,7 @@
 """Folders that cannot be converted: one line that names what is wrong, exit code 2, nothing half-written."""
 
 import json
+import math
 import shutil
 import struct
 from collections.abc import Callable
@@ -109,6 +110,15 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         ["the key num_experts_per_tok is not known for LlamaForCausalLM"],
     ),
     "unknown key": (keys(new_trick=True), ["the key new_trick is not known for MixtralForCausalLM"]),
+    "NaN as a key": (
+        keys(rope_theta=math.nan),
+        ["config.json: rope_theta: found nan, expected a finite"],
+    ),
+    "NaN in a list": (keys(extra={"a": [1, math.inf]}), ["config.json: extra.a: found inf, expected"]),
+    "NaN weights": (
+        tensors(lambda t: t["model.norm.weight"].fill_(math.nan)),
+        ["model.norm.weight has NaN or infinite values; no run can use it"],
+    ),
     "window": (keys(sliding_window=-4), ["attention.window"]),
     "activation": (keys(hidden_act="gelu"), ["hidden_act: found gelu, expected silu"]),
     "rope": (keys(rope_parameters={"rope_type": "longrope"}), ["rope_type: found longrope"]),
@@ -140,6 +150,17 @@ def test_a_folder_that_cannot_be_converted_is_refused(
     for word in words:
         assert word in line
     assert [path.name for path in tmp_path.iterdir()] == ["hf"], "something half-written"
+
+
+def test_keys_that_other_programs_leave_are_told_and_ignored(
+    mixtral: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys(unsloth_version="2026.1", tokenizer_class="LlamaTokenizer")(
+        Path(shutil.copytree(mixtral, tmp_path / "hf"))
+    )
+    assert tool("convert_hf").main(["import", "hf", "run"]) == 0
+    assert "ignored keys of config.json: tokenizer_class, unsloth_version\n" in capsys.readouterr().out
 
 
 def test_a_run_that_exists_is_not_replaced(mixtral: Path, tmp_path: Path, refused: Refused) -> None:
