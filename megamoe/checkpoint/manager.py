@@ -130,7 +130,7 @@ class Checkpoints:
             lambda: copied.update(self._staging.copy(groups(), self._planned(local_chunks)))
         )
         self._raise_any_error(problem, temporary)
-        texts = self._texts(engine, step, state) if engine.world.is_first else {}
+        texts = self._texts(engine, step, state)
         self._save = Save(temporary, final, engine.world.rank)
         if self.background:
             self._save.start(copied, texts)
@@ -163,7 +163,13 @@ class Checkpoints:
         return self._plan
 
     def _texts(self, engine: Engine, step: int, state: dict[str, Any]) -> dict[str, object]:
-        """Return the contents of the JSON files, by file name."""
+        """Return the contents of the JSON files, by file name, on the first rank. Collective with stages."""
+        sharding_by_name = {name: sharding.to_json() for name, sharding in shardings(engine.model).items()}
+        if engine.layout.pipeline > 1:
+            for of_rank in gather_from_ranks(sharding_by_name):
+                sharding_by_name |= of_rank
+        if not engine.world.is_first:
+            return {}
         meta = {
             "format": FORMAT,
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -172,7 +178,6 @@ class Checkpoints:
             "loss_scaler": engine.loss_scaler_state(),
             **state,
         }
-        sharding_by_name = {name: sharding.to_json() for name, sharding in shardings(engine.model).items()}
         assert self._plan is not None
         return {META: meta, INDEX: {"tensors": self._plan.tensors, "shardings": sharding_by_name}}
 
@@ -256,7 +261,13 @@ def load(reader: CheckpointReader, engine: Engine) -> bool:
 def saved_random_rank(meta: Meta, layout: Layout, rank: int) -> int | None:
     """Return the rank of the saving run whose random states rank `rank` of `layout` takes, or None."""
     before: RandomLayout = meta.get("random_layout", meta["layout"])
-    data_rank, tensor_rank = layout.data_rank(rank), layout.tensor_rank(rank)
-    if data_rank >= before["ranks"] // before["tensor"]:
+    tensor = before["tensor"]
+    saved = Layout(
+        before["ranks"], tensor, pipeline=before.get("pipeline", 1), context=before.get("context", 1)
+    )
+    if (saved.pipeline, saved.context) != (layout.pipeline, layout.context):
         return None
-    return data_rank * before["tensor"] + min(tensor_rank, before["tensor"] - 1)
+    stage, place = layout.pipeline_rank(rank), rank % layout.stage_ranks // layout.tensor
+    if place >= saved.replicas:
+        return None
+    return stage * saved.stage_ranks + place * tensor + min(layout.tensor_rank(rank), tensor - 1)

@@ -16,6 +16,7 @@ from megamoe.checkpoint.planning import placements
 from megamoe.compat.deepspeed_compat import counts_steps_in_int
 from megamoe.errors import UserError
 from megamoe.parallel import random_state
+from megamoe.parallel.consensus import gather_from_ranks
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.shards import Fragment, Shard, held_part
@@ -90,14 +91,17 @@ class SavedWeights:
         self.filled |= names
 
     def finish(self, unused: str | None = None) -> None:
-        """Check that the whole checkpoint was used; its files stay open.
+        """Check that the whole checkpoint was used; its files stay open. Collective with pipeline stages.
 
         unused: the beginning of the names of tensors that need not be used.
 
         Raises:
             UserError: if a saved weight or buffer is left over.
         """
-        left = {name.removeprefix(WEIGHT) for name in set(self._reader.names(WEIGHT)) - self._used}
+        used = self._used
+        if self._layout.pipeline > 1:
+            used = set().union(*gather_from_ranks(used))
+        left = {name.removeprefix(WEIGHT) for name in set(self._reader.names(WEIGHT)) - used}
         if unused is not None:
             left = {name for name in left if not name.startswith(unused)}
         if left:
@@ -170,13 +174,13 @@ class EngineState:
             state[tensor] = {"step": step, **moments}
 
     def _untrained(self) -> Iterator[LocalChunk]:
-        """Yield the frozen weights, and on the first rank the buffers."""
+        """Yield the frozen weights, and on the first rank of each pipeline stage the buffers."""
         model = self.engine.model
         for name, parameter in model.named_parameters():
             if not parameter.requires_grad:
                 flat, start = held_part(parameter)
                 yield from local_chunks_of(f"{WEIGHT}{name}", self._placements[name], flat, start)
-        if self._rank == 0:
+        if self._rank % self.engine.layout.stage_ranks == 0:
             for name, buffer in buffers(model).items():
                 yield whole_tensor(f"{WEIGHT}{name}", buffer)
 

@@ -98,8 +98,18 @@ Callbacks = Annotated[list[Callback], BeforeValidator(none_means_empty)]
 
 @dataclass
 class ParallelConfig(Section):
-    """How ranks share the work. The data-parallel size is the world size divided by `tensor`."""
+    """How ranks share the work. The data-parallel size is the number of ranks divided by `pipeline` x
+    `context` x `tensor`.
+    """
 
+    pipeline: Size = 1
+    """stages of the model, each of which holds some of the blocks"""
+    pipeline_chunks: Size = 1
+    """parts of the model that a stage holds: with v parts the stages take turns v times (interleaved 1F1B)"""
+    blocks_per_stage: list[Annotated[int, Field(gt=0)]] | None = None
+    """blocks of each part of the model, `pipeline` x `pipeline_chunks` numbers; default: balanced by work"""
+    context: Size = 1
+    """ranks that share the sequences of one micro batch: each has a part of every sequence"""
     tensor: Size = 1
     """ranks that share one micro batch: attention, dense FFNs and embedding are split"""
     sequence: bool = False

@@ -96,6 +96,7 @@ class Block(TransformerLayer):
         super().__init__(*args, **kwargs)
         self.inserted = None if build_inserted is None else build_inserted()
         self.computed_again = recompute
+        self.passed_over = False  # set where a pipeline stage computes another of its chunks
         self.norm_position = norm_position
         for branch in (self.self_attention, self.cross_attention, self.mlp, self.inserted):
             if branch is not None and not isinstance(branch, IdentityOp):
@@ -105,6 +106,8 @@ class Block(TransformerLayer):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return (hidden states [s, b, h], context), as Megatron-Core does."""
+        if self.passed_over:
+            return kwargs["hidden_states"], kwargs.get("context")
         if self.computed_again:
             return recomputed(self._compute, self.moe_layers(), bool(self.config.fp8), *args, **kwargs)
         return self._compute(*args, **kwargs)

@@ -283,6 +283,34 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     return ModelFlops(PASSES * 2.0 * products, PASSES * 2.0 * moe.expert_sublayers * expert)
 
 
+def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]:
+    """Return the FLOPs of a token in each block of a decoder, and in what follows them.
+
+    These are the output layer and multi-token prediction. MoE layers count with the mean number of experts
+    that a router chooses (`mean_choices`). vocab_size: before padding.
+    """
+    model, moe = config.model, config.moe
+    stack, *further = stacks(config)
+    size, length = expert_ffn_size(config), float(config.data.sequence_length)
+    expert = model.hidden_size * (up_width(size, expert_activation(config)) + size)
+    experts = mean_choices(config) * moe.expert_sublayers + shared_ffn_size(moe, size) / size
+    layer = moe.num_experts * model.hidden_size + experts * expert
+
+    def of(block: int, is_moe: bool) -> float:
+        keys = min(window_of(model, block) or length, length)
+        scores = _scores(model) * (keys - keys * keys / (2 * length))
+        return _projections(model) + scores + (layer if is_moe else _dense_ffn_flops(model))
+
+    blocks = [of(block, block in stack.moe_blocks) for block in range(1, stack.num_layers + 1)]
+    for block in stack.layers.insert_after:
+        blocks[block - 1] += layer
+    depth = sum(each.num_layers for each in further)
+    head = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
+    is_moe = bool(further and further[0].moe_blocks)
+    after = (1 + depth) * head + depth * (of(model.num_layers, is_moe) + 2 * model.hidden_size**2)
+    return [PASSES * 2.0 * work for work in blocks], PASSES * 2.0 * after
+
+
 def _projections(model: ModelConfig) -> int:
     """Return the products of one token in the linear layers of self-attention."""
     if model.latent is not None:

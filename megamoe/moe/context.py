@@ -3,7 +3,7 @@ route.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -73,6 +73,17 @@ class SourceTokens:
     padding: Padding | None = None
 
 
+OF_MICRO_BATCH = (
+    "token_index_T",
+    "token_ids_T",
+    "sample_index_B",
+    "micro_batch",
+    "num_rollouts",
+    "padding",
+    "source",
+)
+
+
 @dataclass
 class StepContext:
     """What the layers know about the current micro batch; the training loop sets it.
@@ -112,6 +123,10 @@ class StepContext:
     source: SourceTokens | None = None
     sequence_T: Tensor | None = None
     bounds: tuple[int, ...] | None = None
+
+    def of_micro_batch(self) -> dict[str, Any]:
+        """Return the fields that belong to one micro batch, to set them again before its backward pass."""
+        return {name: getattr(self, name) for name in OF_MICRO_BATCH}
 
     def of_source(self) -> "StepContext":
         """Return the context of the encoder's layers in an encoder_decoder."""

@@ -12,11 +12,14 @@ from megamoe.parallel.consensus import CollectiveError
 Parameter = TypeVar("Parameter")
 
 
-def divide(named: Sequence[tuple[str, Parameter]], groups: Sequence[GroupConfig]) -> list[list[Parameter]]:
+def divide(
+    named: Sequence[tuple[str, Parameter]], groups: Sequence[GroupConfig], elsewhere: Sequence[str] = ()
+) -> list[list[Parameter]]:
     """Return the parameters of no group, then those of each group, in the order of `named`; the first match
     counts.
 
-    named: (name, parameter) of all trained parameters, with the same names on all ranks.
+    named: (name, parameter) of the trained parameters of this pipeline stage. elsewhere: the names of those
+    of the other stages, which may be the only ones that a pattern matches.
 
     Raises:
         CollectiveError: naming the pattern, if a group would have no parameter.
@@ -24,14 +27,20 @@ def divide(named: Sequence[tuple[str, Parameter]], groups: Sequence[GroupConfig]
     found: list[list[Parameter]] = [[] for _ in range(1 + len(groups))]
     matchers = [compile_pattern(group.pattern) for group in groups]
     matched = [False] * len(groups)
-    for name, parameter in named:
+    used = [False] * (1 + len(groups))
+    of_stage = dict(named)
+    names = [*of_stage, *elsewhere]
+    for name in names:
         numbers = [number for number, matches in enumerate(matchers) if matches(name)]
         for number in numbers:
             matched[number] = True
-        found[numbers[0] + 1 if numbers else 0].append(parameter)
+        place = numbers[0] + 1 if numbers else 0
+        used[place] = True
+        if name in of_stage:
+            found[place].append(of_stage[name])
     for number, group in enumerate(groups):
-        if not found[number + 1]:
-            raise CollectiveError(_refusal(number, group, matched[number], [name for name, _ in named]))
+        if not used[number + 1]:
+            raise CollectiveError(_refusal(number, group, matched[number], names))
     return found
 
 

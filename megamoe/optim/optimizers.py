@@ -32,7 +32,7 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         CollectiveError: if a pattern of `optimizer.groups` matches no parameter.
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    rest, *chosen = divide(trained, config.groups)
+    rest, *chosen = divide(trained, config.groups, getattr(model, "trained_elsewhere", ()))
     named = _decaying("", rest, weight_decay(config), 0.0, 1.0)
     for number, (group, parameters) in enumerate(zip(config.groups, chosen, strict=True)):
         decay = weight_decay(config) if group.weight_decay is None else group.weight_decay
@@ -79,12 +79,15 @@ def global_grad_norm(
     """L2 norm of the whole model's gradient, fp32 scalar, the same on every rank, finite or not.
 
     Each parameter counts once: replicated ones are counted on this rank, those that tensor parallelism splits
-    are summed over its group, and experts over the ranks that together hold all experts once.
+    are summed over its group, experts over the ranks that together hold all experts once, and everything
+    over the pipeline stages.
     """
     whole: list[Tensor] = []
     cut: list[Tensor] = []
     expert: dict[str, list[Tensor]] = {}
     for parameter, gradient in gradients:
+        if getattr(parameter, "ds_pipe_replicated", False):
+            continue  # the first stage counts it
         if is_moe_param(parameter):
             expert.setdefault(parameter.group_name, []).append(gradient)  # type: ignore[attr-defined]
         else:
@@ -97,6 +100,8 @@ def global_grad_norm(
         squares += 0 * total.to(squares.device)  # NaN where that is not finite: all ranks must see it
         dist.all_reduce(squares, group=group)
         total = total.to(squares.device) + squares
+    if ModelParallelUnit.get_pipeline_model_parallel_world_size() > 1:
+        dist.all_reduce(total, group=ModelParallelUnit.get_pipeline_model_parallel_group())
     return total.sqrt().float()
 
 
@@ -182,7 +187,8 @@ class MasterWeightAdamW(Stage0AdamW):
 
     def _make_master(self, parameter: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(parameter.detach().float().clone())
-        master.tensor_model_parallel = getattr(parameter, "tensor_model_parallel", False)  # type: ignore[attr-defined]
+        for mark in ("tensor_model_parallel", "ds_pipe_replicated"):
+            setattr(master, mark, getattr(parameter, mark, False))
         if is_moe_param(parameter):
             master.allreduce = False  # type: ignore[attr-defined]
             master.group_name = parameter.group_name  # type: ignore[attr-defined]

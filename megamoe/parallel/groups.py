@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,12 +15,14 @@ from megamoe.compat.megatron_groups import groups_made_by
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.parallel.launch import at_stop, new_group
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.pipeline.links import StageLinks
 
 
 class ModelParallelUnit:
     """Megatron-Core's parallel state with the methods that DeepSpeed expects (its `mpu`).
 
-    Without pipeline parallelism, DeepSpeed's model parallelism is tensor parallelism.
+    DeepSpeed's model parallelism is pipeline x tensor parallelism. Its data-parallel ranks are the `replicas`
+    of a layout: those of data and of context parallelism, which hold the same dense weights.
     """
 
     get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
@@ -29,9 +31,17 @@ class ModelParallelUnit:
     get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
     get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
     get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
-    get_model_parallel_group = get_tensor_model_parallel_group
+    get_model_parallel_group = staticmethod(parallel_state.get_model_parallel_group)
     get_model_parallel_rank = get_tensor_model_parallel_rank
-    get_model_parallel_world_size = get_tensor_model_parallel_world_size
+    get_pipeline_model_parallel_group = staticmethod(parallel_state.get_pipeline_model_parallel_group)
+    get_pipeline_model_parallel_world_size = staticmethod(
+        parallel_state.get_pipeline_model_parallel_world_size
+    )
+
+    @staticmethod
+    def get_model_parallel_world_size() -> int:
+        """Return pipeline x tensor."""
+        return dist.get_world_size(parallel_state.get_model_parallel_group())
 
 
 def expert_group_name(layout: Layout) -> str:
@@ -39,10 +49,28 @@ def expert_group_name(layout: Layout) -> str:
     return f"ep_size_{layout.expert}"
 
 
-def data_group() -> dist.ProcessGroup:
-    """Return the ranks whose micro batches form the batch; they hold the same slice of the dense weights."""
+def replica_group() -> dist.ProcessGroup:
+    """Return the ranks that hold the same slice of the same dense weights, whose gradients are averaged."""
     group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
     return group
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The process groups of a layout that this rank is in.
+
+    layer: those of an MoE layer. data: the ranks whose micro batches form the batch; they hold the same part
+    of the model and of the sequences. stage: the ranks of this pipeline stage. pipeline: the ranks at this
+    rank's place in each stage. context: those that share this rank's sequences, None: no others do. links: to
+    the stages before and after; None without pipeline parallelism.
+    """
+
+    layer: ParallelGroups
+    data: dist.ProcessGroup
+    stage: dist.ProcessGroup
+    pipeline: dist.ProcessGroup
+    context: dist.ProcessGroup | None = None
+    links: StageLinks | None = None
 
 
 class _SharedGroups:
@@ -75,12 +103,12 @@ class _SharedGroups:
         self._by_ranks.clear()
 
 
-# Of the present world: the ranks that hold all experts once, those that hold the same, and the exchange's.
-_made: dict[Layout, tuple[dist.ProcessGroup, dist.ProcessGroup, ParallelGroups]] = {}
+# Of the present world: the ranks that hold all experts once, those that hold the same, and the groups.
+_made: dict[Layout, tuple[dist.ProcessGroup, dist.ProcessGroup, Groups]] = {}
 _shared = _SharedGroups()  # of the present world
 
 
-def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
+def start_groups(layout: Layout, timeout_minutes: float) -> Groups:
     """Create the groups of the layout, once per world, and register them with Megatron-Core and DeepSpeed.
 
     DeepSpeed sums the experts' gradients over the ranks that hold the same experts. It sums their norm over
@@ -91,8 +119,12 @@ def start_groups(layout: Layout, timeout_minutes: float) -> ParallelGroups:
         _made[layout] = _make_groups(layout, timedelta(minutes=timeout_minutes))
     holders, copies, groups = _made[layout]
     deepspeed_compat.set_expert_groups(expert_group_name(layout), holders, copies)
-    tensor = parallel_state.get_tensor_model_parallel_group() if layout.tensor > 1 else None
-    return replace(groups, tensor=tensor)
+    return groups
+
+
+def groups_of(layout: Layout) -> Groups:
+    """Return the groups that `start_groups` has made for a layout of the present world."""
+    return _made[layout][2]
 
 
 def stop_groups() -> None:
@@ -109,32 +141,42 @@ at_stop(stop_groups)
 
 def _start_megatron(layout: Layout, timeout_minutes: float) -> None:
     if parallel_state.model_parallel_is_initialized():
-        if parallel_state.get_tensor_model_parallel_world_size() == layout.tensor:
+        sizes = (
+            parallel_state.get_tensor_model_parallel_world_size(),
+            parallel_state.get_pipeline_model_parallel_world_size(),
+        )
+        if sizes == (layout.tensor, layout.pipeline):
             return
         parallel_state.destroy_model_parallel()
     with groups_made_by(_shared.get):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
+            # Not context_parallel_size: its rotary positions would take parts of a sequence in zigzag order.
+            pipeline_model_parallel_size=layout.pipeline,
             distributed_timeout_minutes=math.ceil(timeout_minutes),
             create_gloo_process_groups=False,  # for collectives on the CPU, which nothing here needs
         )
 
 
-def _make_groups(
-    layout: Layout, timeout: timedelta
-) -> tuple[dist.ProcessGroup, dist.ProcessGroup, ParallelGroups]:
-    """Create the experts' groups: new ones for what they exchange, shared ones for norms and gradients."""
-    expert = expert_tensor = None
-    if layout.expert > 1:
-        expert = _own(layout.expert_groups(), partial(new_group, timeout=timeout))
-    if layout.expert_tensor > 1:
-        expert_tensor = _own(layout.expert_tensor_groups(), partial(new_group, timeout=timeout))
-    shared = partial(_shared.get, timeout=timeout)
+def _make_groups(layout: Layout, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup, Groups]:
+    """Create the groups: new ones for what layers and stages exchange, shared ones for the rest."""
+    shared, new = partial(_shared.get, timeout=timeout), partial(new_group, timeout=timeout)
+    expert = _own(layout.expert_groups(), new) if layout.expert > 1 else None
+    expert_tensor = _own(layout.expert_tensor_groups(), new) if layout.expert_tensor > 1 else None
     # Where only one of them cuts the experts, its ranks hold all. A norm is summed when no exchange runs.
     exchange = [group for group in (expert, expert_tensor) if group is not None]
     holders = exchange[0] if len(exchange) == 1 else _own(layout.expert_holder_groups(), shared)
     copies = _own(layout.expert_copy_groups(), shared)
-    return holders, copies, ParallelGroups(expert=expert, expert_tensor=expert_tensor)
+    tokens = _own(layout.batch_groups(), shared) if layout.batch_ranks > 1 else None
+    groups = Groups(
+        layer=ParallelGroups(tensor=tokens, expert=expert, expert_tensor=expert_tensor),
+        data=_own(layout.data_groups(), shared),
+        stage=_own(layout.stage_groups(), shared),
+        pipeline=_own(layout.pipeline_groups(), shared),
+        context=_own(layout.context_groups(), new) if layout.context > 1 else None,
+        links=StageLinks.make(layout.pipeline_groups(), new) if layout.pipeline > 1 else None,
+    )
+    return holders, copies, groups
 
 
 def _own(all_ranks: list[list[int]], make: Callable[[list[int]], Any]) -> dist.ProcessGroup:

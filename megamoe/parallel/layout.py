@@ -1,4 +1,4 @@
-"""The layout of the ranks: tensor, data, expert and expert tensor parallelism."""
+"""The layout of the ranks: pipeline, data, context, tensor, expert and expert tensor parallelism."""
 
 from dataclasses import dataclass
 
@@ -9,42 +9,70 @@ from megamoe.config.schema import ParallelConfig
 class Layout:
     """Two divisions of the same ranks, both in Megatron-Core's order.
 
-    Outside of the routed experts:  rank = data_rank * tensor + tensor_rank
-    The routed experts:             rank = (copy * expert + expert_rank) * expert_tensor + slice
+    Outside of the routed experts:  rank = ((stage * data + data_rank) * context + context_rank) * tensor
+                                           + tensor_rank
+    The routed experts:             rank = ((stage * copies + copy) * expert + expert_rank) * expert_tensor
+                                           + slice
 
-    The first says which slice of attention and dense FFNs a rank holds and which data it reads; the second,
-    which slice of which experts it holds. Every rank has its own tokens in an MoE layer, so the two are
-    independent.
+    The first says which blocks, which slice of attention and dense FFNs, and which part of a sequence a rank
+    has, and which data it reads; the second, which slice of which experts it holds. Every rank has its own
+    tokens in an MoE layer, so the two are independent within a pipeline stage (Megatron-Core's parallel
+    folding). No group of experts crosses stages.
     """
 
     ranks: int
     tensor: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    pipeline: int = 1
+    context: int = 1
 
     @classmethod
     def of(cls, config: ParallelConfig, ranks: int) -> "Layout":
         """Return the configured layout; it is not checked here."""
-        return cls(ranks, config.tensor, config.expert, config.expert_tensor)
+        return cls(ranks, config.tensor, config.expert, config.expert_tensor, config.pipeline, config.context)
+
+    @property
+    def stage_ranks(self) -> int:
+        """The number of ranks of one pipeline stage, which are consecutive."""
+        return self.ranks // self.pipeline
 
     @property
     def data(self) -> int:
-        """The data-parallel size: the number of micro batches computed at a time."""
-        return self.ranks // self.tensor
+        """The data-parallel size: the number of micro batches computed at a time by a stage."""
+        return self.stage_ranks // self.batch_ranks
+
+    @property
+    def batch_ranks(self) -> int:
+        """The number of ranks of a stage over which the tokens of one micro batch are spread."""
+        return self.context * self.tensor
+
+    @property
+    def replicas(self) -> int:
+        """The number of ranks that hold the same slice of the same dense weights."""
+        return self.stage_ranks // self.tensor
 
     @property
     def expert_ranks(self) -> int:
-        """The number of ranks that together hold all experts once."""
+        """The number of ranks that together hold all experts of a stage once."""
         return self.expert * self.expert_tensor
 
     @property
     def expert_copies(self) -> int:
         """The number of ranks that hold the same slice of the same experts."""
-        return self.ranks // self.expert_ranks
+        return self.stage_ranks // self.expert_ranks
+
+    def pipeline_rank(self, rank: int) -> int:
+        """Return the rank's pipeline stage."""
+        return rank // self.stage_ranks
 
     def data_rank(self, rank: int) -> int:
         """Return the rank's data-parallel rank, which selects its micro batches."""
-        return rank // self.tensor
+        return rank % self.stage_ranks // self.batch_ranks
+
+    def context_rank(self, rank: int) -> int:
+        """Return the rank's context-parallel rank, which selects its part of each sequence."""
+        return rank // self.tensor % self.context
 
     def tensor_rank(self, rank: int) -> int:
         """Return the rank's tensor-parallel rank, which selects its slice of the dense weights."""
@@ -54,11 +82,39 @@ class Layout:
         """Return the rank's expert-parallel rank, which selects its experts."""
         return rank // self.expert_tensor % self.expert
 
+    def stage_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that form a pipeline stage."""
+        return _runs(self.ranks, self.stage_ranks)
+
+    def pipeline_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that have the same place in each stage, in the order of the stages."""
+        return [list(range(place, self.ranks, self.stage_ranks)) for place in range(self.stage_ranks)]
+
+    def data_groups(self) -> list[list[int]]:
+        """Return the groups of ranks whose micro batches form the batch, and that differ in nothing else."""
+        return [
+            list(range(first + place, first + self.stage_ranks, self.batch_ranks))
+            for first in range(0, self.ranks, self.stage_ranks)
+            for place in range(self.batch_ranks)
+        ]
+
+    def context_groups(self) -> list[list[int]]:
+        """Return the groups of ranks that have the parts of the same sequences, in the parts' order."""
+        return [
+            list(range(first + place, first + self.batch_ranks, self.tensor))
+            for first in range(0, self.ranks, self.batch_ranks)
+            for place in range(self.tensor)
+        ]
+
+    def batch_groups(self) -> list[list[int]]:
+        """Return the groups of ranks over which the tokens of one micro batch are spread."""
+        return _runs(self.ranks, self.batch_ranks)
+
     def expert_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold different experts, in the same slice."""
         return [
             [first + number * self.expert_tensor for number in range(self.expert)]
-            for copy in range(self.expert_copies)
+            for copy in range(self.ranks // self.expert_ranks)
             for first in range(copy * self.expert_ranks, copy * self.expert_ranks + self.expert_tensor)
         ]
 
@@ -67,12 +123,16 @@ class Layout:
         return _runs(self.ranks, self.expert_tensor)
 
     def expert_holder_groups(self) -> list[list[int]]:
-        """Return the groups of ranks that together hold all experts once."""
+        """Return the groups of ranks that together hold all experts of a stage once."""
         return _runs(self.ranks, self.expert_ranks)
 
     def expert_copy_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold the same slice of the same experts."""
-        return [list(range(place, self.ranks, self.expert_ranks)) for place in range(self.expert_ranks)]
+        return [
+            list(range(first + place, first + self.stage_ranks, self.expert_ranks))
+            for first in range(0, self.ranks, self.stage_ranks)
+            for place in range(self.expert_ranks)
+        ]
 
 
 def _runs(ranks: int, size: int) -> list[list[int]]:

@@ -1,6 +1,7 @@
 """The model at the start of a run: built, loaded, and at ZeRO 3 cut, one part after the other."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -12,9 +13,11 @@ from megamoe.checkpoint.state import SavedWeights
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import ModelConfig
 from megamoe.config.shapes import moe_layer_numbers
+from megamoe.model.architectures.decoder import GPT
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
+from megamoe.model.stage import StageBlocks, drop_other_blocks
 from megamoe.moe.suggestions import provides
 from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.parallel.zero.partition import Partition
@@ -36,7 +39,8 @@ def start_model(
     """Build the model on the CPU in fp32; at ZeRO 3 this rank keeps its slices alone, as they are to be.
 
     At ZeRO 3 the embedding and each block is drawn, loaded and cut before the next one is built. All ranks
-    draw and load whole parts, so the weights are those of one rank.
+    draw and load whole parts, so the weights are those of one rank. A pipeline stage draws all blocks, one
+    after the other, and keeps its own.
 
     saved: the checkpoint from which the run goes on; None: it begins with what `checkpoint.init` names.
 
@@ -50,13 +54,23 @@ def start_model(
         weights = _initial_weights(config, run, rank)
     cut = Partition(run.filled, run.plan.precision) if run.plan.stage == 3 else None
 
+    stage = None
+    if config.parallel.pipeline > 1:
+        stage = StageBlocks.of(config, run.plan.layout.pipeline_rank(rank), run.vocabulary.size)
+
     def built(prefix: str, module: nn.Module) -> None:
         if weights is not None:
             raise_any_error(catch_error(lambda: weights.fill(prefix, module)))
         if cut is not None:
             cut(module)
 
-    model = build_model(config, run.vocabulary.size, make_moe_layer, built if cut is not None else None)
+    each_part = built if cut is not None else None
+    if stage is not None:
+        each_part = partial(drop_other_blocks, stage)
+    model = build_model(config, run.vocabulary.size, make_moe_layer, each_part)
+    if stage is not None:
+        assert isinstance(model, GPT)
+        model.cut(stage)
     built("", model)
     if weights is not None:
         raise_any_error(catch_error(weights.finish))

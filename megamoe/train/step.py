@@ -8,6 +8,8 @@ engine averages gradients over ranks; both scales below undo that, and nothing e
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,17 +20,21 @@ from megamoe.data.pairs import positions
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.context import Padding, SourceTokens
+from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel.consensus import gather_from_ranks
+from megamoe.parallel.pipeline.schedule import Pass, training_order
 from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
 from megamoe.train.step_record import (
+    LossSums,
     MultiTokenLosses,
     StepRecord,
     StepSums,
     measured_parameters,
+    merged_over_stages,
     part_metrics,
 )
 
@@ -50,48 +56,161 @@ def train_step(
     micro_batches_before: those of all ranks in the steps before this one. reason_to_skip(lm_loss, loss):
     returns a reason to skip the update, or None. A gradient norm that is not finite always skips it.
     """
-    device = engine.world.device
-    model = engine.model
-    assert isinstance(model, LanguageModel)
     engine.set_accumulation(len(batches))
-    mtp = MultiTokenLosses(model)
-    with context.compute_timer.paused():  # the scales count tokens over the ranks
-        scale_K = mtp.scales(batches, engine)  # on the device, where they are needed
-    # Every tensor-parallel rank works out a micro batch's auxiliary losses, and their gradients are summed.
-    share = 1.0 / (len(batches) * engine.layout.tensor)
-    # Attached inside the graph: the engine, which scales the loss, does not see these.
-    context.aux_scale = share * engine.loss_scale
-    rollouts = num_rollouts(model)
-    sums = StepSums()
-    judged: list[tuple[Tensor, Tensor]] = []  # of each micro batch: lm loss, finite_B
-    for place, batch in enumerate(batches):
-        batch = batch.to(device).repeat(rollouts)
-        set_context(context, batch, micro_batches_before + _number(engine, place), rollouts)
-        losses_BS = engine.forward(
-            last=place == len(batches) - 1, label_smoothing=label_smoothing, **model_inputs(batch)
-        )
-        context.compute_timer.end()  # of the first micro batch
-        masked_BS = losses_BS * batch.loss_mask_BS
-        lm_sum = masked_BS.sum() / rollouts
-        loss = lm_sum * scale_K[0]
-        mtp_sums = mtp.sums(batch, rollouts)
-        if mtp_sums is not None:
-            loss = loss + mtp.weighted(mtp_sums[0] * scale_K[1:])
-        for _, layer in model.moe_layers():
-            if layer.objectives:
-                loss = loss + share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
-        engine.backward(loss)
-        sums.add(model, lm_sum, batch.loss_mask_BS.sum().double() / rollouts, mtp_sums)
-        judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
+    passes = Passes(engine, context, batches, label_smoothing, micro_batches_before)
+    order = training_order(passes.stage, passes.stages, passes.chunks, len(batches))
+    for place, each in enumerate(order):
+        if each.forward:
+            passes.forward(each)
+        else:
+            passes.backward(each, last=place == len(order) - 1)
         tick()
-    with engine.gathered(measured_parameters(model)):
-        record = sums.record(engine.layout.tensor, part_metrics(model), context.compute_timer.seconds)
-    record.mtp_weight = mtp.weight
-    if not math.isfinite(record.lm_sum):
-        record.not_finite = _samples_not_finite(judged, batches, rollouts)
+    passes.finish()
+    record = passes.record()
     record.problem = reason_to_skip(record.lm_loss, record.loss)
     _update(engine, record, lr)
     return record
+
+
+@dataclass
+class _Kept:
+    """What a forward pass leaves for the backward pass of the same micro batch and chunk.
+
+    received_SBH: the hidden states of the part before. output: a loss, or this part's hidden states.
+    of_micro_batch: fields of the context. observations: of the chunk's MoE layers.
+    """
+
+    received_SBH: Tensor | None
+    output: Tensor
+    of_micro_batch: dict[str, Any]
+    observations: dict[int, Observation]
+
+
+class Passes:
+    """The forward and backward passes of one step on this pipeline stage; without stages, of the model.
+
+    stage, stages, chunks: see `training_order`.
+    """
+
+    def __init__(
+        self, engine: Engine, context: StepContext, batches: list[Batch], label_smoothing: float, before: int
+    ) -> None:
+        model = engine.model
+        assert isinstance(model, LanguageModel)
+        self.engine, self.context, self.batches, self.model = engine, context, batches, model
+        self.stage, self.stages = engine.pipeline_rank, engine.layout.pipeline
+        self.chunks = model.num_chunks
+        self._smoothing, self._before = label_smoothing, before
+        self._mtp = MultiTokenLosses(model)
+        with context.compute_timer.paused():  # the scales count tokens over the ranks
+            self._scale_K = self._mtp.scales(batches, engine)  # on the device, where they are needed
+        # Every rank that shares a micro batch works out its auxiliary losses, and their gradients are summed.
+        self._share = 1.0 / (len(batches) * engine.layout.tensor)
+        # Attached inside the graph: the engine, which scales the loss, does not see these.
+        context.aux_scale = self._share * engine.loss_scale
+        self._rollouts = num_rollouts(model)
+        self._sums = StepSums()
+        self._kept: dict[tuple[int, int], _Kept] = {}
+        self._on_device: dict[int, Batch] = {}  # the micro batches that are alive
+        self._observations: dict[int, dict[int, Observation]] = {}  # of each micro batch, after backward
+        self._of_loss: dict[int, LossSums] = {}
+        self._judged: list[tuple[Tensor, Tensor]] = []  # of each micro batch: lm loss, finite_B
+
+    def forward(self, each: Pass) -> None:
+        """Compute one part of the model; receive what it needs, and send what the next part needs."""
+        place, engine, context = each.micro_batch, self.engine, self.context
+        if place not in self._on_device:
+            self._on_device[place] = self.batches[place].to(engine.world.device).repeat(self._rollouts)
+        batch = self._on_device[place]
+        set_context(context, batch, self._before + micro_batch_number(engine, place), self._rollouts)
+        received_SBH = receive_hidden(engine, context, batch, each.chunk)
+        if received_SBH is not None:
+            received_SBH.requires_grad_()
+        output = engine.forward(
+            label_smoothing=self._smoothing,
+            **model_inputs(batch),
+            **of_stage(engine, received_SBH, each.chunk),
+        )
+        context.compute_timer.end()  # of the first micro batch
+        if self.model.ends(each.chunk):
+            output = self._loss(place, batch, output)
+        else:
+            engine.links.send_forward(output.detach())
+        seen: dict[int, Observation] = {}
+        for number, layer in self.model.moe_layers_of(each.chunk):
+            assert layer.observation is not None
+            seen[number] = layer.observation
+        kept = _Kept(received_SBH, output, context.of_micro_batch(), seen)
+        if not self.model.ends(each.chunk):
+            output.data = output.new_empty(0)  # its graph is needed, its values are not
+        self._kept[place, each.chunk] = kept
+
+    def _loss(self, place: int, batch: Batch, losses_BS: Tensor) -> Tensor:
+        """Return the loss of a micro batch, a scalar, and take in its sums."""
+        masked_BS = losses_BS * batch.loss_mask_BS
+        lm_sum = masked_BS.sum() / self._rollouts
+        loss = lm_sum * self._scale_K[0]
+        mtp_sums = self._mtp.sums(batch, self._rollouts)
+        if mtp_sums is not None:
+            loss = loss + self._mtp.weighted(mtp_sums[0] * self._scale_K[1:])
+        for _, layer in self.model.moe_layers():
+            if layer.objectives:
+                loss = loss + self._share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
+        tokens = batch.loss_mask_BS.sum().double() / self._rollouts
+        self._of_loss[place] = LossSums(lm_sum.detach(), tokens, mtp_sums)
+        self._judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
+        return loss
+
+    def backward(self, each: Pass, last: bool) -> None:
+        """Accumulate the gradients of one part; `last`: whether it is the stage's last pass of the step."""
+        kept = self._kept.pop((each.micro_batch, each.chunk))
+        if self.stages > 1:
+            # Recomputation reads the context and marks the observations of this micro batch.
+            for name, value in kept.of_micro_batch.items():
+                setattr(self.context, name, value)
+            for number, layer in self.model.moe_layers_of(each.chunk):
+                layer.observation = kept.observations[number]
+        loss = kept.output
+        if not self.model.ends(each.chunk):
+            loss = loss_with_gradient(loss, self._receive_gradient(each))
+        self.engine.backward(loss, last)
+        if kept.received_SBH is not None:
+            assert kept.received_SBH.grad is not None
+            self.engine.links.send_backward(kept.received_SBH.grad)
+        observations = self._observations.setdefault(each.micro_batch, {})
+        observations |= kept.observations
+        if each.chunk == 0:  # the last one that a stage computes for a micro batch
+            of_loss = self._of_loss.pop(each.micro_batch, None)
+            del self._on_device[each.micro_batch]
+            observations = self._observations.pop(each.micro_batch)
+            device = self.engine.world.device
+            self._sums.add(observations, self.model.loss_weights, of_loss, device)
+
+    def _receive_gradient(self, each: Pass) -> Tensor:
+        batch = self._on_device[each.micro_batch]
+        shape, dtype = hidden_shape(self.engine, batch), self.engine.dtype
+        with self.context.compute_timer.paused():
+            return self.engine.links.receive_backward(shape, dtype, self.engine.world.device)
+
+    def finish(self) -> None:
+        """Wait for what was sent to other stages, and sum the gradients over the ranks."""
+        if self.stages > 1:
+            self.engine.finish_gradients()
+            self.engine.links.finish()
+
+    def record(self) -> StepRecord:
+        """Return the step's sums over all ranks. Collective."""
+        engine, model = self.engine, self.model
+        with engine.gathered(measured_parameters(model)):
+            seconds = self.context.compute_timer.seconds
+            copies = engine.layout.batch_ranks
+            record = self._sums.record(copies, part_metrics(model), seconds, engine.groups.stage)
+        record.mtp_weight = self._mtp.weight
+        if self.stages > 1:
+            record = merged_over_stages(record, engine.groups.pipeline)
+        if self._judged and not math.isfinite(record.lm_sum):
+            record.not_finite = _samples_not_finite(self._judged, self.batches, self._rollouts)
+        return record
 
 
 def _update(engine: Engine, record: StepRecord, lr: float) -> None:
@@ -152,25 +271,85 @@ def evaluate(
     engine.train(False)
     for place, batch in enumerate(batches):
         batch = batch.to(engine.world.device)
-        set_context(context, batch, _number(engine, place))
-        losses_BS = model(**model_inputs(batch))
-        found = [batch.loss_mask_BS.sum(), (losses_BS * batch.loss_mask_BS).sum()]
-        if objective is not None:
-            further = objective.evaluation_sums(batch, model.label_logits())
-            found += [further[name] for name in names]
-        sums += torch.stack([each.double() for each in found])
+        set_context(context, batch, micro_batch_number(engine, place))
+        output = _evaluated(engine, context, batch)
+        if output is not None:
+            found = [batch.loss_mask_BS.sum(), (output * batch.loss_mask_BS).sum()]
+            if objective is not None:
+                further = objective.evaluation_sums(batch, model.label_logits())
+                found += [further[name] for name in names]
+            sums += torch.stack([each.double() for each in found])
         tick()
     engine.train(True)
-    dist.all_reduce(sums, group=engine.data_group)
+    if engine.layout.pipeline > 1:
+        engine.links.finish()
+        dist.all_reduce(sums, group=engine.groups.pipeline)  # only the last stage has any
+    dist.all_reduce(sums, group=engine.groups.data)
     tokens, *totals = sums.tolist()
     return {name: total / max(tokens, 1.0) for name, total in zip(("lm_loss", *names), totals, strict=True)}
 
 
-def _number(engine: Engine, place: int) -> int:
+def _evaluated(engine: Engine, context: StepContext, batch: Batch) -> Tensor | None:
+    """Return the loss of each label of a micro batch, fp32 [B, S]; None where another stage has it."""
+    model: Any = engine.model
+    for chunk in range(model.num_chunks):
+        received_SBH = receive_hidden(engine, context, batch, chunk)
+        output: Tensor = model(**model_inputs(batch), **of_stage(engine, received_SBH, chunk))
+        if model.ends(chunk):
+            return output
+        engine.links.send_forward(output)
+    return None
+
+
+def micro_batch_number(engine: Engine, place: int) -> int:
     """Return the number of this rank's micro batch `place` over all ranks, which take micro batches in
     turn.
     """
     return place * engine.layout.data + engine.layout.data_rank(engine.world.rank)
+
+
+def hidden_shape(engine: Engine, batch: Batch) -> tuple[int, int, int]:
+    """Return the shape [S, B, H] of a micro batch's hidden states on one rank."""
+    num_sequences, length = batch.tokens_BS.shape
+    return length // engine.sequence_shards, num_sequences, engine.hidden_size
+
+
+def receive_hidden(engine: Engine, context: StepContext, batch: Batch, chunk: int) -> Tensor | None:
+    """Return the hidden states that another stage sends for a chunk, [S, B, H]; None for the first part."""
+    model = engine.model
+    assert isinstance(model, LanguageModel)
+    if model.begins(chunk):
+        return None
+    with context.compute_timer.paused():
+        return engine.links.receive_forward(hidden_shape(engine, batch), engine.dtype, engine.world.device)
+
+
+def of_stage(engine: Engine, received_SBH: Tensor | None, chunk: int) -> dict[str, Any]:
+    """Return the further arguments of the forward pass of a pipeline stage; none without pipeline."""
+    return {} if engine.layout.pipeline == 1 else {"hidden_SBH": received_SBH, "chunk": chunk}
+
+
+class _GivenGradient(torch.autograd.Function):
+    """A zero whose backward sends `gradient` into `output`, whatever the zero is scaled by."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, gradient: Tensor) -> Tensor:
+        ctx.gradient = gradient
+        return gradient.new_zeros(())
+
+    @staticmethod
+    def backward(ctx: Any, *unused: Any) -> tuple[Tensor, None]:
+        gradient: Tensor = ctx.gradient
+        return gradient, None
+
+
+def loss_with_gradient(output: Tensor, gradient: Tensor) -> Tensor:
+    """Return a scalar by whose backward pass `output` gets `gradient`: DeepSpeed's engine takes only scalars.
+
+    It does so whatever the scalar is multiplied by: the received gradient has fp16's loss scale already.
+    """
+    scalar: Tensor = _GivenGradient.apply(output, gradient)
+    return scalar
 
 
 def set_context(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> None:

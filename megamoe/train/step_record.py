@@ -3,7 +3,7 @@ record.
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -90,6 +90,32 @@ class StepRecord:
         return values
 
 
+def merged_over_stages(record: StepRecord, pipeline: dist.ProcessGroup) -> StepRecord:
+    """Return the record of the whole model from those of its stages, the same on every rank. Collective.
+
+    `wanted_on_device` and `not_finite` stay those of this stage, `mtp_weight` that of the last one.
+    """
+    mine = replace(record, wanted_on_device={})
+    stages: list[Any] = [None] * dist.get_world_size(pipeline)
+    dist.all_gather_object(stages, mine, group=pipeline)
+    losses: dict[str, float] = {}
+    for name, value in (item for stage in stages for item in stage.losses.items()):
+        losses[name] = losses.get(name, 0.0) + value
+    layers = {number: layer for stage in stages for number, layer in stage.layers.items()}
+    return replace(
+        record,
+        lm_sum=stages[-1].lm_sum,
+        tokens=stages[-1].tokens,
+        weighted=sum(stage.weighted for stage in stages),
+        losses=losses,
+        loss_weights={name: w for stage in stages for name, w in stage.loss_weights.items()},
+        layers=dict(sorted(layers.items())),
+        mtp=stages[-1].mtp,
+        mtp_weight=stages[-1].mtp_weight,
+        compute_seconds_R=[sum(each) for each in zip(*(s.compute_seconds_R for s in stages), strict=True)],
+    )
+
+
 GATE_SUMS = 2  # of each layer: entropy and largest share
 
 
@@ -97,6 +123,18 @@ class HasMoELayers(Protocol):
     """A model, as far as its sums need it."""
 
     def moe_layers(self) -> Iterable[tuple[int, MoELayer]]: ...
+
+
+@dataclass(frozen=True)
+class LossSums:
+    """The sums over the unmasked tokens of one micro batch: scalars on the device.
+
+    lm_sum: of their losses. tokens: their number, fp64. mtp: both of multi-token prediction, [depths] each.
+    """
+
+    lm_sum: Tensor
+    tokens: Tensor
+    mtp: tuple[Tensor, Tensor] | None = None
 
 
 class StepSums:
@@ -114,24 +152,32 @@ class StepSums:
         self._squares: Tensor | None = None  # fp64 [layers, losses of _names + 1], see `gradient_share`
 
     def add(
-        self, model: HasMoELayers, lm_sum: Tensor, tokens: Tensor, mtp: tuple[Tensor, Tensor] | None = None
+        self,
+        observations: dict[int, Observation],
+        loss_weights: dict[str, float],
+        of_loss: LossSums | None,
+        device: torch.device | None = None,
     ) -> None:
-        """Take in one micro batch after its backward pass; lm_sum, tokens: scalars on the device.
+        """Take in one micro batch after its backward pass.
 
-        mtp: the same of multi-token prediction, [depths] each.
+        observations: of this rank's MoE layers, by number. of_loss: None on a pipeline stage without a loss.
+        device: of the sums, where there is neither a loss nor a layer.
         """
         self.micro_batches += 1
-        if mtp is not None:
-            both = torch.cat([values.detach().double() for values in mtp])
+        if of_loss is None:
+            seen = next(iter(observations.values()), None)
+            device = device if seen is None else seen.load_E.device
+            sums = torch.zeros(2, dtype=torch.float64, device=device)
+        else:
+            sums = torch.stack([of_loss.lm_sum.detach().double(), of_loss.tokens.double()])
+        if of_loss is not None and of_loss.mtp is not None:
+            both = torch.cat([values.detach().double() for values in of_loss.mtp])
             self._ahead = both if self._ahead is None else self._ahead + both
-        sums = torch.stack([value.detach().double() for value in (lm_sum, tokens)])
         by_layer: list[Tensor] = []
         squares: list[Tensor] = []
         counted: list[Tensor] = []
-        for number, layer in model.moe_layers():
-            seen = layer.observation
-            assert seen is not None
-            self._weights = layer.loss_weights
+        for number, seen in sorted(observations.items()):
+            self._weights = loss_weights
             self._names = sorted(seen.losses)
             by_layer += [seen.losses[name].detach() for name in self._names]
             by_layer += [seen.entropy, seen.top_1]
@@ -159,9 +205,15 @@ class StepSums:
         return [found.get(name, nothing) for name in (WHOLE, *self._names)]
 
     def record(
-        self, copies: int, part_metrics: dict[str, Tensor] | None = None, compute_seconds: float = 0.0
+        self,
+        copies: int,
+        part_metrics: dict[str, Tensor] | None = None,
+        compute_seconds: float = 0.0,
+        stage: dist.ProcessGroup | None = None,
     ) -> StepRecord:
         """Sum over all ranks in one collective, so that all know the same to the last bit.
+
+        stage: the ranks of this pipeline stage, over which is summed; None: all ranks.
 
         copies: how many ranks have each micro batch. part_metrics: by name, fp64 [layers] on the device, the
         same on every rank (`Part.metrics`). compute_seconds: of this rank; each has a place of its own in the
@@ -177,7 +229,7 @@ class StepSums:
         squares = self._squares
         if squares is None:
             squares = batches.new_full((len(layers), len(names) + 1), float("nan"))
-        world = dist.get_world_size()
+        ranks, world = dist.get_world_size(stage), dist.get_world_size()
         packed = torch.cat(
             [
                 batches,
@@ -185,12 +237,12 @@ class StepSums:
                 values.view(-1),
                 squares.view(-1),
                 *([] if self._ahead is None else [self._ahead]),
-                *(numbers * (copies / world) for numbers in own.values()),
+                *(numbers * (copies / ranks) for numbers in own.values()),
                 _one_hot_by_rank(compute_seconds * copies, device),
                 *([] if self._counts is None else [self._counts.double()]),
             ]
         )
-        dist.all_reduce(packed)
+        dist.all_reduce(packed, group=stage)
         packed = packed / copies
         before = [3 + len(names), values.numel(), squares.numel()]
         before += [0 if self._ahead is None else len(self._ahead), *[len(layers)] * len(own), world]

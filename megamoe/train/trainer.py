@@ -12,6 +12,7 @@ from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
 from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
+from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
@@ -19,7 +20,6 @@ from megamoe.metrics import check_record
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.backends import widen_products
 from megamoe.moe.part import StepContext
-from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.timers import StageTimers
 from megamoe.optim.schedule import learning_rate
 from megamoe.parallel import launch, random_state
@@ -30,7 +30,7 @@ from megamoe.parallel.consensus import (
     raise_any_error,
     raise_any_error_fast,
 )
-from megamoe.parallel.groups import data_group, start_groups
+from megamoe.parallel.groups import Groups, start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.rank_consistency import Facts, check_same, raise_on_all_ranks
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
@@ -106,12 +106,12 @@ class Trainer:
             self._stream.close()
             raise
 
-    def _build(self, groups: ParallelGroups, saved: CheckpointReader | None) -> None:
+    def _build(self, groups: Groups, saved: CheckpointReader | None) -> None:
         """Build the model and its engine, and load the checkpoint to resume from, if any."""
         config = self.config
         self.context = StepContext(
             seed=config.seed,
-            data_group=data_group() if self.layout.data > 1 else None,
+            data_group=groups.data if self.layout.data > 1 else None,
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
         make_moe_layer = moe_layer_factory(config.moe, self.context, groups, self.layout)
@@ -119,7 +119,7 @@ class Trainer:
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
         self._seed()
         self.skip_policy = SkipPolicy(config.train)
-        num_layers = len(list(self.model.moe_layers()))
+        num_layers = len(moe_layer_numbers(config))
         self.routing_history = RoutingHistory(num_layers, config.moe.num_experts, config.log.dead_window)
         self.speed = Speed.of(config, self.run, self.world)
         self.last_checkpoint: Path | None = None
@@ -308,7 +308,8 @@ class Trainer:
         message = f"step {self.context.step}: {record.problem.what}; samples {first} to {first + size - 1}"
         if not math.isfinite(record.lm_loss):
             found = gather_from_ranks(record.not_finite)
-            message += name_samples({rank: found[rank] for rank in range(0, len(found), self.layout.tensor)})
+            last_stage = range(len(found) - self.layout.stage_ranks, len(found), self.layout.batch_ranks)
+            message += name_samples({rank: found[rank] for rank in last_stage})
         reason = self.skip_policy.reason_to_end(record.problem)
         if reason is None:
             record.message = f"{message}; skipped" if record.problem.counts else ""
@@ -374,9 +375,11 @@ class Trainer:
             self._seed()
 
     def _seed(self) -> None:
-        """Seed this data-parallel rank's dropout for this step; all ranks initialise the model alike."""
-        data_rank = self.layout.data_rank(self.world.rank)
-        random_state.seed(self.config.seed + 1 + data_rank + 1_000_003 * self.progress.step)
+        """Seed this rank's dropout for this step, alike on its tensor-parallel ranks; all ranks initialise
+        the model alike.
+        """
+        number = self.world.rank // self.layout.tensor
+        random_state.seed(self.config.seed + 1 + number + 1_000_003 * self.progress.step)
 
     def _stream_of(self, dataset: Any, start_sample: int, workers: int) -> BatchStream:
         return BatchStream(

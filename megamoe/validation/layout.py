@@ -9,7 +9,7 @@ from megamoe.errors import UserError
 from megamoe.parallel.layout import Layout
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM needs rows of a multiple of this
-KEYS = ("tensor", "expert", "expert_tensor")
+KEYS = ("tensor", "expert", "expert_tensor", "pipeline", "context")
 
 
 def check_layout(config: RunConfig, layout: Layout, precision: Precision) -> None:
@@ -65,7 +65,12 @@ def row_unit(precision: Precision) -> int:
 def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, str, int]]:
     """Return (key, its value, the name of the size that it must divide, that size)."""
     model, tensor = config.model, layout.tensor
-    yield "tensor", tensor, "the number of ranks", layout.ranks
+    yield "pipeline", layout.pipeline, "the number of ranks", layout.ranks
+    ranks, of_stage = layout.stage_ranks, "" if layout.pipeline == 1 else " of a pipeline stage"
+    name = f"the number of ranks{of_stage}"
+    yield "tensor", tensor, name, ranks
+    times = f" (with parallel.tensor {tensor})" if tensor > 1 else ""
+    yield "context", layout.batch_ranks, f"{name}{times}", ranks
     yield "tensor", tensor, "model.num_attention_heads", model.num_attention_heads
     if model.num_query_groups is not None:
         yield "tensor", tensor, "model.num_query_groups", model.num_query_groups
@@ -78,11 +83,11 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
         yield "tensor", tensor, "the dense blocks' FFN size", ffn_size(model)
     yield "tensor", tensor, "model.vocab_multiple", model.vocab_multiple
     yield "tensor", tensor, "data.sequence_length", config.data.sequence_length
-    yield "expert", layout.expert, "the number of ranks", layout.ranks
+    yield "expert", layout.expert, name, ranks
     yield "expert", layout.expert, "moe.num_experts", config.moe.num_experts
     yield "expert_tensor", layout.expert_tensor, "moe.expert_ffn_hidden_size", expert_ffn_size(config)
     times = f" (with parallel.expert {layout.expert})" if layout.expert > 1 else ""
-    yield "expert_tensor", layout.expert_ranks, f"the number of ranks{times}", layout.ranks
+    yield "expert_tensor", layout.expert_ranks, f"{name}{times}", ranks
 
 
 def _legal(config: RunConfig, chosen: Layout, precision: Precision, key: str) -> str:
@@ -90,12 +95,13 @@ def _legal(config: RunConfig, chosen: Layout, precision: Precision, key: str) ->
     ranks = chosen.ranks
     sizes = {name: [getattr(chosen, name)] for name in KEYS}
     legal = _legal_among(config, precision, ranks, {**sizes, key: _divisors(ranks)})
-    others = ", ".join(f"{name} {getattr(chosen, name)}" for name in KEYS if name != key)
+    shown = [name for name in KEYS if name in KEYS[:3] or getattr(chosen, name) > 1]
+    others = ", ".join(f"{name} {getattr(chosen, name)}" for name in shown if name != key)
     if legal:
         return f"legal on {ranks} ranks with {others}: {', '.join(str(getattr(it, key)) for it in legal)}"
-    legal = _legal_among(config, precision, ranks, dict.fromkeys(KEYS, _divisors(ranks)))
-    shown = ", ".join(f"{it.tensor} x {it.expert} x {it.expert_tensor}" for it in legal)
-    return f"legal tensor x expert x expert_tensor on {ranks} ranks: {shown or 'none'}"
+    legal = _legal_among(config, precision, ranks, {**sizes, **dict.fromkeys(KEYS[:3], _divisors(ranks))})
+    found = ", ".join(f"{it.tensor} x {it.expert} x {it.expert_tensor}" for it in legal)
+    return f"legal tensor x expert x expert_tensor on {ranks} ranks: {found or 'none'}"
 
 
 def _legal_among(

@@ -7,10 +7,11 @@ import math
 import torch
 
 from megamoe.config import RunConfig
-from megamoe.config.shapes import moe_layer_numbers, num_blocks
+from megamoe.config.shapes import moe_layer_numbers, num_blocks, padded_vocab_size
 from megamoe.errors import UserError
 from megamoe.host_memory import available_bytes
-from megamoe.model.size import ModelSize, model_size, padded_vocab_size
+from megamoe.model.size import ModelSize
+from megamoe.model.stage import least_stage
 from megamoe.parallel.launch import World, ranks_of_machine
 from megamoe.parallel.zero.costs import Share, StateBytes, state_bytes
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, bucket_elements
@@ -36,7 +37,7 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     ranks = plan.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
     trained = 0 if "experts" in config.moe.frozen else experts
-    shares = Share(dense, dense, ranks.data), Share(experts, trained, ranks.expert_copies)
+    shares = Share(dense, dense, ranks.replicas), Share(experts, trained, ranks.expert_copies)
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.beside if ranks.tensor > 1 and accumulates else 0
     return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)
@@ -52,7 +53,7 @@ def check_memory(config: RunConfig, plan: ParallelPlan, world: World, vocabulary
         UserError: with the bytes that a rank needs, the bytes available, and what would reduce the need.
     """
     try:
-        size = model_size(config, vocabulary_size)
+        size = least_stage(config, vocabulary_size)
     except UserError:  # a part cannot be built; building the model gives a better message
         return
     states = states_of(config, plan, size)
@@ -102,11 +103,13 @@ def _refusal(parts: dict[str, float], place: str) -> str:
 def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: int) -> float:
     """Return the bytes that every implementation needs: the inputs of the blocks, and the logits."""
     model, ranks = config.model, plan.layout.tensor
-    tokens = config.train.micro_batch_size * config.data.sequence_length
+    tokens: float = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
-    inputs = num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
+    blocks = num_blocks(config) // config.parallel.pipeline
+    tokens /= config.parallel.context
+    inputs = blocks * model.hidden_size / (ranks if config.parallel.sequence else 1)
     of_words = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
-    logits = of_words if model.num_labels is None else 0.0
+    logits = of_words if model.num_labels is None and config.parallel.pipeline == 1 else 0.0
     return float(tokens * width * (inputs + logits))
 
 

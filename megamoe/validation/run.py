@@ -20,6 +20,7 @@ from megamoe.registry import get_part
 from megamoe.validation.architecture import check_architecture, check_attention, check_positions, check_rotary
 from megamoe.validation.layout import check_layout, row_unit
 from megamoe.validation.objective import check_objective, refuse_routing_records
+from megamoe.validation.pipeline import check_pipeline
 
 MOST_SIZES = 100_000  # of the batch size's growth
 
@@ -39,6 +40,7 @@ def check_run(config: RunConfig, plan: ParallelPlan) -> None:
     _check_experts(config, plan)
     _check_start(config)
     _check_batches(config, plan.layout.data)
+    check_pipeline(config, plan)
     _check_schedule(config)
     _check_blend(config.data)
     check_backends(config, plan.precision)

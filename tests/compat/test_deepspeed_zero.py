@@ -54,8 +54,8 @@ def built(file: str) -> tuple[Engine, Any]:
 def backward(engine: Engine, scale: float = 1.0) -> None:
     text = torch.arange(16).view(2, 8) % VOCABULARY
     positions = torch.arange(8).expand_as(text)
-    losses = engine.forward(True, tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1))
-    engine.backward(losses.mean() * scale)
+    losses = engine.forward(tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1))
+    engine.backward(losses.mean() * scale, last=True)
 
 
 def weights_of(engine: Engine) -> list[Tensor]:

@@ -70,7 +70,7 @@ def test_the_masters_of_a_bf16_model_are_in_the_same_groups(one_rank: None) -> N
     config = tiny(GROUPS, *OPTIONS, *bf16)
     engine = tiny_engine(config)
     engine.train(True)
-    engine.backward(loss_of(engine, 0))
+    engine.backward(loss_of(engine, 0), last=True)
     engine.step(LR)
     wanted: dict[tuple[float, float], int] = {}
     for name, weight in engine.model.named_parameters():

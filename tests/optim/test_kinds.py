@@ -47,7 +47,7 @@ def stepped(stage: int, *overrides: str) -> dict[str, torch.Tensor]:
     engine = tiny_engine(tiny(f"parallel.deepspeed={ds_config(f'zero{stage}_fp32')}", *OPTIONS, *overrides))
     engine.train(True)
     for step in range(STEPS):
-        engine.backward(loss_of(engine, step))
+        engine.backward(loss_of(engine, step), last=True)
         engine.step(LR)
     weights = dict(engine.model.named_parameters())
     with engine.gathered(weights.values()):
@@ -80,7 +80,7 @@ def loss_of(engine: Engine, step: int) -> torch.Tensor:
     text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
     positions = torch.arange(8).expand_as(text)
     losses: torch.Tensor = engine.forward(
-        True, tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1)
+        tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1)
     )
     return losses.mean()
 

@@ -59,7 +59,7 @@ def test_a_group_for_each_set_of_ranks(made: list[tuple[int, ...]], layout: Layo
     assert sorted(map(len, made)) == sorted(LAYOUTS[layout])
 
     own = [layout.expert_groups(), layout.expert_tensor_groups()]
-    exchange = [found.expert, found.expert_tensor]
+    exchange = [found.layer.expert, found.layer.expert_tensor]
     for group, all_ranks in zip(exchange, own, strict=True):
         (expected,) = [ranks for ranks in all_ranks if last in ranks]
         assert ranks_of(group) == expected if group is not None else len(expected) == 1

@@ -1,7 +1,6 @@
 """One step on one rank: the record's arithmetic, the masked mean, the update, evaluation."""
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from megamoe.moe.part import StepContext
 from megamoe.optim.optimizers import adamw_options, parameter_groups
 from megamoe.parallel.zero.engine import Engine
 from megamoe.train.step import evaluate, model_inputs, set_context, train_step
-from megamoe.train.step_record import LayerRecord, StepRecord, StepSums
+from megamoe.train.step_record import LayerRecord, LossSums, StepRecord, StepSums
 from tests.support.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
 WEIGHTS = {"switch_balance": 0.5, "z_loss": 0.25}
@@ -71,7 +70,7 @@ def test_record_by_hand() -> None:
 def test_record_takes_in_micro_batches(one_rank: None) -> None:
     """Losses are summed over layers and micro batches, by name and weighted; counts over micro batches."""
 
-    def seen(load: list[int], balance: float, entropy: float = 1.0) -> SimpleNamespace:
+    def seen(load: list[int], balance: float, entropy: float = 1.0) -> Observation:
         observation = Observation(
             torch.tensor(load),
             torch.tensor(load) + 1,
@@ -80,7 +79,7 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
             torch.tensor(entropy),
             torch.tensor(0.5),
         )
-        return SimpleNamespace(observation=observation, loss_weights={"balance": 0.5})
+        return observation
 
     sums = StepSums()
     two = torch.tensor(2.0)
@@ -88,7 +87,7 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
         {1: seen([1, 2], 1.0), 3: seen([3, 0], 2.0)},
         {1: seen([5, 5], 4.0, entropy=0.25), 3: seen([0, 1], 8.0)},
     ):
-        sums.add(SimpleNamespace(moe_layers=layers.items), lm_sum=torch.tensor(2.5), tokens=two)
+        sums.add(layers, {"balance": 0.5}, LossSums(torch.tensor(2.5), two))
     tau = {"scorer/temperature": torch.tensor([0.5, 0.25], dtype=torch.float64)}
     record = sums.record(copies=2, part_metrics=tau, compute_seconds=0.5)
     assert record.compute_seconds_R == [0.5] and record.tokens == 2.0  # a rank's own, not one of two copies

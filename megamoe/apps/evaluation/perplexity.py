@@ -17,7 +17,7 @@ from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
 from megamoe.moe.experts.activations import up_width
 from megamoe.parallel.consensus import raise_any_error_fast
-from megamoe.parallel.groups import data_group
+from megamoe.parallel.groups import replica_group
 from megamoe.train.step import model_inputs, set_context
 
 
@@ -199,7 +199,7 @@ def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
     head = torch.tensor([*further, sums.loss, *counts], dtype=torch.float64)
     packed = torch.cat([head, *(sums.load_LE[number].double() for number in numbers)])
     packed = packed.to(trained.world.device)
-    dist.all_reduce(packed, group=data_group())
+    dist.all_reduce(packed, group=replica_group())
     values = packed.tolist()
     further, (loss, tokens, routed, layer_tokens, wanted, *loads) = values[: len(names)], values[len(names) :]
     size = trained.config.moe.num_experts

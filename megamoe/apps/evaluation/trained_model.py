@@ -29,7 +29,7 @@ from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel import launch
 from megamoe.parallel.consensus import catch_error, raise_any_error
-from megamoe.parallel.groups import data_group, start_groups
+from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.train.objective import build_objective
@@ -127,7 +127,7 @@ class Session:
         meta, run = self._resolve(path, overrides, architectures)
         intact, config = self.verified(path), run.config
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
-        context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
+        context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
         factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
         model = build_model(config, run.vocabulary.size, factory)

@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
-from megamoe.parallel.groups import data_group
+from megamoe.parallel.groups import replica_group
 from megamoe.train.step import set_context
 
 
@@ -62,7 +62,7 @@ def answers(
         batch_N2 = _answers_of_batch(trained, questions, numbers, longest)
         if place < len(batches):
             found_N2[numbers] = batch_N2
-    dist.all_reduce(found_N2, group=data_group())
+    dist.all_reduce(found_N2, group=replica_group())
     return [
         Answer(value, greedy == 1.0 or not question.continuation)
         for question, (value, greedy) in zip(questions, found_N2.tolist(), strict=True)

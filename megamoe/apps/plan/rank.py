@@ -36,7 +36,7 @@ from megamoe.moe.part import StepContext
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.moe.suggestions import provides
 from megamoe.parallel import launch
-from megamoe.parallel.groups import data_group, start_groups
+from megamoe.parallel.groups import start_groups
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.partition import Partition, num_parameters, weights_of, zero_without_values
@@ -81,18 +81,18 @@ class CountedEngine(Engine):
     before: list[Counts]  # each micro batch of this step
     gradient_bytes: int  # at the end of the last backward pass
 
-    def forward(self, last: bool, **inputs: Any) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         """See `Engine`."""
         self.before.append(copy.deepcopy(self.counter.counts))
         self.counter.memory.begin_forward()
         with self._phase("forward"):
-            return super().forward(last, **inputs)
+            return super().forward(**inputs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, last: bool) -> None:
         """See `Engine`."""
         self.counter.memory.end_forward()
         with self._phase("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
-            super().backward(loss)
+            super().backward(loss, last)
         # What a backward pass leaves are gradients, under whatever name DeepSpeed holds them.
         for memory in (self.counter.memory, self.counter.host):
             memory.name_rest(GRADIENTS, of=TEMPORARY)
@@ -158,7 +158,7 @@ def simulate_step(
         stack.callback(launch.stop)
         launch.start(world, config.parallel.timeout_minutes)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
-        context = StepContext(seed=config.seed, data_group=data_group() if run.plan.layout.data > 1 else None)
+        context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
         factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
         with torch.device(device), fakes_are_drawn():
             model = build_model(config, run.vocabulary.size, factory, _partition(run))

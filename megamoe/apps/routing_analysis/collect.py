@@ -19,7 +19,7 @@ from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
-from megamoe.parallel.groups import data_group
+from megamoe.parallel.groups import replica_group
 from megamoe.train.step import model_inputs, set_context
 
 
@@ -257,7 +257,7 @@ def _over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
     if not tensor.numel():
         return tensor
     on_device = tensor.to(device)
-    dist.all_reduce(on_device, group=data_group())
+    dist.all_reduce(on_device, group=replica_group())
     return on_device.cpu()
 
 

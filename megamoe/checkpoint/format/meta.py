@@ -33,6 +33,8 @@ class LayoutMeta(TypedDict):
     tensor: PositiveNumber
     expert: PositiveNumber
     expert_tensor: PositiveNumber
+    pipeline: NotRequired[PositiveNumber]
+    context: NotRequired[PositiveNumber]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
     precision: Literal["fp32", "bf16", "fp16"]
 
@@ -42,6 +44,8 @@ class RandomLayout(TypedDict):
 
     ranks: PositiveNumber
     tensor: PositiveNumber
+    pipeline: NotRequired[PositiveNumber]
+    context: NotRequired[PositiveNumber]
 
 
 class SkipPolicyMeta(TypedDict):

@@ -1,5 +1,6 @@
 """The decoder: Megatron-Core's GPTModel with our loss of each token."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -11,6 +12,8 @@ from megamoe.model.architectures.language_model import LanguageModel, problem_of
 from megamoe.model.attention.caches import KeyValueCache
 from megamoe.model.heads.multi_token_prediction import DepthInputs, MultiTokenPrediction
 from megamoe.model.heads.vocabulary import token_losses
+from megamoe.model.stage import PipelineStage, StageBlocks
+from megamoe.moe.layer import MoELayer
 
 
 class Decoder(GPTModel):
@@ -20,6 +23,10 @@ class Decoder(GPTModel):
     """
 
     label_smoothing = 0.0
+
+    def shared_embedding_or_output_weight(self) -> Tensor | None:
+        """Return the embedding's weight where this rank has one: a tied last pipeline stage has a copy."""
+        return None if self.embedding is None else self.embedding.word_embeddings.weight
 
     def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
         """int64 [B, S] and [S, B, vocabulary slice] -> fp32 [B, S]; may write into the logits."""
@@ -35,6 +42,7 @@ class GPT(LanguageModel):
         super().__init__()
         self.model = model
         self.prediction = prediction
+        self.stage: PipelineStage | None = None
         self._last: list[tuple[Tensor, Any]] | None = None  # state and rotary positions, if wanted
         self._ahead_DBS: Tensor | None = None
         if prediction is not None:
@@ -47,22 +55,59 @@ class GPT(LanguageModel):
         labels_BS: Tensor,
         documents: Documents | None = None,
         label_smoothing: float = 0.0,
+        hidden_SBH: Tensor | None = None,
+        chunk: int = 0,
     ) -> Tensor:
         """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
+
+        A pipeline stage computes one of its chunks: it takes the hidden states of the part before (None for
+        the model's first), and returns its own, [S, B, H], unless it is the model's last part.
 
         documents: attention is causal within each of them; None: within each sequence. Label smoothing gives
         a share of the target to all the other words evenly, as Megatron-Core does.
         """
         self.model.label_smoothing = label_smoothing
-        self._last = [] if self.prediction is not None else None
+        if self.stage is not None:
+            self.stage.enter(chunk, hidden_SBH)
+        predicts = self.prediction is not None and self.model.post_process
+        self._last = [] if predicts else None
         # Megatron-Core hands its argument `attention_mask` on to the core attention as it is (SDPAttention).
         losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, documents, labels=labels_BS)
         if self.prediction is not None and self._last is not None:
-            ((hidden_SBH, rotary),) = self._last
+            ((last_SBH, rotary),) = self._last
             inputs = DepthInputs(tokens_BS, position_ids_BS, labels_BS, label_smoothing)
-            self._ahead_DBS = self.prediction(self.model, hidden_SBH, inputs, documents, rotary)
+            self._ahead_DBS = self.prediction(self.model, last_SBH, inputs, documents, rotary)
         self._last = None
         return losses_BS
+
+    def cut(self, blocks: StageBlocks) -> None:
+        """Keep what belongs to a pipeline stage."""
+        self.stage = PipelineStage(self, blocks)
+
+    @property
+    def num_chunks(self) -> int:
+        """See `LanguageModel`."""
+        return 1 if self.stage is None else len(self.stage.blocks.chunks)
+
+    def begins(self, chunk: int) -> bool:
+        """See `LanguageModel`."""
+        return self.stage is None or self.stage.blocks.begins(chunk)
+
+    def ends(self, chunk: int) -> bool:
+        """See `LanguageModel`."""
+        return self.stage is None or self.stage.blocks.ends(chunk)
+
+    def moe_layers_of(self, chunk: int) -> Iterator[tuple[int, MoELayer]]:
+        """See `LanguageModel`; multi-token prediction belongs to the model's last part."""
+        blocks = len(self.model.decoder.layers)
+        for number, layer in self.moe_layers():
+            if self.stage is None or self.stage.computes(chunk, number, blocks):
+                yield number, layer
+
+    @property
+    def trained_elsewhere(self) -> list[str]:
+        """See `LanguageModel`."""
+        return [] if self.stage is None else self.stage.trained_elsewhere
 
     def _keep(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], hidden_SBH: Tensor) -> None:
         if self._last is not None:

@@ -24,6 +24,33 @@ class LanguageModel(nn.Module, ABC):
         """Return the stacks of blocks, in the order of the numbers of their blocks."""
 
     @property
+    def num_chunks(self) -> int:
+        """The number of parts of the model that this rank computes, see `PipelineStage`."""
+        return 1
+
+    def begins(self, chunk: int) -> bool:
+        """Return whether a chunk of this rank takes tokens, and not another stage's hidden states."""
+        return True
+
+    def ends(self, chunk: int) -> bool:
+        """Return whether a chunk of this rank returns losses, and not hidden states."""
+        return True
+
+    def moe_layers_of(self, chunk: int) -> Iterator[tuple[int, MoELayer]]:
+        """Yield (number, layer) of the MoE layers of a chunk."""
+        return self.moe_layers()
+
+    @property
+    def loss_weights(self) -> dict[str, float]:
+        """The weights of the auxiliary losses, the same in every MoE layer; empty without one."""
+        return next((layer.loss_weights for _, layer in self.moe_layers()), {})
+
+    @property
+    def trained_elsewhere(self) -> list[str]:
+        """The names of trained parameters that other pipeline stages hold."""
+        return []
+
+    @property
     def depth(self) -> int:
         """The number of tokens after the next one that multi-token prediction predicts."""
         return 0
@@ -59,7 +86,8 @@ class LanguageModel(nn.Module, ABC):
         """
         blocks = [block for stack in self.stacks() for block in stack]
         for number, block in enumerate(blocks, 1):
-            assert isinstance(block, Block)
+            if not isinstance(block, Block):
+                continue  # of another pipeline stage
             for layer in block.moe_layers():
                 yield number, layer
 

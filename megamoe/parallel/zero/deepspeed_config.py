@@ -247,6 +247,9 @@ def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[st
     _set_precision(filled, plan.precision, stage)
     if stage == 0:
         filled["gradient_clipping"] = 0.0  # our optimiser clips: DeepSpeed's is wrong with experts there
+    filled["train_batch_size"] *= plan.layout.context  # DeepSpeed counts all ranks with the same weights
+    if plan.layout.pipeline > 1 and "zero_optimization" in filled and stage < 2:
+        filled["zero_optimization"]["overlap_comm"] = False  # tied weights are summed before
     filled.setdefault("zero_allow_untested_optimizer", True)
     filled.setdefault("steps_per_print", 10**9)
     # DeepSpeed's timer of the throughput waits for the device at every micro batch; the trainer has its own.

@@ -11,7 +11,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
-from megamoe.parallel.groups import expert_group_name
+from megamoe.parallel.groups import Groups, expert_group_name
 from megamoe.parallel.layout import Layout
 
 
@@ -61,8 +61,8 @@ class DeepSpeedMoELayer(MarkedMoELayer, AutoEPMoELayer):
 
 
 def moe_layer_factory(
-    config: MoEConfig, context: StepContext, groups: ParallelGroups, layout: Layout
+    config: MoEConfig, context: StepContext, groups: Groups, layout: Layout
 ) -> Callable[[LayerShape], MoELayer]:
     """Return the factory that `model` calls for each MoE layer."""
     host = MarkedMoELayer if "experts" in config.frozen else DeepSpeedMoELayer
-    return lambda shape: host(config, shape, context, groups, layout)
+    return lambda shape: host(config, shape, context, groups.layer, layout)

@@ -7,9 +7,11 @@ mean over ranks), not by the accumulation steps;
 expert, and its rows already came from all ranks of its expert-parallel group, so it is the sum over all
 data-parallel ranks. DeepSpeed (`_reduce_expert_gradients`) divides it by the data-parallel size, not by the
 number of copies;
-- the caller sets the accumulation boundary, so the batch size may change between steps;
+- the caller says which backward pass is the step's last, so the batch size may change between steps;
 - clipping covers dense and expert parameters together at every stage (see `optimizer`);
-- a step whose gradients are not finite, or that the caller skips, changes nothing (`step_skipped`).
+- a step whose gradients are not finite, or that the caller skips, changes nothing (`step_skipped`);
+- the pipeline stages have an engine each. Weights that two stages hold (a tied embedding) get the sum of
+both gradients, and the norm is one of the whole model.
 """
 
 import math
@@ -48,10 +50,12 @@ from megamoe.optim.optimizers import (
 )
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
-from megamoe.parallel.groups import ModelParallelUnit, data_group
+from megamoe.parallel.groups import ModelParallelUnit, groups_of
 from megamoe.parallel.launch import World
+from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
-from megamoe.parallel.zero.partition import Partition
+from megamoe.parallel.zero.partition import DTYPES, Partition
+from megamoe.parallel.zero.pipeline import ReplicatedWeights, use_norm_of_all_stages
 from megamoe.parallel.zero.scattered_gradients import ScatteredGradients
 from megamoe.parallel.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
@@ -69,7 +73,12 @@ class Engine:
     ) -> None:
         self.world = world
         self.layout, self.stage, self.precision = plan.layout, plan.stage, plan.precision
+        self.groups = groups_of(plan.layout)
         self.step_skipped = False
+        self.dtype = DTYPES[plan.precision]
+        self.hidden_size = config.model.hidden_size
+        # The ranks over which the positions of hidden states are spread between blocks.
+        self.sequence_shards = self.layout.context * (self.layout.tensor if config.parallel.sequence else 1)
         self.micro_batch_size = config.train.micro_batch_size
         if self.stage == 0 and self.precision == "bf16":
             _round_parameters(model)
@@ -90,13 +99,30 @@ class Engine:
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
             )
-        if ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
+        if self.layout.pipeline > 1:
+            self._replicas = ReplicatedWeights(model, self.groups.pipeline)
+            if self.stage > 0:
+                use_norm_of_all_stages(self._engine.optimizer, self.layout)
+            # At ZeRO 2 the gradients are reduced in each backward pass.
+            self._engine.enable_backward_allreduce = self.stage == 2
+        elif ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
             kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
             section = filled.get("zero_optimization", {})
             ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
         self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
         if self.stage == 0 and world.size == 1:
             skip_gradient_buckets(self._engine)
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's pipeline stage."""
+        return self.layout.pipeline_rank(self.world.rank)
+
+    @property
+    def links(self) -> StageLinks:
+        """The links to the stages before and after."""
+        assert self.groups.links is not None, "there is one stage"
+        return self.groups.links
 
     @property
     def model(self) -> nn.Module:
@@ -107,7 +133,7 @@ class Engine:
     @property
     def data_group(self) -> dist.ProcessGroup:
         """The ranks whose micro batches form the batch."""
-        return data_group()
+        return self.groups.data
 
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
@@ -116,18 +142,28 @@ class Engine:
 
     def set_accumulation(self, accumulation: int) -> None:
         """Set the micro batches per rank of the next step."""
-        self._engine.set_train_batch_size(self.micro_batch_size * self.layout.data * accumulation)
+        self._engine.set_train_batch_size(self.micro_batch_size * self.layout.replicas * accumulation)
 
-    def forward(self, last: bool, **inputs: Any) -> Any:
-        """Return the model's output; `last`: whether this is the step's last micro batch."""
+    def forward(self, **inputs: Any) -> Any:
+        """Return the model's output."""
+        return self._engine(**inputs)
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        """Accumulate the gradient of `loss`; after the step's last pass it is averaged over ranks, with
+        pipeline stages in `finish_gradients`.
+        """
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
         if self._gradient_sync is not None:
             self._gradient_sync.last = last
-        return self._engine(**inputs)
-
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradient of `loss`; after the last micro batch it is averaged over ranks."""
         self._engine.backward(loss, scale_wrt_gas=False)
+
+    def finish_gradients(self) -> None:
+        """After the last pass of a pipeline stage, sum the gradients of weights that another stage holds too,
+        and average all over the replicas. Both wait for other stages, so this one must have sent its own.
+        """
+        self._replicas.sum_gradients(self._engine.optimizer)
+        if not self._engine.enable_backward_allreduce:
+            self._engine.allreduce_gradients()
 
     @property
     def loss_scale(self) -> float:

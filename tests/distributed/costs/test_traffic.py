@@ -88,7 +88,7 @@ def send_evenly(layouts: list[tuple[int, int, int]], dtype: torch.dtype) -> list
     found = []
     for sizes in layouts:
         layout = Layout(dist.get_world_size(), *sizes)
-        groups = start_groups(layout, timeout_minutes=1)
+        groups = start_groups(layout, timeout_minutes=1).layer
         shape = LayerShape(HIDDEN, FFN, 1, "swiglu", 0.1, 0.1, seed=1)
         layer = MoELayer(config.moe, shape, StepContext(), groups).to(dtype)
         layer.router.scorer.weight.data = torch.eye(EXPERTS, HIDDEN, dtype=dtype)

@@ -116,7 +116,7 @@ def exchange_all(layout: Layout) -> dict[str, dict[str, Tensor]]:
 def start(layout: Layout) -> tuple[launch.World, AllToAllDispatch]:
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
-    groups: ParallelGroups = start_groups(layout, timeout_minutes=1)
+    groups: ParallelGroups = start_groups(layout, timeout_minutes=1).layer
     return world, AllToAllDispatch(groups.expert, groups.expert_tensor)
 
 

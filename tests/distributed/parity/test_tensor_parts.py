@@ -37,7 +37,7 @@ def every_part() -> dict[int, Found]:
     found = {}
     for size in SIZES:
         layout = Layout(RANKS, tensor=size)
-        group = start_groups(layout, timeout_minutes=1).tensor
+        group = start_groups(layout, timeout_minutes=1).layer.tensor
         place = layout.tensor_rank(world.rank)
         found[size] = {
             "loss": {

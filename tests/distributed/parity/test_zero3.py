@@ -27,7 +27,7 @@ def held_after_forward(**changes: Any) -> dict[str, bool]:
         module.register_forward_pre_hook(note)
     batch = next(trainer._stream)
     set_context(trainer.context, batch, 0)
-    losses_BS = trainer.engine.forward(last=True, label_smoothing=0.0, **model_inputs(batch))
+    losses_BS = trainer.engine.forward(label_smoothing=0.0, **model_inputs(batch))
     held = {name: not storage.expired() for name, storage in gathered.items()}
     del losses_BS  # and with it the graph, which must have lived until here
     trainer.release()

@@ -116,15 +116,15 @@ class WatchedEngine(Engine):
         with self.watch.during("engine"):
             super().__init__(*args, **kwargs)
 
-    def forward(self, last: bool, **inputs: Any) -> Any:
+    def forward(self, **inputs: Any) -> Any:
         """See `Engine`."""
         with self.watch.during("forward"):
-            return super().forward(last, **inputs)
+            return super().forward(**inputs)
 
-    def backward(self, loss: Tensor) -> None:
+    def backward(self, loss: Tensor, last: bool) -> None:
         """See `Engine`."""
         with self.watch.during("backward"):
-            super().backward(loss)
+            super().backward(loss, last)
         self.gradients = self.held_beside_states()
 
     def step(self, lr: float, apply_update: bool = True) -> float:

@@ -1,0 +1,209 @@
+"""A pipeline stage: a decoder without the parts of the other stages. Names stay those of the whole model."""
+
+import re
+from dataclasses import dataclass, replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+from torch import Tensor, nn
+
+from megamoe.config.schema import LayersConfig, RunConfig
+from megamoe.config.shapes import padded_vocab_size, stacks
+from megamoe.model.moe_block import Block
+from megamoe.model.size import ModelSize, block_flops, embedding_size, model_size
+
+OF_A_BLOCK = re.compile(r"model\.decoder\.layers\.(\d+)\.$")
+
+
+class OtherStage(nn.Module):
+    """Stands where a block of another stage would be; hands the hidden states on."""
+
+    def forward(self, hidden_states: Tensor, context: Any = None, **unused: Any) -> tuple[Tensor, Any]:
+        """Return the hidden states and the context as they are."""
+        return hidden_states, context
+
+
+@dataclass(frozen=True)
+class StageBlocks:
+    """The blocks of one stage.
+
+    stage, stages: this one, and their number. chunks: the indices of the decoder's blocks in each of the
+    stage's chunks; chunk c of stage s is part c * stages + s of the model.
+    """
+
+    stage: int
+    stages: int
+    chunks: tuple[range, ...]
+
+    @classmethod
+    def of(cls, config: RunConfig, stage: int, vocab_size: int) -> "StageBlocks":
+        """Return the blocks of a stage; vocab_size: before padding."""
+        stages, parts = config.parallel.pipeline, block_ranges(config, vocab_size)
+        return cls(stage, stages, tuple(parts[stage::stages]))
+
+    def has(self, block: int) -> bool:
+        """Return whether the stage has a block of the decoder, counted from 0."""
+        return any(block in blocks for blocks in self.chunks)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether the stage has the embedding."""
+        return self.stage == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage has the output layer and multi-token prediction."""
+        return self.stage == self.stages - 1
+
+    def begins(self, chunk: int) -> bool:
+        """Return whether a chunk is the model's first part."""
+        return self.is_first and chunk == 0
+
+    def ends(self, chunk: int) -> bool:
+        """Return whether a chunk is the model's last part."""
+        return self.is_last and chunk == len(self.chunks) - 1
+
+
+def block_ranges(config: RunConfig, vocab_size: int) -> list[range]:
+    """Return the decoder's blocks of each part of the model, as `parallel.blocks_per_stage` says.
+
+    By default the split is the one whose heaviest part has the fewest FLOPs; of equal ones, the one with the
+    fewest blocks in the first parts. The output layer and multi-token prediction are work of the last part.
+    """
+    parallel = config.parallel
+    counts = parallel.blocks_per_stage
+    if counts is None:
+        blocks, after = block_flops(config, vocab_size)
+        counts = balanced(blocks, after, parallel.pipeline * parallel.pipeline_chunks)
+    ends = list(accumulate(counts, initial=0))
+    return [range(start, end) for start, end in pairwise(ends)]
+
+
+def stage_sizes(config: RunConfig, vocab_size: int) -> list[ModelSize]:
+    """Return the parameters of each stage, without final norms where a stage has none; `vocab_size` before
+    padding.
+    """
+    stages, model = config.parallel.pipeline, config.model
+    if stages == 1:
+        return [model_size(config, vocab_size)]
+    words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
+    whole = embedding_size(config, vocab_size)
+    positions = whole - words * (1 if model.tie_embeddings else 2)
+    parts = block_ranges(config, vocab_size)
+    sizes = []
+    for stage in range(stages):
+        blocks = [block for part in parts[stage::stages] for block in part]
+        is_last, depth = stage == stages - 1, model.multi_token_prediction.depth
+        held = words + positions if stage == 0 else 0
+        if is_last:
+            held = words * (1 if model.tie_embeddings else 2) + positions if depth else words
+        size = model_size(_with_blocks(config, blocks, is_last), vocab_size)
+        less = whole - held
+        sizes.append(replace(size, total=size.total - less, active=size.active - less, cut=size.cut - less))
+    return sizes
+
+
+def least_stage(config: RunConfig, vocab_size: int) -> ModelSize:
+    """Return the size of the stage with the fewest parameters; without stages, of the model."""
+    return min(stage_sizes(config, vocab_size), key=lambda size: size.total)
+
+
+def _with_blocks(config: RunConfig, blocks: list[int], is_last: bool) -> RunConfig:
+    """Return the configuration of a model of these blocks (from 0) alone."""
+    stack, *_ = stacks(config)
+    places = {block + 1: place for place, block in enumerate(blocks, 1)}
+    layers = LayersConfig(
+        at=[places[block] for block in stack.moe_blocks if block in places],
+        insert_after=[places[block] for block in stack.layers.insert_after if block in places],
+    )
+    model = replace(config.model, num_layers=len(blocks))
+    if not is_last:
+        model = replace(model, multi_token_prediction=replace(model.multi_token_prediction, depth=0))
+    parallel = replace(config.parallel, pipeline=1, pipeline_chunks=1, blocks_per_stage=None)
+    return replace(config, model=model, parallel=parallel, moe=replace(config.moe, layers=layers))
+
+
+def balanced(work: list[float], after: float, parts: int) -> list[int]:
+    """Return how many of the blocks each part gets, at least one each, so that the largest sum is smallest.
+
+    work: of each block. after: what the last part does besides. By dynamic programming over (part, first
+    block), from the last part to the first.
+    """
+    blocks = len(work)
+    sums = list(accumulate(work, initial=0.0))
+    best = {first: (sums[blocks] - sums[first] + after, [blocks - first]) for first in range(blocks)}
+    for part in range(parts - 2, -1, -1):
+        best = {
+            first: min(
+                (max(sums[end] - sums[first], best[end][0]), [end - first, *best[end][1]])
+                for end in range(blocks - (parts - 1 - part), first, -1)
+            )
+            for first in range(part, blocks - (parts - 1 - part))
+        }
+    return best[0][1]
+
+
+def drop_other_blocks(stage: StageBlocks, prefix: str, module: nn.Module) -> None:
+    """Free the weights of a block of another stage as soon as it is built (see `units.Built`)."""
+    found = OF_A_BLOCK.match(prefix)
+    if found and not stage.has(int(found[1])):
+        for parameter in module.parameters():
+            parameter.data = parameter.data.new_empty(0)
+
+
+class PipelineStage:
+    """Cuts a decoder to a stage, and makes it ready for a pass through one of its chunks."""
+
+    def __init__(self, model: Any, blocks: StageBlocks) -> None:
+        """Cut `model`, a `GPT`."""
+        self.blocks = blocks
+        trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        self._decoder = model.model
+        layers = self._decoder.decoder.layers
+        for place in range(len(layers)):
+            if not blocks.has(place):
+                layers[place] = OtherStage()
+        needs_words = self._decoder.share_embeddings_and_output_weights
+        needs_embedding = model.prediction is not None
+        if not blocks.is_last:
+            self._decoder.decoder.final_layernorm = None
+            self._decoder.output_layer = None
+            model.prediction = None
+        if needs_words or needs_embedding:
+            self._keep_copy_of_embedding(needs_embedding)
+        elif not blocks.is_first:
+            self._decoder.embedding = None
+        self._final_norm = self._decoder.decoder.final_layernorm
+        self.trained_elsewhere = sorted(trained - {name for name, _ in model.named_parameters()})
+
+    def _keep_copy_of_embedding(self, whole: bool) -> None:
+        """Mark the embedding of the first stage, and its copy on the last one, which the output layer or
+        multi-token prediction uses; `whole`: with learned positions.
+        """
+        if not (self.blocks.is_first or self.blocks.is_last):
+            self._decoder.embedding = None
+            return
+        embedding = self._decoder.embedding
+        shared = embedding if whole else embedding.word_embeddings
+        if self.blocks.is_last and not whole and hasattr(embedding, "position_embeddings"):
+            del embedding.position_embeddings
+        for parameter in shared.parameters():
+            parameter.is_replicated = True
+            parameter.ds_pipe_replicated = self.blocks.is_last  # DeepSpeed's mark: the first stage counts it
+
+    def enter(self, chunk: int, hidden_SBH: Tensor | None) -> None:
+        """Prepare a pass through a chunk; hidden_SBH: from the part before, None for the model's first."""
+        decoder, blocks = self._decoder, self.blocks
+        decoder.pre_process = decoder.decoder.pre_process = blocks.begins(chunk)
+        decoder.post_process = decoder.decoder.post_process = blocks.ends(chunk)
+        decoder.decoder.final_layernorm = self._final_norm if blocks.ends(chunk) else None
+        decoder.set_input_tensor(hidden_SBH)
+        for place, block in enumerate(decoder.decoder.layers):
+            if isinstance(block, Block):
+                block.passed_over = place not in blocks.chunks[chunk]
+
+    def computes(self, chunk: int, number: int, num_blocks: int) -> bool:
+        """Return whether a chunk has block `number`, counted from 1; those after `num_blocks` are of
+        multi-token prediction, which belongs to the model's last part.
+        """
+        return self.blocks.ends(chunk) if number > num_blocks else number - 1 in self.blocks.chunks[chunk]
