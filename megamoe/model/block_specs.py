@@ -29,6 +29,7 @@ from megamoe.config.shapes import (
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.ffn import LIMIT, OFFSET
 from megamoe.model.attention.caches import CachingCrossAttention
+from megamoe.model.attention.context import ContextShard
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.attention.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.attention.rotary import position_options
@@ -47,7 +48,7 @@ class BlockMaker:
     """Makes the configuration and the specifications of a model's stacks of blocks.
 
     vocab_size: after padding. init: the initialisation of Megatron-Core's weights, see `init_methods`. built:
-    called with each part as soon as its weights are complete.
+    called with each part as soon as its weights are complete. context: of context parallelism.
     """
 
     config: RunConfig
@@ -56,6 +57,7 @@ class BlockMaker:
     make_moe_layer: MoEFactory
     init: dict[str, Callable[[Tensor], None]]
     built: Built
+    context: ContextShard | None = None
 
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
@@ -77,6 +79,7 @@ class BlockMaker:
             windows=tuple(window_of(model, block) for block in range(1, num_layers + 1)),
             sinks=model.attention.sinks,
             soft_cap=model.attention.soft_cap,
+            context=self.context,
             ffn_hidden_size=ffn_size(model),
             normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
             layernorm_epsilon=model.norm_eps,

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from megatron.core.parallel_state import get_tensor_model_parallel_rank
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
@@ -20,6 +21,7 @@ from megamoe.model.architectures.decoder import GPT, Decoder
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.attention.context import ContextShard
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.attention.rotary import let_megatron_turn, rotary_of
 from megamoe.model.block_specs import BlockMaker, MoEFactory, init_methods
@@ -57,14 +59,19 @@ def use_one_stream() -> None:
 
 
 def build_model(
-    config: RunConfig, vocab_size: int, make_moe_layer: MoEFactory, built: Built | None = None
+    config: RunConfig,
+    vocab_size: int,
+    make_moe_layer: MoEFactory,
+    built: Built | None = None,
+    context: dist.ProcessGroup | None = None,
 ) -> LanguageModel:
     """Build the model on the CPU in fp32, from `config.seed` alone.
 
     vocab_size: before padding. make_moe_layer: builds a block's MoE layer, of a class that the caller
     chooses. built: called with the embedding and with each block as soon as it is built, before the next one
-    is; it may change their weights, and must not draw from torch's random state. torch.distributed and
-    Megatron-Core's parallel state must be initialised.
+    is; it may change their weights, and must not draw from torch's random state. context: the ranks that
+    share the sequences of a micro batch. torch.distributed and Megatron-Core's parallel state must be
+    initialised.
     """
     patch_current_device_for_cpu()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -73,7 +80,8 @@ def build_model(
     padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
     init = init_methods(config.model, config.seed)
     ready = built or (lambda prefix, module: None)
-    maker = BlockMaker(config, choose_modules(config), padded, make_moe_layer, init, ready)
+    shard = None if context is None else ContextShard.of(context)
+    maker = BlockMaker(config, choose_modules(config), padded, make_moe_layer, init, ready, shard)
     if config.model.architecture == "decoder":
         return _decoder(maker)
     if config.model.architecture == "encoder":

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch.distributed as dist
 from torch import nn
 
 from megamoe.checkpoint.format.meta import read_meta
@@ -35,6 +36,7 @@ def start_model(
     make_moe_layer: MoEFactory,
     saved: CheckpointReader | None,
     say: Say,
+    context: dist.ProcessGroup | None = None,
 ) -> LanguageModel:
     """Build the model on the CPU in fp32; at ZeRO 3 this rank keeps its slices alone, as they are to be.
 
@@ -43,6 +45,7 @@ def start_model(
     after the other, and keeps its own.
 
     saved: the checkpoint from which the run goes on; None: it begins with what `checkpoint.init` names.
+    context: see `build_model`.
 
     Raises:
         CollectiveError: on every rank, if weights cannot be loaded.
@@ -67,7 +70,7 @@ def start_model(
     each_part = built if cut is not None else None
     if stage is not None:
         each_part = partial(drop_other_blocks, stage)
-    model = build_model(config, run.vocabulary.size, make_moe_layer, each_part)
+    model = build_model(config, run.vocabulary.size, make_moe_layer, each_part, context)
     if stage is not None:
         assert isinstance(model, GPT)
         model.cut(stage)

@@ -147,7 +147,8 @@ class Passes:
 
     def _loss(self, place: int, batch: Batch, losses_BS: Tensor) -> Tensor:
         """Return the loss of a micro batch, a scalar, and take in its sums."""
-        masked_BS = losses_BS * batch.loss_mask_BS
+        mask_BS, parts = own_positions(self.model, batch.loss_mask_BS), self.engine.layout.context
+        masked_BS = losses_BS * mask_BS
         lm_sum = masked_BS.sum() / self._rollouts
         loss = lm_sum * self._scale_K[0]
         mtp_sums = self._mtp.sums(batch, self._rollouts)
@@ -156,8 +157,9 @@ class Passes:
         for _, layer in self.model.moe_layers():
             if layer.objectives:
                 loss = loss + self._share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
-        tokens = batch.loss_mask_BS.sum().double() / self._rollouts
-        self._of_loss[place] = LossSums(lm_sum.detach(), tokens, mtp_sums)
+        tokens = mask_BS.sum().double() / self._rollouts
+        # The record divides by all ranks that share the micro batch; those of its parts have different sums.
+        self._of_loss[place] = LossSums(lm_sum.detach(), tokens, mtp_sums).times(parts)
         self._judged.append((lm_sum.detach(), masked_BS.detach().isfinite().all(1)))
         return loss
 
@@ -274,7 +276,8 @@ def evaluate(
         set_context(context, batch, micro_batch_number(engine, place))
         output = _evaluated(engine, context, batch)
         if output is not None:
-            found = [batch.loss_mask_BS.sum(), (output * batch.loss_mask_BS).sum()]
+            mask_BS = own_positions(model, batch.loss_mask_BS)
+            found = [mask_BS.sum(), (output * mask_BS).sum()]
             if objective is not None:
                 further = objective.evaluation_sums(batch, model.label_logits())
                 found += [further[name] for name in names]
@@ -284,6 +287,8 @@ def evaluate(
     if engine.layout.pipeline > 1:
         engine.links.finish()
         dist.all_reduce(sums, group=engine.groups.pipeline)  # only the last stage has any
+    if engine.groups.context is not None:
+        dist.all_reduce(sums, group=engine.groups.context)
     dist.all_reduce(sums, group=engine.groups.data)
     tokens, *totals = sums.tolist()
     return {name: total / max(tokens, 1.0) for name, total in zip(("lm_loss", *names), totals, strict=True)}
@@ -306,6 +311,12 @@ def micro_batch_number(engine: Engine, place: int) -> int:
     turn.
     """
     return place * engine.layout.data + engine.layout.data_rank(engine.world.rank)
+
+
+def own_positions(model: LanguageModel, values_BS: Tensor) -> Tensor:
+    """Return this rank's part of whole sequences, [B, S / context]."""
+    shard = model.context_shard
+    return values_BS if shard is None else shard.own(values_BS, dim=1)
 
 
 def hidden_shape(engine: Engine, batch: Batch) -> tuple[int, int, int]:

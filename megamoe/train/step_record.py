@@ -136,6 +136,13 @@ class LossSums:
     tokens: Tensor
     mtp: tuple[Tensor, Tensor] | None = None
 
+    def times(self, factor: int) -> "LossSums":
+        """Return the sums multiplied."""
+        if factor == 1:
+            return self
+        mtp = None if self.mtp is None else (self.mtp[0] * factor, self.mtp[1] * factor)
+        return LossSums(self.lm_sum * factor, self.tokens * factor, mtp)
+
 
 class StepSums:
     """What this rank's micro batches of one step add up to. Only `record` waits for the device."""
@@ -347,7 +354,7 @@ class MultiTokenLosses:
         self.weight = model.depth_weight / max(model.depth, 1)
 
     def scales(self, batches: list[Batch], engine: Engine) -> Tensor:
-        """Return the data-parallel size over the batch's unmasked tokens, fp32 [1 + D]. Collective.
+        """Return the number of replicas over the batch's unmasked tokens, fp32 [1 + D]. Collective.
 
         The first is of the model itself, the others of its depths. batches: this rank's.
         """
@@ -359,7 +366,7 @@ class MultiTokenLosses:
         ]
         tokens_K = numbers[0] if len(numbers) == 1 else torch.cat(numbers)
         dist.all_reduce(tokens_K, group=engine.data_group)
-        return (engine.layout.data / tokens_K.clamp(min=1)).float()
+        return (engine.layout.replicas / tokens_K.clamp(min=1)).float()
 
     def sums(self, batch: Batch, rollouts: int) -> tuple[Tensor, Tensor] | None:
         """Return each depth's sum over the unmasked tokens of the last micro batch, and their number, [D].
@@ -370,6 +377,8 @@ class MultiTokenLosses:
         if losses_DBS is None:
             return None
         masks_DBS = self._masks(batch)[1:]
+        if (shard := self.model.context_shard) is not None:
+            masks_DBS = shard.own(masks_DBS, dim=2)
         return (losses_DBS * masks_DBS).sum((1, 2)) / rollouts, masks_DBS.sum((1, 2)).double() / rollouts
 
     def weighted(self, means_D: Tensor) -> Tensor:

@@ -115,7 +115,8 @@ class Trainer:
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
         make_moe_layer = moe_layer_factory(config.moe, self.context, groups, self.layout)
-        model = start_model(config, self.run, self.world.rank, make_moe_layer, saved, self.world.say)
+        rank, say = self.world.rank, self.world.say
+        model = start_model(config, self.run, rank, make_moe_layer, saved, say, groups.context)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
         self._seed()
         self.skip_policy = SkipPolicy(config.train)
@@ -308,7 +309,7 @@ class Trainer:
         message = f"step {self.context.step}: {record.problem.what}; samples {first} to {first + size - 1}"
         if not math.isfinite(record.lm_loss):
             found = gather_from_ranks(record.not_finite)
-            last_stage = range(len(found) - self.layout.stage_ranks, len(found), self.layout.batch_ranks)
+            last_stage = range(len(found) - self.layout.stage_ranks, len(found), self.layout.tensor)
             message += name_samples({rank: found[rank] for rank in last_stage})
         reason = self.skip_policy.reason_to_end(record.problem)
         if reason is None:

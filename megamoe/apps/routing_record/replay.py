@@ -44,7 +44,7 @@ class RunRouting:
         self.world, self.num_experts = world, config.moe.num_experts
         self.length = config.data.sequence_length
         self.ranks, self.rank = layout.data, layout.data_rank(world.rank)
-        self.writes = world.rank % layout.tensor == 0  # tensor-parallel ranks have the same tokens
+        self.writes = world.rank % layout.batch_ranks == 0  # the others route the same tokens
         self.record = None if config.log.routing is None else Path(config.log.routing)
         self.replay = None if config.moe.router.replay is None else Path(config.moe.router.replay)
         self.meta = fingerprint(run) if self.record or self.replay else {}

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megamoe.kernels.attention.documents import Documents
 from megamoe.model.architectures.language_model import LanguageModel, problem_of_attention
 from megamoe.model.attention.caches import KeyValueCache
+from megamoe.model.attention.context import ContextShard
 from megamoe.model.heads.multi_token_prediction import DepthInputs, MultiTokenPrediction
 from megamoe.model.heads.vocabulary import token_losses
 from megamoe.model.stage import PipelineStage, StageBlocks
@@ -60,6 +61,7 @@ class GPT(LanguageModel):
     ) -> Tensor:
         """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
 
+        Under context parallelism the inputs are of whole sequences, and the losses of this rank's part.
         A pipeline stage computes one of its chunks: it takes the hidden states of the part before (None for
         the model's first), and returns its own, [S, B, H], unless it is the model's last part.
 
@@ -69,10 +71,12 @@ class GPT(LanguageModel):
         self.model.label_smoothing = label_smoothing
         if self.stage is not None:
             self.stage.enter(chunk, hidden_SBH)
+        shard = self.model.config.context
+        own = DepthInputs(tokens_BS, position_ids_BS, labels_BS, label_smoothing).of(shard)
         predicts = self.prediction is not None and self.model.post_process
         self._last = [] if predicts else None
         # Megatron-Core hands its argument `attention_mask` on to the core attention as it is (SDPAttention).
-        losses_BS: Tensor = self.model(tokens_BS, position_ids_BS, documents, labels=labels_BS)
+        losses_BS: Tensor = self.model(own.tokens_BS, own.position_ids_BS, documents, labels=own.labels_BS)
         if self.prediction is not None and self._last is not None:
             ((last_SBH, rotary),) = self._last
             inputs = DepthInputs(tokens_BS, position_ids_BS, labels_BS, label_smoothing)
@@ -83,6 +87,12 @@ class GPT(LanguageModel):
     def cut(self, blocks: StageBlocks) -> None:
         """Keep what belongs to a pipeline stage."""
         self.stage = PipelineStage(self, blocks)
+
+    @property
+    def context_shard(self) -> ContextShard | None:
+        """See `LanguageModel`."""
+        shard: ContextShard | None = self.model.config.context
+        return shard
 
     @property
     def num_chunks(self) -> int:

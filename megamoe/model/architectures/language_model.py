@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from megamoe.model.attention.context import ContextShard
 from megamoe.model.attention.core import SDPAttention
 from megamoe.model.moe_block import Block
 from megamoe.moe.layer import MoELayer
@@ -22,6 +23,11 @@ class LanguageModel(nn.Module, ABC):
     @abstractmethod
     def stacks(self) -> list[nn.ModuleList]:
         """Return the stacks of blocks, in the order of the numbers of their blocks."""
+
+    @property
+    def context_shard(self) -> ContextShard | None:
+        """This rank's part of the sequences under context parallelism."""
+        return None
 
     @property
     def num_chunks(self) -> int:

@@ -26,6 +26,7 @@ from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.attention.variants import Variant
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.model.attention.caches import KeyValueCache
+from megamoe.model.attention.context import ContextShard
 
 
 @dataclass
@@ -36,7 +37,7 @@ class BlockConfig(TransformerConfig):
     are none. rotary_factor: of cosine and sine, where Megatron-Core applies them. kernels: the choice for our
     own norm and attention. attention_output_bias: whether attention's output projection has a bias, for which
     Megatron-Core has no key of its own. windows, sinks, soft_cap: what `SDPAttention` computes in
-    self-attention, see `Variant`; windows by block, empty for none.
+    self-attention, see `Variant`; windows by block, empty for none. context: of context parallelism.
     """
 
     own_rotary: Rotary | None = None
@@ -46,6 +47,7 @@ class BlockConfig(TransformerConfig):
     windows: tuple[int | None, ...] = ()
     sinks: bool = False
     soft_cap: float | None = None
+    context: ContextShard | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -94,6 +96,8 @@ class SDPAttention(nn.Module):
             ranks = config.tensor_model_parallel_size
             self.softmax_offset = nn.Parameter(torch.zeros(config.num_attention_heads // ranks))
             set_tensor_model_parallel_attributes(self.softmax_offset, ranks > 1, 0, 1)
+        self.context: ContextShard | None = getattr(config, "context", None)
+        self.exchanges = self.context is not None  # not where the caller does, as latent attention
 
     def forward(
         self,
@@ -113,6 +117,17 @@ class SDPAttention(nn.Module):
         if isinstance(documents, KeyValueCache):
             options = (self.rotary, self.scale, self._variant(), self.kernels)
             return documents.attend(self, query, key, value, *options)
+        if self.context is not None and self.exchanges:
+            num_heads = query.shape[2]
+            query = self.context.to_heads(query)
+            key, value = (self.context.groups_to_heads(side, num_heads) for side in (key, value))
+            attended = self._attended(query, key, value, documents)
+            return self.context.to_positions(attended.unflatten(-1, (query.shape[2], -1))).flatten(-2)
+        return self._attended(query, key, value, documents)
+
+    def _attended(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | SourceLengths | None
+    ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         # Each tensor-parallel rank has other heads, whose dropout is their own.
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
@@ -137,7 +152,10 @@ class SDPAttention(nn.Module):
         return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
 
     def _variant(self) -> Variant:
-        return Variant(self.window, self.soft_cap, self.softmax_offset)
+        sinks: Tensor | None = self.softmax_offset
+        if sinks is not None and self.context is not None:
+            sinks = self.context.own_heads(sinks)
+        return Variant(self.window, self.soft_cap, sinks)
 
 
 class SplittingSelfAttention(SelfAttention):

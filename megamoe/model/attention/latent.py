@@ -97,6 +97,8 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         allow_latent_attention()
         super().__init__(*args, **kwargs)
         del self.rotary_pos_emb  # it has no parameters, and may be on another device
+        if self.config.context is not None:
+            self.core_attention.exchanges = False  # `sides` does, before it turns heads
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, **unused: Any
@@ -111,17 +113,26 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         return output
 
     def sides(self, hidden: Tensor, documents: Documents | KeyValueCache | None) -> Sides:
-        """Return queries and keys [S, B, N, D], turned, and values [S, B, N, V]."""
+        """Return queries and keys [S, B, N, D], turned, and values [S, B, N, V].
+
+        Under context parallelism these are all positions of this rank's heads.
+        """
         config, heads = self.config, self.num_attention_heads_per_partition
+        context = config.context
         nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
         query = self._queries(hidden).unflatten(-1, (heads, nope + rope))
         whole_SBC = self._whole(self.linear_kv_down_proj, hidden)
         state, shared = whole_SBC.split([config.kv_lora_rank, rope], dim=-1)
         state = self.kv_layernorm(self._own_positions(state))
         both = self.linear_kv_up_proj(state)[0].unflatten(-1, (heads, nope + config.v_head_dim))
+        if context is not None:
+            query, both = context.to_heads(query), context.to_heads(both)
+            heads //= context.size
         fixed, value = both.split([nope, config.v_head_dim], dim=-1)
         # Every rank's heads send a gradient to the shared columns: backward sums them.
         shared_SB1R = copy_to_tensor_model_parallel_region(shared)[:, :, None]
+        if context is not None:
+            shared_SB1R = context.gather(shared_SB1R)
         shared_SBNR = self._turned(shared_SB1R, documents).expand(-1, -1, heads, -1)
         own, turning = query.split([nope, rope], dim=-1)
         query = torch.cat((own, self._turned(turning, documents)), dim=-1)
@@ -164,9 +175,12 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
             query, key = (functional.pad(side, (0, columns - width)) for side in (query, key))
         mask_type = self.attn_mask_type
         output: Tensor = self.core_attention(query, key, value, documents, attn_mask_type=mask_type)
-        if value.shape[-1] == columns:
+        if value.shape[-1] != columns:
+            output = output.unflatten(-1, (-1, width))[..., :columns].flatten(-2)
+        context = self.config.context
+        if context is None:
             return output
-        return output.unflatten(-1, (-1, width))[..., :columns].flatten(-2)
+        return context.to_positions(output.unflatten(-1, (-1, columns))).flatten(-2)
 
 
 def latent_weights(model: ModelConfig, latent: LatentConfig) -> int:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megamoe.kernels.attention.documents import Documents
+from megamoe.model.attention.context import ContextShard
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.heads.vocabulary import token_losses
 
@@ -58,6 +59,7 @@ class PredictionDepth(nn.Module):
 
         model: has the embedding and the output layer. rotary: the positions that it made, or None.
         """
+        inputs = inputs.of(model.config.context)
         embedded_SBH = model.embedding(input_ids=inputs.tokens_BS, position_ids=inputs.position_ids_BS)
         both = [self.embedding_norm(embedded_SBH), self.hidden_norm(hidden_SBH)]
         projected_SBH = self.projection(torch.cat(both, dim=-1))
@@ -79,6 +81,15 @@ class DepthInputs:
     position_ids_BS: Tensor
     labels_BS: Tensor
     label_smoothing: float
+
+    def of(self, shard: ContextShard | None) -> "DepthInputs":
+        """Return this rank's part of whole sequences under context parallelism."""
+        if shard is None:
+            return self
+        tokens_BS, position_ids_BS, labels_BS = (
+            shard.own(each, dim=1) for each in (self.tokens_BS, self.position_ids_BS, self.labels_BS)
+        )
+        return DepthInputs(tokens_BS, position_ids_BS, labels_BS, self.label_smoothing)
 
     def shifted(self, k: int) -> "DepthInputs":
         """Return the inputs of depth k; their last k places hold the first k tokens and mean nothing."""
