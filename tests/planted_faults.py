@@ -295,8 +295,8 @@ FAULTS = (
         "the host waits for the device no more often than the stored budget says",
         "gpu.md",
         "megamoe/train/step.py",
-        "        self.engine.backward(loss, last)\n",
-        "        self.engine.backward(loss, last)\n        loss.item()\n",
+        "        self.engine.backward(loss, last, completes",
+        "        loss.item()\n        self.engine.backward(loss, last, completes",
         ("tests/cuda/test_training.py",),
     ),
     Fault(

@@ -175,7 +175,7 @@ class Passes:
         loss = kept.output
         if not self.model.ends(each.chunk):
             loss = loss_with_gradient(loss, self._receive_gradient(each))
-        self.engine.backward(loss, last)
+        self.engine.backward(loss, last, completes=each.micro_batch == len(self.batches) - 1)
         if kept.received_SBH is not None:
             assert kept.received_SBH.grad is not None
             self.engine.links.send_backward(kept.received_SBH.grad)

@@ -88,11 +88,11 @@ class CountedEngine(Engine):
         with self._phase("forward"):
             return super().forward(**inputs)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, last: bool, completes: bool | None = None) -> None:
         """See `Engine`."""
         self.counter.memory.end_forward()
         with self._phase("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
-            super().backward(loss, last)
+            super().backward(loss, last, completes)
         # What a backward pass leaves are gradients, under whatever name DeepSpeed holds them.
         for memory in (self.counter.memory, self.counter.host):
             memory.name_rest(GRADIENTS, of=TEMPORARY)

@@ -148,13 +148,16 @@ class Engine:
         """Return the model's output."""
         return self._engine(**inputs)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, last: bool, completes: bool | None = None) -> None:
         """Accumulate the gradient of `loss`; after the step's last pass it is averaged over ranks, with
         pipeline stages in `finish_gradients`.
+
+        completes: whether it is the last pass for the parameters that it reaches, which are those of one of a
+        stage's chunks; default: as `last`.
         """
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
         if self._gradient_sync is not None:
-            self._gradient_sync.last = last
+            self._gradient_sync.last = last if completes is None else completes
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def finish_gradients(self) -> None:

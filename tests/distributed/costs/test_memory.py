@@ -70,8 +70,8 @@ def counted(**changes: Any) -> tuple[float, StateBytes]:
         found: list[float] = []
         backward = trainer.engine.backward
 
-        def watched(loss: Tensor, last: bool) -> None:
-            backward(loss, last)
+        def watched(loss: Tensor, last: bool, completes: bool | None = None) -> None:
+            backward(loss, last, completes)
             found.append(_live_bytes(trainer.engine))
 
         trainer.engine.backward = watched  # type: ignore[method-assign]

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.pipeline.schedule import rounds_problem
 from megamoe.validation.layout import layout_problems
 from tests.support.ranks.runs import WORDS, assert_as_alone, ds_file, small_run
 
@@ -86,7 +87,10 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """One way to train one of the presets. accumulation: micro batches a step of each data-parallel rank."""
+    """One way to train one of the presets.
+
+    accumulation: micro batches a step of each data-parallel rank. blocks: of the model.
+    """
 
     ranks: int
     tensor: int
@@ -98,6 +102,14 @@ class Case:
     accumulation: int
     preset: str
     precision: str
+    pipeline: int = 1
+    chunks: int = 1
+    context: int = 1
+    blocks: int = 2
+
+    @property
+    def data(self) -> int:
+        return self.ranks // (self.tensor * self.pipeline * self.context)
 
     def changes(self, folder: Path) -> dict[str, Any]:
         """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
@@ -109,15 +121,19 @@ class Case:
             "parallel__expert": self.expert,
             "parallel__expert_tensor": self.expert_tensor,
             "parallel__sequence": self.sequence,
+            "parallel__pipeline": self.pipeline,
+            "parallel__pipeline_chunks": self.chunks,
+            "parallel__context": self.context,
+            "model__num_layers": self.blocks,
             "parallel__deepspeed": path,
             "model__recompute": self.recompute,
-            "train__global_batch_size": SEQUENCES * self.accumulation * self.ranks // self.tensor,
+            "train__global_batch_size": SEQUENCES * self.accumulation * self.data,
         }
 
     def alone(self) -> "Case":
         """The plain run with which it must agree."""
-        batch = self.accumulation * self.ranks // self.tensor
-        return Case(1, 1, 1, 1, False, 0, "none", batch, self.preset, self.precision)
+        batch = self.accumulation * self.data
+        return Case(1, 1, 1, 1, False, 0, "none", batch, self.preset, self.precision, blocks=self.blocks)
 
 
 @cache
@@ -149,6 +165,48 @@ def every_case() -> list[Case]:
 
 
 @cache
+def staged_cases() -> list[Case]:
+    """Return those of four ranks with pipeline stages or context parallelism that are legal."""
+    choices = product(
+        (4,),
+        (1, 2),
+        (1, 2, 4),
+        (1, 2),
+        (False, True),
+        (0, 1, 2),
+        ("none", "selective", "full"),
+        (1, 2, 3),
+        SYSTEMS,
+        ("fp32",),
+        (1, 2, 4),
+        (1, 2),
+        (1, 2, 4),
+        (4,),
+    )
+    config = small_run(**SIZES)
+    legal: dict[Layout, bool] = {}
+    found = []
+    for choice in choices:
+        case = Case(*choice)
+        if case.pipeline * case.context == 1 or case.pipeline * case.chunks > case.blocks:
+            continue
+        if (case.chunks > 1 and case.pipeline == 1) or (case.sequence and case.tensor == 1):
+            continue
+        if rounds_problem(case.pipeline, case.chunks, case.accumulation) is not None:
+            continue
+        is_tied = SYSTEMS[case.preset].get("model__tie_embeddings", True)
+        if case.pipeline > 1 and case.zero == 2 and is_tied:
+            continue
+        sizes = (case.tensor, case.expert, case.expert_tensor, case.pipeline, case.context)
+        layout = Layout(case.ranks, *sizes)
+        if layout not in legal:
+            legal[layout] = next(layout_problems(config, layout, "fp32"), None) is None
+        if legal[layout]:
+            found.append(case)
+    return found
+
+
+@cache
 def few_cases() -> list[Case]:
     """Return cases in which every two values of two fields occur together, if they do so in any."""
     return covering(every_case())
@@ -157,13 +215,14 @@ def few_cases() -> list[Case]:
 def covering(cases: list[T]) -> list[T]:
     """Few of these flat dataclasses, in which every two values of two fields that occur together at all do
     so; greedily."""
-    pairs_of = {case: set(_pairs(case)) for case in cases}
-    left = set().union(*pairs_of.values())
+    bits: dict[Any, int] = {}  # of each pair of values
+    pairs_of = [sum(1 << bits.setdefault(pair, len(bits)) for pair in _pairs(case)) for case in cases]
+    left = (1 << len(bits)) - 1
     chosen = []
     while left:
-        best = max(cases, key=lambda case: len(pairs_of[case] & left))
-        chosen.append(best)
-        left -= pairs_of[best]
+        best = max(range(len(cases)), key=lambda place: (pairs_of[place] & left).bit_count())
+        chosen.append(cases[best])
+        left &= ~pairs_of[best]
     return chosen
 
 

@@ -178,7 +178,8 @@ def recorded_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
             found[word].append(metrics[f"train/{word}"])
         found["masks"].append([float(batch.loss_mask_BS.sum()) for batch in batches])
         found["samples"].append([batch.sample_index_B.tolist() for batch in batches])
-        found["chosen"].append(torch.cat(chosen))
+        none = torch.empty(0, 4, dtype=torch.int64)  # on a pipeline stage without an MoE layer
+        found["chosen"].append(torch.cat([none, *chosen]))
     trainer._stream.close()
     return found
 

@@ -121,10 +121,10 @@ class WatchedEngine(Engine):
         with self.watch.during("forward"):
             return super().forward(**inputs)
 
-    def backward(self, loss: Tensor, last: bool) -> None:
+    def backward(self, loss: Tensor, last: bool, completes: bool | None = None) -> None:
         """See `Engine`."""
         with self.watch.during("backward"):
-            super().backward(loss, last)
+            super().backward(loss, last, completes)
         self.gradients = self.held_beside_states()
 
     def step(self, lr: float, apply_update: bool = True) -> float:

@@ -1,0 +1,74 @@
+"""Pipeline stages and parts of sequences train as one rank does, with everything else that layouts have."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.ranks.matrix import Case, assert_case, covering, name, runs_of, staged_cases
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import ds_config, run_each
+
+Found = list[dict[str, Any]]  # what each rank showed
+STEPS = 2
+FEW = covering(staged_cases())
+# In fp32 and bf16, without weights that two stages hold: their gradients are summed in another order.
+UNTIED = {"model__num_layers": 4, "model__tie_embeddings": False, "train__global_batch_size": 6, "steps": 3}
+ALONE: dict[str, dict[str, Any]] = {
+    "fp32": {**UNTIED, "moe__layers": {"at": [2, 4]}},
+    "fewer micro batches than stages": {
+        **UNTIED,
+        "moe__layers": {"at": [2, 4]},
+        "train__global_batch_size": 3,
+    },
+    "recomputed": {**UNTIED, "moe__layers": {"at": [2, 4]}, "model__recompute": "full"},
+    "one_moe": {**UNTIED, "moe__layers": {"at": [1]}},
+    "bf16": {**UNTIED, "moe__layers": {"at": [2, 4]}, "parallel__deepspeed": ds_config("zero0_bf16")},
+}
+PIPELINES: dict[str, dict[str, Any]] = {
+    "2": {"parallel__pipeline": 2},
+    "2 uneven": {"parallel__pipeline": 2, "parallel__blocks_per_stage": [3, 1]},
+    "2 interleaved": {"parallel__pipeline": 2, "parallel__pipeline_chunks": 2},
+    "4": {"parallel__pipeline": 4},
+}
+
+
+def trained(pool: Pool, runs: list[dict[str, Any]], ranks: int) -> list[Found]:
+    """Return what each rank showed, by run."""
+    found = pool.run(run_each, runs, ranks=ranks, timeout_s=1200)
+    return [[rank[place] for rank in found] for place in range(len(runs))]
+
+
+@pytest.fixture(scope="module")
+def few(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Found]:
+    folder = tmp_path_factory.mktemp("few")
+    alone = sorted({case.alone() for case in FEW}, key=name)
+    found = dict(zip(FEW, trained(pool, runs_of(FEW, STEPS, folder), ranks=4), strict=True))
+    return found | dict(zip(alone, trained(pool, runs_of(alone, STEPS, folder), ranks=1), strict=True))
+
+
+@pytest.mark.parametrize("case", FEW, ids=name)
+def test_any_two_choices_together(few: dict[Case, Found], case: Case) -> None:
+    assert_case(case, few[case], few[case.alone()][0])
+
+
+@pytest.fixture(scope="module")
+def exact(pool: Pool) -> dict[tuple[str, str], Found]:
+    pairs = [(run, stages) for run in ALONE for stages in PIPELINES]
+    found = dict(zip([(run, "") for run in ALONE], trained(pool, list(ALONE.values()), ranks=1), strict=True))
+    for ranks in (2, 4):
+        these = [pair for pair in pairs if PIPELINES[pair[1]]["parallel__pipeline"] == ranks]
+        runs = [{**ALONE[run], **PIPELINES[stages]} for run, stages in these]
+        found |= dict(zip(these, trained(pool, runs, ranks), strict=True))
+    return found
+
+
+@pytest.mark.parametrize("stages", PIPELINES)
+@pytest.mark.parametrize("run", ALONE)
+def test_a_pipeline_alone_is_one_rank_bit_for_bit(
+    exact: dict[tuple[str, str], Found], run: str, stages: str
+) -> None:
+    (alone,) = exact[run, ""]
+    for rank in exact[run, stages]:
+        for word in ("lm_loss", "grad_norm"):
+            assert rank[word] == alone[word], word
+        assert rank["loss"] == pytest.approx(alone["loss"], rel=1e-12)  # summed over layers by stage
