@@ -27,6 +27,31 @@ RUN: dict[str, Any] = {
 }
 Move = tuple[Place, Place]
 PLACES = [replace(layout, zero=stage) for layout in LAYOUTS for stage in (0, 1, 2, 3)]
+# Pipeline stages and parts of sequences, in a model whose routers have buffers that every stage saves.
+STAGED: dict[str, Any] = {
+    **RUN,
+    "model__num_layers": 4,
+    "model__num_attention_heads": 4,
+    "model__tie_embeddings": True,
+    "model__multi_token_prediction": {"depth": 1},
+    "moe__layers": {"at": [1, 4]},
+    "moe__router": {
+        "scorer": {"name": "linear"},
+        "score_function": {"name": "sigmoid", "bias_update": 0.01},
+        "selector": {"name": "top_k", "k": 2},
+    },
+}
+PP2 = Place(4, pipeline=2, expert=2, zero=1)
+PP4, INTERLEAVED = Place(4, pipeline=4), Place(2, pipeline=2, chunks=2)
+CP2, BOTH_CUT = Place(4, context=2, tensor=2, sequence=True, zero=2), Place(4, pipeline=2, context=2)
+STAGED_MOVES: list[Move] = [
+    (PP2, ALONE),
+    (PP2, PP4),
+    (ALONE, INTERLEAVED),
+    (PP4, CP2),
+    (CP2, BOTH_CUT),
+    (BOTH_CUT, PP2),
+]
 # Each layout of `make test` saves once and loads once; as do the stages. `make test-full` has every pair.
 QUICK: list[Move] = [
     (ALONE, replace(BOTH, zero=1)),
@@ -37,7 +62,7 @@ QUICK: list[Move] = [
 
 
 def name_of(place: Place) -> str:
-    return f"run_{PLACES.index(place)}"
+    return "run_" + str(place).replace(" ", "_").replace(",", "")
 
 
 def checkpoint(place: Place, output: Path) -> str:
@@ -58,20 +83,20 @@ def save_and_go_on(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def run_moves(pool: Pool, output: Path, moves: list[Move]) -> None:
+def run_moves(pool: Pool, output: Path, moves: list[Move], run: dict[str, Any]) -> None:
     """Save at all sources, load at all targets, compare."""
     went_on: dict[Place, dict[str, Any]] = {}
     for ranks in (1, 2, 4):
-        sources = sorted({source for source, _ in moves if source.ranks == ranks}, key=PLACES.index)
+        sources = sorted({source for source, _ in moves if source.ranks == ranks}, key=str)
         runs = [
-            {**RUN, **place.changes(output), "output": output, "name": name_of(place)} for place in sources
+            {**run, **place.changes(output), "output": output, "name": name_of(place)} for place in sources
         ]
         went_on |= zip(sources, pool.run(save_and_go_on, runs, ranks=ranks, timeout_s=600)[0], strict=True)
     for ranks in (1, 2, 4):
         mine = [move for move in moves if move[1].ranks == ranks]
         runs = [
             {
-                **RUN,
+                **run,
                 **target.changes(output),
                 "steps": AFTER,
                 "checkpoint__resume": checkpoint(source, output),
@@ -86,7 +111,11 @@ def run_moves(pool: Pool, output: Path, moves: list[Move]) -> None:
 
 
 def test_each_layout_and_stage(pool: Pool, tmp_path: Path) -> None:
-    run_moves(pool, tmp_path, QUICK)
+    run_moves(pool, tmp_path, QUICK, RUN)
+
+
+def test_stages_and_parts_of_sequences(pool: Pool, tmp_path: Path) -> None:
+    run_moves(pool, tmp_path, STAGED_MOVES, STAGED)
 
 
 @pytest.mark.full
@@ -94,4 +123,4 @@ def test_each_layout_and_stage(pool: Pool, tmp_path: Path) -> None:
 def test_every_pair(pool: Pool, tmp_path: Path, layout: Place) -> None:
     """Each layout that saved, with every other."""
     moves = [(source, target) for source, target in permutations(PLACES, 2)]
-    run_moves(pool, tmp_path, [move for move in moves if replace(move[0], zero=0) == layout])
+    run_moves(pool, tmp_path, [move for move in moves if replace(move[0], zero=0) == layout], RUN)

@@ -108,9 +108,13 @@ class Place:
     zero: int = 0
     sequence: bool = False
     recompute: str = "none"
+    pipeline: int = 1
+    chunks: int = 1
+    context: int = 1
 
     def __str__(self) -> str:
-        sizes = {"TP": self.tensor, "EP": self.expert, "ETP": self.expert_tensor}
+        sizes = {"PP": self.pipeline, "VP": self.chunks, "CP": self.context}
+        sizes |= {"TP": self.tensor, "EP": self.expert, "ETP": self.expert_tensor}
         words = ["1 rank" if self.ranks == 1 else f"{self.ranks} ranks"]
         words += [f"{name} {size}" for name, size in sizes.items() if size > 1]
         words += ["SP"] * self.sequence + [f"ZeRO {self.zero}"]
@@ -118,7 +122,8 @@ class Place:
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.ranks, self.tensor, self.expert, self.expert_tensor)
+        sizes = (self.tensor, self.expert, self.expert_tensor, self.pipeline, self.context)
+        return Layout(self.ranks, *sizes)
 
     def changes(self, folder: Path) -> dict[str, Any]:
         """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
@@ -127,6 +132,9 @@ class Place:
             "parallel__expert": self.expert,
             "parallel__expert_tensor": self.expert_tensor,
             "parallel__sequence": self.sequence,
+            "parallel__pipeline": self.pipeline,
+            "parallel__pipeline_chunks": self.chunks,
+            "parallel__context": self.context,
             "parallel__deepspeed": ds_file(folder, f"zero{self.zero}_fp32"),
             "model__recompute": self.recompute,
         }
