@@ -28,6 +28,17 @@ def accumulated_gradient(optimizer: Any, parameter: nn.Parameter) -> Tensor:
     return gradient
 
 
+def reduce_on_request(engine: Any) -> None:
+    """Let the engine reduce gradients only where `allreduce_gradients` is called; not for ZeRO 2 and 3.
+
+    Reason: it reduces them in the last backward pass, before a pipeline stage has sent what that pass made.
+    Seen with: DeepSpeed 0.19.8.
+    Without it: the stages wait for each other for ever.
+    Canary: test_deepspeed_pipeline.py::test_reduction_in_the_last_backward_pass
+    """
+    engine.enable_backward_allreduce = False
+
+
 def replace_norm(optimizer: Any, norm: Norm) -> None:
     """Let ZeRO 1 or 2 clip by `norm`, which gets pairs (parameter, gradient) and whether these are cut.
 

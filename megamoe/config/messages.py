@@ -32,10 +32,6 @@ _EXPECTED = {
 _LONGEST = 80
 # Keys that a user of Megatron may try, and the ones to use instead.
 _UNSUPPORTED = {
-    "parallel.context": "context parallelism is not supported; take this key out, and for long sequences use "
-    "parallel.tensor with parallel.sequence=true, and model.recompute",
-    "parallel.pipeline": "pipeline parallelism is not supported; take this key out, and cut the model with "
-    "parallel.tensor, parallel.expert and ZeRO instead",
     "optimizer.kernel": "this key is gone, as the update is always PyTorch's fused one; take it out",
 }
 

@@ -189,7 +189,7 @@ class PipelineStage:
             del embedding.position_embeddings
         for parameter in shared.parameters():
             parameter.is_replicated = True
-            parameter.ds_pipe_replicated = self.blocks.is_last  # DeepSpeed's mark: the first stage counts it
+            parameter.counted_elsewhere = self.blocks.is_last  # in the norm
 
     def enter(self, chunk: int, hidden_SBH: Tensor | None) -> None:
         """Prepare a pass through a chunk; hidden_SBH: from the part before, None for the model's first."""

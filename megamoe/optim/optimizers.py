@@ -86,7 +86,7 @@ def global_grad_norm(
     cut: list[Tensor] = []
     expert: dict[str, list[Tensor]] = {}
     for parameter, gradient in gradients:
-        if getattr(parameter, "ds_pipe_replicated", False):
+        if getattr(parameter, "counted_elsewhere", False):
             continue  # the first stage counts it
         if is_moe_param(parameter):
             expert.setdefault(parameter.group_name, []).append(gradient)  # type: ignore[attr-defined]
@@ -187,7 +187,7 @@ class MasterWeightAdamW(Stage0AdamW):
 
     def _make_master(self, parameter: nn.Parameter) -> nn.Parameter:
         master = nn.Parameter(parameter.detach().float().clone())
-        for mark in ("tensor_model_parallel", "ds_pipe_replicated"):
+        for mark in ("tensor_model_parallel", "counted_elsewhere"):
             setattr(master, mark, getattr(parameter, mark, False))
         if is_moe_param(parameter):
             master.allreduce = False  # type: ignore[attr-defined]

@@ -220,9 +220,8 @@ class StepSums:
     ) -> StepRecord:
         """Sum over all ranks in one collective, so that all know the same to the last bit.
 
-        stage: the ranks of this pipeline stage, over which is summed; None: all ranks.
-
-        copies: how many ranks have each micro batch. part_metrics: by name, fp64 [layers] on the device, the
+        copies: how many ranks have each micro batch. stage: the ranks of this pipeline stage, over which is
+        summed; None: all ranks. part_metrics: by name, fp64 [layers] on the device, the
         same on every rank (`Part.metrics`). compute_seconds: of this rank; each has a place of its own in the
         sums. float64 carries counts exactly up to 2^53.
         """
@@ -236,23 +235,17 @@ class StepSums:
         squares = self._squares
         if squares is None:
             squares = batches.new_full((len(layers), len(names) + 1), float("nan"))
-        ranks, world = dist.get_world_size(stage), dist.get_world_size()
-        packed = torch.cat(
-            [
-                batches,
-                self._sums,
-                values.view(-1),
-                squares.view(-1),
-                *([] if self._ahead is None else [self._ahead]),
-                *(numbers * (copies / ranks) for numbers in own.values()),
-                _one_hot_by_rank(compute_seconds * copies, device),
-                *([] if self._counts is None else [self._counts.double()]),
-            ]
-        )
+        ranks = dist.get_world_size(stage)
+        pieces = [batches, self._sums, values.view(-1), squares.view(-1)]
+        pieces += [] if self._ahead is None else [self._ahead]
+        pieces += [numbers * (copies / ranks) for numbers in own.values()]
+        pieces.append(_one_hot_by_rank(compute_seconds * copies, device))
+        packed = torch.cat(pieces if self._counts is None else [*pieces, self._counts.double()])
         dist.all_reduce(packed, group=stage)
         packed = packed / copies
         before = [3 + len(names), values.numel(), squares.numel()]
-        before += [0 if self._ahead is None else len(self._ahead), *[len(layers)] * len(own), world]
+        before += [0 if self._ahead is None else len(self._ahead), *[len(layers)] * len(own)]
+        before.append(dist.get_world_size())
         sizes = [*before, *self._sizes.values()]
         parts = iter(packed.cpu().split(sizes))
         micro_batches, lm_sum, tokens, *losses = next(parts).tolist()

@@ -70,7 +70,8 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
     name = f"the number of ranks{of_stage}"
     yield "tensor", tensor, name, ranks
     times = f" (with parallel.tensor {tensor})" if tensor > 1 else ""
-    yield "context", layout.batch_ranks, f"{name}{times}", ranks
+    if layout.context > 1:
+        yield "context", layout.batch_ranks, f"{name}{times}", ranks
     yield "tensor", tensor, "model.num_attention_heads", model.num_attention_heads
     if model.num_query_groups is not None:
         yield "tensor", tensor, "model.num_query_groups", model.num_query_groups

@@ -35,6 +35,7 @@ from megamoe.compat.deepspeed_compat import (
     skip_gradient_buckets,
     watching_overflow,
 )
+from megamoe.compat.deepspeed_pipeline import reduce_on_request
 from megamoe.compat.deepspeed_zero import silence_output_type_warning
 from megamoe.config.schema import RunConfig
 from megamoe.kernels.choice import Kernels
@@ -104,7 +105,8 @@ class Engine:
             if self.stage > 0:
                 use_norm_of_all_stages(self._engine.optimizer, self.layout)
             # At ZeRO 2 the gradients are reduced in each backward pass.
-            self._engine.enable_backward_allreduce = self.stage == 2
+            if self.stage < 2:
+                reduce_on_request(self._engine)
         elif ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
             kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
             section = filled.get("zero_optimization", {})
@@ -165,7 +167,7 @@ class Engine:
         and average all over the replicas. Both wait for other stages, so this one must have sent its own.
         """
         self._replicas.sum_gradients(self._engine.optimizer)
-        if not self._engine.enable_backward_allreduce:
+        if self.stage < 2:
             self._engine.allreduce_gradients()
 
     @property

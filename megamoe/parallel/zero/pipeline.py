@@ -17,14 +17,12 @@ from megamoe.compat.deepspeed_pipeline import accumulated_gradient, replace_norm
 from megamoe.parallel.groups import ModelParallelUnit
 from megamoe.parallel.layout import Layout
 
-REPLICATED = "ds_pipe_replicated"  # DeepSpeed's mark of a weight that another stage counts in the norm
-
 
 class ReplicatedWeights:
     """The weights of which the first and the last stage have a copy: a tied embedding, or that of MTP.
 
-    Both copies get the sum of both gradients, so they stay equal bit for bit. The copies bear
-    `ds_pipe_replicated` on the last stage, `is_replicated` on both.
+    Both copies get the sum of both gradients, so they stay equal bit for bit. They bear `is_replicated`, and
+    on the last stage `counted_elsewhere`: the norm counts them once.
     """
 
     def __init__(self, model: nn.Module, pipeline: dist.ProcessGroup) -> None:
@@ -75,7 +73,7 @@ def use_norm_of_all_stages(optimizer: Any, layout: Layout) -> None:
 
 def _times_counted(parameter: nn.Parameter, is_partitioned: bool, layout: Layout) -> int:
     """Return on how many ranks the same values of a gradient are counted; 0: not on this rank."""
-    if getattr(parameter, REPLICATED, False):
+    if getattr(parameter, "counted_elsewhere", False):
         return 0
     if is_moe_param(parameter):
         return 1 if is_partitioned else layout.expert_copies

@@ -28,6 +28,7 @@ RUN: dict[str, Any] = {
     "evaluation__batches": 0,
     "log": {"report": False},
 }
+STAGED: dict[str, Any] = {**RUN, "parallel__pipeline": 2}  # on four ranks
 # Where a save can be cut: before or after each of its operations on the disk.
 MOMENTS = [
     (manager.Checkpoints, "_make_folder"),
@@ -43,7 +44,10 @@ MOMENTS = [
 
 
 def train_to_the_end(
-    output: Path, steps: int, plan: tuple[int, float, int | None, int, bool] | None = None
+    output: Path,
+    run: dict[str, Any],
+    steps: int,
+    plan: tuple[int, float, int | None, int, bool] | None = None,
 ) -> None:
     """Job: the run, or what is left of it. plan: (rank, seconds, moment, call, after) of its death.
 
@@ -55,7 +59,7 @@ def train_to_the_end(
             _die_by_the_clock(seconds)
         else:
             _die_at_a_call(*MOMENTS[moment], call, after)
-    train(small_run(output, train__steps=steps, **RUN))
+    train(small_run(output, train__steps=steps, **run))
 
 
 def _die(*unused: object) -> None:
@@ -90,21 +94,23 @@ def _die_at_a_call(where: Any, name: str, call: int, after: bool) -> None:
     setattr(where, name, counted)
 
 
-def kill_and_restart(pool: Pool, output: Path, steps: int, kills: int, seed: int) -> int:
+def kill_and_restart(
+    pool: Pool, output: Path, run: dict[str, Any], ranks: int, steps: int, kills: int, seed: int
+) -> int:
     """Until the run has ended; returns how many kills found it alive."""
     generator, killed = random.Random(seed), 0
     for number in range(kills):
         moment = generator.randrange(len(MOMENTS)) if number % 2 else None
         by_first_only = (manager, manager.os, files, manager.Checkpoints)
         is_of_first = moment is not None and MOMENTS[moment][0] in by_first_only
-        rank = 0 if is_of_first else generator.randrange(2)
+        rank = 0 if is_of_first else generator.randrange(ranks)
         plan = (rank, generator.uniform(0, 0.4), moment, generator.randint(1, 4), generator.random() < 0.5)
         try:
-            pool.run(train_to_the_end, output, steps, plan, ranks=2)
+            pool.run(train_to_the_end, output, run, steps, plan, ranks=ranks)
         except RankError as error:
             assert "exit code -9" in str(error), error
             killed += 1
-    pool.run(train_to_the_end, output, steps, ranks=2)
+    pool.run(train_to_the_end, output, run, steps, ranks=ranks)
     return killed
 
 
@@ -115,12 +121,19 @@ def recorded(output: Path) -> list[tuple[Any, ...]]:
     return [tuple(json.loads(line).get(word) for word in words) for line in lines]
 
 
-@pytest.mark.parametrize(("kills", "steps"), [(3, 32), pytest.param(50, 200, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    ("run", "ranks", "kills", "steps"),
+    [
+        pytest.param(RUN, 2, 3, 32, id="few"),
+        pytest.param(RUN, 2, 50, 200, marks=pytest.mark.full, id="many"),
+        pytest.param(STAGED, 4, 50, 200, marks=pytest.mark.full, id="stages"),
+    ],
+)
 def test_a_run_that_is_killed_ends_as_one_that_is_not(
-    pool: Pool, tmp_path: Path, kills: int, steps: int
+    pool: Pool, tmp_path: Path, run: dict[str, Any], ranks: int, kills: int, steps: int
 ) -> None:
-    pool.run(train_to_the_end, tmp_path / "whole", steps, ranks=2)
-    killed = kill_and_restart(pool, tmp_path / "killed", steps, kills, seed=5)
+    pool.run(train_to_the_end, tmp_path / "whole", run, steps, ranks=ranks)
+    killed = kill_and_restart(pool, tmp_path / "killed", run, ranks, steps, kills, seed=5)
     assert killed >= 0.6 * kills
     expected, found = recorded(tmp_path / "whole"), recorded(tmp_path / "killed")
     assert [line[0] for line in found] == list(range(1, steps + 1))

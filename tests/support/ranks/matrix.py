@@ -167,7 +167,7 @@ def every_case() -> list[Case]:
 @cache
 def staged_cases() -> list[Case]:
     """Return those of four ranks with pipeline stages or context parallelism that are legal."""
-    choices = product(
+    choices: Iterator[Any] = product(
         (4,),
         (1, 2),
         (1, 2, 4),
