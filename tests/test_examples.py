@@ -8,9 +8,8 @@ import pytest
 from megamoe.config import load_config
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.size import model_size
-from megamoe.optim.schedule import BatchSchedule
-from megamoe.parallel.zero.deepspeed_config import fill_in, resolve_parallel
-from megamoe.validation.run import check_run
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+from megamoe.validation.run import validate
 
 ROOT = Path(__file__).parents[1]
 NO_RUNS = ("wandb", "tasks", "shared", "lm_eval")  # folders of other YAML files
@@ -25,9 +24,7 @@ def test_example_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_data(monkeypatch)
     config = load_config(path)
     ranks = config.parallel.expert
-    plan = resolve_parallel(config, ranks)
-    check_run(config, plan)
-    fill_in(config, plan, BatchSchedule.from_config(config.train, ranks).accumulation_at(0))
+    assert not list(validate(config, ranks, resolve_parallel(config, ranks)))
 
 
 def without_data(monkeypatch: pytest.MonkeyPatch) -> None:

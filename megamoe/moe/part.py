@@ -106,7 +106,7 @@ class Part(nn.Module):
     choices (`Scored.ranking_TE`); the weights are still the score function's.
 
     A part reads what another part declares, never its name or class. A capability is a word: the name of an
-    extra, one of `CAPABILITIES`, or a plugin's own word. `composition.check_parts` compares what parts
+    extra, one of `CAPABILITIES`, or a plugin's own word. `validation.check_parts` compares what parts
     provide, require and refuse. `examples.example_trees` adds the parts that a part requires.
     """
 

@@ -1,8 +1,14 @@
 """The layout of the ranks: tensor, data, expert and expert tensor parallelism."""
 
+import math
 from dataclasses import dataclass
 
 from megamoe.config.schema import ParallelConfig
+
+
+def fewest_ranks(config: ParallelConfig) -> int:
+    """Return the smallest number of ranks that both divisions of a configuration fit."""
+    return math.lcm(config.tensor, config.expert * config.expert_tensor)
 
 
 @dataclass(frozen=True)

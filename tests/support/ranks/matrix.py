@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import pytest
 
 from megamoe.parallel.layout import Layout
-from megamoe.validation.layout import layout_problems
+from megamoe.validation.layout import misfits
 from tests.support.ranks.runs import WORDS, assert_as_alone, ds_file, small_run
 
 T = TypeVar("T")
@@ -142,7 +142,7 @@ def every_case() -> list[Case]:
         case = Case(*choice)
         layout = Layout(case.ranks, case.tensor, case.expert, case.expert_tensor)
         if layout not in legal:
-            legal[layout] = next(layout_problems(config, layout, "fp32"), None) is None
+            legal[layout] = next(misfits(config, layout, "fp32"), None) is None
         if legal[layout] and (case.tensor > 1 or not case.sequence):
             found.append(case)
     return found
