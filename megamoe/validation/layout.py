@@ -75,8 +75,9 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
     yield "expert", layout.expert, "the number of ranks", layout.ranks
     yield "expert", layout.expert, "moe.num_experts", config.moe.num_experts
     yield "expert_tensor", layout.expert_tensor, "moe.expert_ffn_hidden_size", expert_ffn_size(config)
-    times = f" (with parallel.expert {layout.expert})" if layout.expert > 1 else ""
-    yield "expert_tensor", layout.expert_ranks, f"the number of ranks{times}", layout.ranks
+    if layout.expert_tensor > 1:  # else it is said of `expert`
+        times = f" (with parallel.expert {layout.expert})" if layout.expert > 1 else ""
+        yield "expert_tensor", layout.expert_ranks, f"the number of ranks{times}", layout.ranks
 
 
 def _legal(config: RunConfig, chosen: Layout, precision: Precision | None, key: str) -> str:

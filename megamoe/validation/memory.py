@@ -78,6 +78,7 @@ def memory_problems(
     for parts, limit, place in [*limits, (built, host, of_host)]:
         if sum(parts.values()) > limit:
             yield Problem("memory", _shortage(parts, place))
+            return  # one way out at a time: it changes the other needs too
 
 
 def _built_at_once(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> float:
