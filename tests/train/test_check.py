@@ -1,10 +1,14 @@
 """`--check`: every problem of a configuration at once, on one process, without training."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from megamoe.train.command import main
+from tests.support.tiny import ROOT
 
 Tool = Callable[..., int]
 WRONG = (
@@ -116,3 +120,15 @@ def test_ranks_are_for_a_check_alone(pretrain: Tool, capsys: pytest.CaptureFixtu
 
 def test_a_key_that_is_unknown_comes_first(keys: Callable[..., list[str]]) -> None:
     assert keys("model.hidden_sizes=3", "optimizer.min_lr=1") == ["run.yaml"]
+
+
+def test_the_output_in_the_docs(
+    restored_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    shown = re.findall(r"^\$ python pretrain_gpt_moe\.py (.*)\n((?:(?:error|valid): .*\n)+)", page, re.M)
+    assert len(shown) == 2
+    for command, output in shown:
+        main(command.split())
+        assert "".join(capsys.readouterr()) == output
