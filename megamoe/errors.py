@@ -1,6 +1,8 @@
 """The exception for users' mistakes, and the program's exit codes."""
 
+from collections.abc import Iterable
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class UserError(ValueError):
@@ -10,6 +12,32 @@ class UserError(ValueError):
     Entry points print it without a traceback and exit with code 2. Every other exception is a bug and keeps
     its traceback.
     """
+
+
+class Problem(NamedTuple):
+    """One reason why a run cannot start; as text it is the line of its UserError.
+
+    key: of the configuration, such as `model.head_size`, or the file. message: the value found, what was
+    expected and the way out.
+    """
+
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.message}" if self.message else self.key
+
+    @classmethod
+    def of(cls, error: UserError) -> "Problem":
+        """Return the problem that an error tells; its key is what stands before the first colon."""
+        key, _, message = str(error).partition(": ")
+        return cls(key, message)
+
+
+def raise_first(problems: Iterable[Problem]) -> None:
+    """Raise UserError with the first of the problems, if there is one."""
+    for problem in problems:
+        raise UserError(str(problem))
 
 
 class ExitCode(IntEnum):

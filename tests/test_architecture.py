@@ -71,8 +71,10 @@ VENDORS = {
     "megatron": {"model", "compat"},
     "megatron.core.parallel_state": {"parallel", "parallel.zero", "optim", "checkpoint"},
     "megatron.core.datasets": {"data"},
-    "deepspeed": {"parallel", "parallel.zero", "optim", "checkpoint", "compat", "apps.cluster"},
-    "transformer_engine": {"model", "compat"},
+    "deepspeed": {
+        *("parallel", "parallel.zero", "optim", "checkpoint", "compat", "validation", "apps.cluster")
+    },
+    "transformer_engine": {"model", "compat", "validation"},
     "apex": {"model"},
     "triton": {"kernels"},
     "lm_eval": {"apps.lm_eval"},

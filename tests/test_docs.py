@@ -13,9 +13,8 @@ from megamoe.config import load_config, parse_config
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import build_part
 from megamoe.moe.validation import check_parts
-from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
-from megamoe.validation.run import check_run
+from megamoe.validation.run import validate
 from tests.support import checkpoint
 from tests.support.moe.build import make_hidden, make_layer
 
@@ -131,6 +130,4 @@ def test_example_commands_have_legal_layouts_and_batch_sizes(
 ) -> None:
     monkeypatch.chdir(ROOT)
     run = load_config(config, overrides)
-    plan = resolve_parallel(run, ranks)
-    check_run(run, plan)
-    BatchSchedule.from_config(run.train, plan.layout.data)
+    assert not list(validate(run, ranks, resolve_parallel(run, ranks)))

@@ -2,15 +2,19 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from megamoe.config import load_config
 from megamoe.config.shapes import moe_layer_numbers
+from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.size import model_size
-from megamoe.optim.schedule import BatchSchedule
-from megamoe.parallel.zero.deepspeed_config import fill_in, resolve_parallel
-from megamoe.validation.run import check_run
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+from megamoe.train import resolved
+from megamoe.train.command import main
+from megamoe.validation import memory
+from megamoe.validation.run import validate
 
 ROOT = Path(__file__).parents[1]
 NO_RUNS = ("wandb", "tasks", "shared", "lm_eval")  # folders of other YAML files
@@ -25,9 +29,25 @@ def test_example_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     without_data(monkeypatch)
     config = load_config(path)
     ranks = config.parallel.expert
-    plan = resolve_parallel(config, ranks)
-    check_run(config, plan)
-    fill_in(config, plan, BatchSchedule.from_config(config.train, ranks).accumulation_at(0))
+    assert not list(validate(config, ranks, resolve_parallel(config, ranks)))
+
+
+def test_every_example_passes_the_check(
+    restored_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With data that is taken to be there, on a machine of any size."""
+    monkeypatch.chdir(ROOT)
+    without_data(monkeypatch)
+    made = SimpleNamespace(samples_per_epoch=lambda: 10**9)
+    monkeypatch.setattr(resolved, "source_problems", lambda config: [])
+    monkeypatch.setattr(resolved, "data_vocabulary", lambda config: Vocabulary(DEMO_VOCABULARY, 0, None))
+    monkeypatch.setattr(resolved, "num_added_ids", lambda config, vocabulary: 0)
+    monkeypatch.setattr(resolved, "build_objective", lambda *unused: made)
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    codes = {path.stem: main(["--config", str(path), "--check"]) for path in EXAMPLES}
+    found = capsys.readouterr()
+    assert not any(codes.values()), found.err
+    assert len(found.out.splitlines()) == len(EXAMPLES)
 
 
 def without_data(monkeypatch: pytest.MonkeyPatch) -> None:

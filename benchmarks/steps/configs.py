@@ -4,10 +4,10 @@ from dataclasses import dataclass
 
 from megamoe.config import RunConfig, load_config
 from megamoe.config.shapes import expert_ffn_size, shared_ffn_size
-from megamoe.errors import UserError
+from megamoe.errors import UserError, raise_first
 from megamoe.model.size import mean_choices
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
-from megamoe.validation.run import check_run
+from megamoe.validation.run import validate
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Asked:
         whole = ["parallel.expert=1", "parallel.expert_tensor=1"]
         dense = load_config(self.config, [*overrides, "moe.layers=none", width, *whole])
         for config in (moe, dense):
-            check_run(config, resolve_parallel(config, self.ranks))
+            raise_first(validate(config, self.ranks, resolve_parallel(config, self.ranks)))
         return {"moe": moe, "dense": dense}
 
     def _divided(self, config: RunConfig) -> list[str]:

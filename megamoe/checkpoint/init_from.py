@@ -129,7 +129,7 @@ class InitialWeights:
                 f"{path}: {name}1 and linear_fc2 have biases, which experts do not take; start from a dense "
                 "model trained with model.bias=false"
             )
-        assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: `check_run` has refused others
+        assert isinstance(layer.experts, GroupedExperts)  # of one sub-layer: `validate` has refused others
         up, down = layer.experts.up.data, layer.experts.down.data
         up_name, down_name = f"{ffn}1.weight", f"{ffn}2.weight"
         if down_name not in known:

@@ -9,18 +9,13 @@ from typing import Literal
 import torch
 
 from megamoe.compat.torch_compat import has_bf16_products, widen_bf16_products
-from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, OLDEST, fp8_ability, is_too_old
+from megamoe.compat.transformer_engine_compat import OLDEST, is_too_old
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import (
-    expert_ffn_size,
-    ffn_size,
-    key_size,
     moe_block_numbers,
     moe_layer_numbers,
     num_blocks,
-    query_size,
 )
-from megamoe.errors import UserError
 from megamoe.kernels.choice import Kernels, has_grouped_product, triton_problem
 from megamoe.kernels.library import find_library
 
@@ -109,121 +104,6 @@ def fp8_format(model: ModelConfig) -> Literal["hybrid", "e4m3"] | None:
     if model.fp8 == "none":
         return None
     return model.fp8_format or ("e4m3" if model.fp8 in ("blockwise", "mxfp8") else "hybrid")
-
-
-def check_backends(config: RunConfig, precision: str) -> None:
-    """Refuse backends that this machine does not have, and FP8 if it cannot be used.
-
-    precision: the resolved one, fp32 or bf16.
-
-    Raises:
-        UserError: naming the key, its value and a way out.
-    """
-    model = config.model
-    if model.backend == "transformer_engine" and find_transformer_engine().problem:
-        raise UserError(
-            f"model.backend: found transformer_engine, but {find_transformer_engine().problem}; install "
-            "transformer_engine[pytorch] on a machine with CUDA, or set model.backend: torch"
-        )
-    if model.norm_kernel == "apex":
-        if uses_transformer_engine(model):
-            raise UserError(
-                "model.norm_kernel: found apex, but Transformer Engine brings norms of its own; set "
-                "model.norm_kernel: auto, or model.backend: torch"
-            )
-        if find_apex_norms().problem:
-            raise UserError(
-                f"model.norm_kernel: found apex, but {find_apex_norms().problem}; set model.norm_kernel: auto"
-            )
-    if model.cpu_kernels == "compiled" and find_library()[0] is None:
-        raise UserError(
-            f"model.cpu_kernels: found compiled, but {find_library()[1]}; or set model.cpu_kernels: auto"
-        )
-    if model.gpu_kernels == "triton":
-        _check_triton()
-    _check_fp8_options(model)
-    if model.fp8 != "none":
-        _check_fp8(model, precision)
-        _check_fp8_sizes(config)
-
-
-def _check_triton() -> None:
-    asked = "model.gpu_kernels: found triton"
-    if not has_cuda():
-        raise UserError(f"{asked}, but there is no CUDA device; set model.gpu_kernels: plain")
-    if triton_problem():
-        raise UserError(f"{asked}, but {triton_problem()}; install it, or set model.gpu_kernels: plain")
-
-
-def _check_fp8_options(model: ModelConfig) -> None:
-    if model.fp8_format is not None and model.fp8 == "none":
-        raise UserError(f"model.fp8_format: found {model.fp8_format}, but model.fp8 is none; leave it out")
-    if model.fp8_amax_history is not None and model.fp8 != "delayed":
-        raise UserError(
-            f"model.fp8_amax_history: found {model.fp8_amax_history}, but model.fp8 is {model.fp8}; only "
-            "delayed scaling has a history, leave it out"
-        )
-
-
-def _check_fp8(model: ModelConfig, precision: str) -> None:
-    asked = f"model.fp8: found {model.fp8}"
-    if not uses_transformer_engine(model):
-        why = find_transformer_engine().problem or "model.backend is torch"
-        raise UserError(f"{asked}, which needs Transformer Engine, but {why}; set model.fp8: none")
-    if precision != "bf16":
-        raise UserError(
-            f"{asked}, but the precision is {precision}; FP8 products need bf16 weights: take a "
-            "DeepSpeed file with bf16 (parallel.deepspeed), or set model.fp8: none"
-        )
-    able, reason = fp8_ability(model.fp8)
-    if not able:
-        raise UserError(f"{asked}, but this device cannot: {reason.rstrip('.')}; set another, or none")
-
-
-def _check_fp8_sizes(config: RunConfig) -> None:
-    """Check the sizes of every FP8 product; experts' rows are padded, and the logits are in bf16."""
-    model, parallel, unit = config.model, config.parallel, FP8_MULTIPLE[config.model.fp8]
-    tokens = config.train.micro_batch_size * config.data.sequence_length
-    # (size, the number of ranks that split it)
-    sizes = {
-        "train.micro_batch_size x data.sequence_length": (
-            tokens,
-            parallel.tensor if parallel.sequence else 1,
-        ),
-        "model.hidden_size": (model.hidden_size, parallel.tensor),
-        **{key: (size, parallel.tensor) for key, size in _attention_sizes(model).items()},
-    }
-    if len(moe_block_numbers(config)) < num_blocks(config):
-        sizes["model.ffn_hidden_size"] = ffn_size(model), parallel.tensor
-    if moe_layer_numbers(config):
-        key = "moe.expert_ffn_hidden_size (default: the dense blocks')"
-        sizes[key] = expert_ffn_size(config), parallel.expert_tensor
-    for key, (size, ranks) in sizes.items():
-        if size % (unit * ranks):
-            over = f" x {ranks} ranks" if ranks > 1 else ""
-            raise UserError(
-                f"{key}: {size} is not a multiple of {unit}{over}, which model.fp8: {model.fp8} needs"
-            )
-
-
-def _attention_sizes(model: ModelConfig) -> dict[str, int]:
-    """Return the outputs of attention's linear layers, and the input of its last one, by their keys."""
-    heads, latent = model.num_attention_heads, model.latent
-    if latent is None:
-        return {
-            "query, key and value together (model.head_size, num_query_groups)": query_size(model)
-            + 2 * key_size(model),
-            "attention's output (model.head_size x num_attention_heads)": query_size(model),
-        }
-    sizes = {
-        "model.latent.key_value_rank": latent.key_value_rank,
-        "model.latent.key_value_rank + rope_size": latent.key_value_rank + latent.rope_size,
-        "queries (model.latent.nope_size + rope_size)": heads * (latent.nope_size + latent.rope_size),
-        "keys and values (model.latent.nope_size + value_size)": heads
-        * (latent.nope_size + latent.value_size),
-        "attention's output (model.latent.value_size)": heads * latent.value_size,
-    }
-    return sizes if latent.query_rank is None else {**sizes, "model.latent.query_rank": latent.query_rank}
 
 
 _widened: list[object] = []  # what keeps this process' products in bf16 widened

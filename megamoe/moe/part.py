@@ -106,7 +106,7 @@ class Part(nn.Module):
     choices (`Scored.ranking_TE`); the weights are still the score function's.
 
     A part reads what another part declares, never its name or class. A capability is a word: the name of an
-    extra, one of `CAPABILITIES`, or a plugin's own word. `composition.check_parts` compares what parts
+    extra, one of `CAPABILITIES`, or a plugin's own word. `validation.check_parts` compares what parts
     provide, require and refuse. `examples.example_trees` adds the parts that a part requires.
     """
 
@@ -281,7 +281,7 @@ class Mask(Part):
     A mask that removes nothing in a step returns None, so that the score function is not computed twice.
 
     step_wide: the mask is the same for all tokens of a micro batch, whatever their scores. Such a mask must
-    come before the others (`composition.refuse_late_masks`); after them it could remove a token's last
+    come before the others (`validation.late_mask_problems`); after them it could remove a token's last
     candidates. It also lowers the E that the capacity counts with. A mask that depends on the token never
     does: otherwise a router that sends all tokens to a few experts would raise their capacity.
 

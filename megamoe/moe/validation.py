@@ -2,8 +2,7 @@
 built.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -11,7 +10,7 @@ from torch import nn
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
-from megamoe.errors import UserError
+from megamoe.errors import Problem, raise_first
 from megamoe.moe import suggestions
 from megamoe.moe.part import Candidates, Mask, Part, ScoreFunction, Selector
 from megamoe.moe.suggestions import capabilities, describe, needs, provides, requirements
@@ -218,43 +217,57 @@ BASES = {"mask": Mask, "score_function": ScoreFunction, "selector": Selector}  #
 
 
 def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
-    """Check each part of the layer against the others.
+    """Raise UserError with the first of `part_problems`."""
+    raise_first(part_problems(moe, expert_parallel))
 
-    Raises:
-        UserError: the part's key and name, and why it is refused, or that its class is of another kind.
+
+def part_problems(moe: MoEConfig, expert_parallel: int) -> Iterator[Problem]:
+    """Check each part of the layer against the others; yield the first problem of each.
+
+    If a part cannot say what it provides and requires, or its class is of another kind, the parts are not
+    compared.
     """
     chosen = list(chosen_parts(moe))
+    declaring = [problem for key, choice in chosen if (problem := _problem(key, choice, _declare, moe))]
+    yield from declaring
+    if declaring:
+        return
     for key, choice in chosen:
-        part, base = get_part(choice.kind, choice.name), BASES.get(choice.kind, Part)
-        if not issubclass(part, base):
-            raise UserError(f"{key}: {choice.name}: expected a subclass of megamoe.moe.part.{base.__name__}")
-        with _with_key(key, choice):
-            declared(choice, moe.num_experts)  # raises here, with this part's key, if it cannot say
-    for key, choice in chosen:
-        with _with_key(key, choice):
-            if choice.kind == "loss":
-                _check_loss(key.rpartition(".")[2], choice.options)
-            refuse_misfits(choice, moe)
-            get_part(choice.kind, choice.name).check(choice.options, moe, expert_parallel)
-            if choice.kind == "mask":
-                refuse_same_draw(choice, moe)
-                refuse_one_candidate(choice, moe)
-    refuse_late_masks(moe)
+        if problem := _problem(key, choice, _compare, moe, key, expert_parallel):
+            yield problem
+    yield from late_mask_problems(moe)
 
 
-@contextmanager
-def _with_key(key: str, choice: PartChoice) -> Iterator[None]:
-    """Turn what a part's check raises into a UserError with the part's key and name, but for our own bugs."""
+def _declare(choice: PartChoice, moe: MoEConfig) -> None:
+    base = BASES.get(choice.kind, Part)
+    if not issubclass(get_part(choice.kind, choice.name), base):
+        raise ValueError(f"expected a subclass of megamoe.moe.part.{base.__name__}")
+    declared(choice, moe.num_experts)  # raises here, with this part's key, if it cannot say
+
+
+def _compare(choice: PartChoice, moe: MoEConfig, key: str, expert_parallel: int) -> None:
+    if choice.kind == "loss":
+        _check_loss(key.rpartition(".")[2], choice.options)
+    refuse_misfits(choice, moe)
+    get_part(choice.kind, choice.name).check(choice.options, moe, expert_parallel)
+    if choice.kind == "mask":
+        refuse_same_draw(choice, moe)
+        refuse_one_candidate(choice, moe)
+
+
+def _problem(key: str, choice: PartChoice, check: Callable[..., None], *arguments: Any) -> Problem | None:
+    """Return what a check of a part raises, under the part's key and name; our own bugs are raised."""
     part = get_part(choice.kind, choice.name)
-    named = key if key == f"moe.losses.{choice.name}" else f"{key}: {choice.name}"
+    named = "" if key == f"moe.losses.{choice.name}" else f"{choice.name}: "
     try:
-        yield
+        check(choice, *arguments)
     except ValueError as error:
-        raise UserError(f"{named}: {' '.join(str(error).split())}") from None
+        return Problem(key, f"{named}{' '.join(str(error).split())}")
     except Exception as error:
         if is_ours(part):
             raise
-        raise UserError(f"{named}: its check failed{failure_of(part, error)}") from error
+        return Problem(key, f"{named}its check failed{failure_of(part, error)}")
+    return None
 
 
 def _check_loss(name: str, options: Any) -> None:
@@ -264,14 +277,15 @@ def _check_loss(name: str, options: Any) -> None:
         raise ValueError(f"weight is {options.weight}, expected at least 0")
 
 
-def refuse_late_masks(moe: MoEConfig) -> None:
-    """Raise UserError if a step-wide mask comes after one that depends on the token."""
+def late_mask_problems(moe: MoEConfig) -> Iterator[Problem]:
+    """Yield the step-wide masks that come after one that depends on the token."""
     first: str | None = None
     for place, choice in enumerate(moe.router.masks):
         if not get_part("mask", choice.name).step_wide:
             first = first or choice.name
         elif first is not None:
-            raise UserError(
-                f"moe.router.masks.{place}: {choice.name}: takes the same experts from all tokens, "
-                f"and after {first} might leave a token without any; put it before {first}"
+            yield Problem(
+                f"moe.router.masks.{place}",
+                f"{choice.name}: takes the same experts from all tokens, and after {first} might leave a "
+                f"token without any; put it before {first}",
             )

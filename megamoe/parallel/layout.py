@@ -1,8 +1,14 @@
 """The layout of the ranks: pipeline, data, context, tensor, expert and expert tensor parallelism."""
 
+import math
 from dataclasses import dataclass
 
 from megamoe.config.schema import ParallelConfig
+
+
+def fewest_ranks(config: ParallelConfig) -> int:
+    """Return the smallest number of ranks that both divisions of a configuration fit."""
+    return math.lcm(config.tensor, config.expert * config.expert_tensor)
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,11 @@ class Layout:
     def stage_ranks(self) -> int:
         """The number of ranks of one pipeline stage, which are consecutive."""
         return self.ranks // self.pipeline
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether pipeline, context and tensor parallelism divide the ranks."""
+        return self.ranks % (self.pipeline * self.context * self.tensor) == 0
 
     @property
     def data(self) -> int:

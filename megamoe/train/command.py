@@ -6,15 +6,20 @@ torchrun --nproc-per-node 2 pretrain_gpt_moe.py --config examples/demo.yaml trai
 Without a clone, an installed package offers the same:
 
 megamoe train --config run.yaml [section.key=value ...]
+megamoe train --config run.yaml --check    # every problem of the configuration, without training
 torchrun --nproc-per-node 2 -m megamoe --config run.yaml [section.key=value ...]
 """
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 
+from megamoe.errors import ExitCode, UserError
 from megamoe.parallel.parent_death import end_with_launcher
 from megamoe.resilience.error_reporting import exit_process, report_error
+
+MOST_RANKS = 1 << 17  # that --check compares a layout with
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -29,6 +34,8 @@ def main(arguments: list[str] | None = None) -> int:
 
         check_versions()
         configure_libraries()
+        if options.check or options.ranks is not None:
+            return _check(options, overrides)
         from megamoe.parallel.rank_consistency import raise_on_all_ranks
 
         with raise_on_all_ranks({}):
@@ -38,6 +45,36 @@ def main(arguments: list[str] | None = None) -> int:
         return train(config)
     except (Exception, KeyboardInterrupt, SystemExit) as error:
         return report_error(error)
+
+
+def _check(options: argparse.Namespace, overrides: list[str]) -> int:
+    """Print every problem of the run, or one line that it is valid; return the exit code.
+
+    Nothing is built and no rank is started. Without --ranks the number is the launcher's, or without a
+    launcher the fewest that the layout needs.
+    """
+    from megamoe.config import load_config
+    from megamoe.parallel.launch import find_world
+    from megamoe.parallel.layout import fewest_ranks
+    from megamoe.train.resolved import examine
+
+    if not options.check:
+        raise UserError(f"--ranks: found {options.ranks}, which is for --check alone; leave it out")
+    config, world, size = load_config(options.config, overrides), find_world(), options.ranks
+    if size is None:
+        size = world.size if world.size > 1 else fewest_ranks(config.parallel)
+    if not 0 < size <= MOST_RANKS:
+        raise UserError(f"--ranks: found {size:,}, expected 1 to {MOST_RANKS:,}")
+    problems, run = examine(config, size, replace(world, size=size))
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    if run is None or problems:
+        return ExitCode.MISTAKE
+    layout, plan = run.plan.layout, run.plan
+    sizes = f"data {layout.data}, tensor {layout.tensor}, expert {layout.expert} x {layout.expert_tensor}"
+    kind = f"ZeRO {plan.stage}, {plan.precision}, {run.steps:,} steps"
+    print(f"valid: {options.config} on {size} rank{'s' * (size > 1)} ({sizes}), {kind}")
+    return ExitCode.FINISHED
 
 
 def run() -> None:
@@ -56,6 +93,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", required=True, help="the run's YAML")
     parser.add_argument(
         "--resume", action="store_true", help="go on with the run's latest checkpoint, if any"
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="print every problem of the configuration, and do not train"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="N", help="with --check: for so many ranks (the fewest of the layout)"
     )
     parser.add_argument(
         "--local_rank", "--local-rank", help=argparse.SUPPRESS

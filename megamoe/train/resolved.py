@@ -1,18 +1,23 @@
 """The resolved run: everything that follows from the configuration and the number of ranks."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import Problem, UserError, raise_first
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.optim.schedule import BatchSchedule, run_steps
+from megamoe.parallel.launch import World
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
 from megamoe.train.objective import build_objective, data_vocabulary, num_added_ids, sample_tokens
-from megamoe.validation.objective import check_sources
-from megamoe.validation.run import check_run
+from megamoe.validation.memory import memory_problems
+from megamoe.validation.objective import objective_problems, source_problems
+from megamoe.validation.run import validate, warmup_problems
 
 
 @dataclass(frozen=True)
@@ -49,17 +54,65 @@ class ResolvedRun:
         return filled
 
 
-def resolve_run(config: RunConfig, ranks: int) -> ResolvedRun:
+def resolve_run(config: RunConfig, ranks: int, world: World | None = None) -> ResolvedRun:
     """Check the configuration and compute what follows from it; no rank is started yet.
 
+    world: see `examine`.
+
     Raises:
-        UserError: naming the key, if the configuration cannot run.
+        UserError: with the first problem, if the configuration cannot run.
     """
-    plan = resolve_parallel(config, ranks)
-    check_run(config, plan)
-    check_sources(config)
+    problems, run = examine(config, ranks, world)
+    raise_first(problems)
+    assert run is not None
+    return run
+
+
+def examine(
+    config: RunConfig, ranks: int, world: World | None = None
+) -> tuple[list[Problem], ResolvedRun | None]:
+    """Return every reason why a run on so many ranks cannot start, and the run if there is none.
+
+    The data is read once its kind fits the objective. What needs a run that is right so far comes last: the
+    length in epochs, and the memory.
+
+    world: with it, the least memory that a rank needs is compared with this machine's.
+    """
+    problems: list[Problem] = []
+    plan, vocabulary, run = None, None, None
+    with _noted(problems):
+        plan = resolve_parallel(config, ranks)
+    problems += validate(config, ranks, plan)
+    if not any(objective_problems(config)):
+        sources = list(source_problems(config))
+        problems += sources
+        with _noted(problems):
+            vocabulary = None if sources else _vocabulary(config)
+    if problems or plan is None or vocabulary is None:
+        return problems, None
+    with _noted(problems):
+        run = _resolved(config, plan, vocabulary)
+        problems += warmup_problems(config, run.steps)
+        problems += () if world is None else memory_problems(config, plan, world, vocabulary.size)
+    return problems, run
+
+
+@contextmanager
+def _noted(problems: list[Problem]) -> Iterator[None]:
+    """Add a UserError to the problems."""
+    try:
+        yield
+    except UserError as error:
+        problems.append(Problem.of(error))
+
+
+def _vocabulary(config: RunConfig) -> Vocabulary:
+    """Return the vocabulary of the data, and after it the objective's own ids."""
     vocabulary = data_vocabulary(config)
-    vocabulary = vocabulary.with_added(num_added_ids(config, vocabulary), config.model.vocab_size)
+    return vocabulary.with_added(num_added_ids(config, vocabulary), config.model.vocab_size)
+
+
+def _resolved(config: RunConfig, plan: ParallelPlan, vocabulary: Vocabulary) -> ResolvedRun:
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
     objective = build_objective(config, vocabulary)
     steps = run_steps(config, schedule, objective.samples_per_epoch)

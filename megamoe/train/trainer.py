@@ -47,7 +47,6 @@ from megamoe.train.speed import Speed, stage_metrics
 from megamoe.train.start_model import start_model
 from megamoe.train.step import evaluate, train_step
 from megamoe.train.step_record import StepRecord
-from megamoe.validation.memory import check_memory
 
 
 @dataclass
@@ -148,12 +147,11 @@ class Trainer:
         """
         config = self.config
         facts.update(facts_of_start(config, self.world))
-        self.run: ResolvedRun = resolve_run(config, self.world.size)
+        self.run: ResolvedRun = resolve_run(config, self.world.size, self.world)
         widen_products(self.run.plan.precision, self.world.device)
         if self.world.device.type == "cpu" and config.model.keep_freed_memory:
             keep_freed_memory()
         self.callbacks = Callbacks(config.train.callbacks)
-        check_memory(config, self.run.plan, self.world, self.run.vocabulary.size)
         self.folder: RunFolder = choose_run_folder(config)
         resume_from = self.folder.resume_from
         if resume_from is not None:

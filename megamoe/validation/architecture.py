@@ -1,9 +1,11 @@
-"""Checks of the model's architecture, its rotary positions and the positions of its MoE layers."""
+"""Checks of the model's architecture, its attention, its positions and the places of its MoE layers."""
+
+from collections.abc import Iterator
 
 from megamoe.config.model_schema import LatentConfig, ModelConfig, RotaryConfig
 from megamoe.config.schema import RunConfig, StackLayersConfig
 from megamoe.config.shapes import Stack, has_input_bias, head_size, stacks
-from megamoe.errors import UserError
+from megamoe.errors import Problem
 from megamoe.kernels.attention.rotary import YarnScaling
 
 # The keys that each scaling needs, and those that it may have.
@@ -17,73 +19,87 @@ YARN_ONLY = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_fa
 SCALING_KEYS = (*NEEDED["llama3"], *YARN_ONLY)
 
 
-def check_rotary(model: ModelConfig) -> None:
-    """Refuse rotary positions that nothing reads, that lack a key, or that turn an odd number of columns.
-
-    Raises:
-        UserError: naming the key, its value and the way out.
-    """
+def size_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yield the problems of the heads' sizes and of the rotary positions, which turn their columns."""
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    divides = model.head_size is not None or model.latent is not None or model.hidden_size % heads == 0
+    if not divides:
+        yield Problem(
+            "model.hidden_size", f"{model.hidden_size} does not divide by model.num_attention_heads {heads}"
+        )
+    if groups is not None and heads % groups:
+        yield Problem(
+            "model.num_attention_heads", f"{heads} does not divide by model.num_query_groups {groups}"
+        )
     if model.latent is not None:
-        _check_latent(model, model.latent)
-    if model.position != "rope":
-        if model.rotary != RotaryConfig():
-            raise UserError(
-                f"model.rotary: found keys, but model.position is {model.position}; leave them out, or set "
-                "model.position: rope"
-            )
-        return
-    _check_scaling(model)
-    if model.latent is None:
-        _check_columns(model)
+        yield from _latent_problems(model, model.latent)
+    if model.position == "rope":
+        yield from _scaling_problems(model)
+        if model.latent is None and divides:
+            yield from _column_problems(model)
+    elif model.rotary != RotaryConfig():
+        yield Problem(
+            "model.rotary",
+            f"found keys, but model.position is {model.position}; leave them out, or set model.position: "
+            "rope",
+        )
 
 
-def _check_scaling(model: ModelConfig) -> None:
+def _scaling_problems(model: ModelConfig) -> Iterator[Problem]:
     rotary = model.rotary
     needed = NEEDED[rotary.scaling]
     known = (*needed, *(YARN_ONLY if rotary.scaling == "yarn" else ()))
     for key in SCALING_KEYS:
         value = getattr(rotary, key)
         if value is not None and key not in known:
-            raise UserError(
-                f"model.rotary.{key}: found {value}, which scaling {rotary.scaling} does not read; leave it "
-                "out, or set model.rotary.scaling"
+            yield Problem(
+                f"model.rotary.{key}",
+                f"found {value}, which scaling {rotary.scaling} does not read; leave it out, or set "
+                "model.rotary.scaling",
             )
         if value is None and key in needed:
-            raise UserError(f"model.rotary.{key}: scaling {rotary.scaling} needs it, found none; give it")
+            yield Problem(f"model.rotary.{key}", f"scaling {rotary.scaling} needs it, found none; give it")
     low, high = rotary.low_frequency_factor, rotary.high_frequency_factor
     if low is not None and high is not None and low >= high:
-        raise UserError(
-            f"model.rotary.low_frequency_factor: found {low}, expected less than high_frequency_factor {high}"
+        yield Problem(
+            "model.rotary.low_frequency_factor",
+            f"found {low}, expected less than high_frequency_factor {high}",
         )
     fast = rotary.beta_fast or YarnScaling.beta_fast
     slow = rotary.beta_slow or YarnScaling.beta_slow
     if rotary.scaling == "yarn" and fast <= slow:
-        raise UserError(
-            f"model.rotary.beta_fast: found {fast:g}, expected more than beta_slow {slow:g}; a pair that "
-            "turns more often than beta_fast keeps its frequency"
+        yield Problem(
+            "model.rotary.beta_fast",
+            f"found {fast:g}, expected more than beta_slow {slow:g}; a pair that turns more often than "
+            "beta_fast keeps its frequency",
         )
     if rotary.scaling == "yarn" and model.rope_base <= 1:
-        raise UserError(f"model.rope_base: found {model.rope_base}; scaling yarn needs one above 1")
+        yield Problem("model.rope_base", f"found {model.rope_base}; scaling yarn needs one above 1")
 
 
-def _check_columns(model: ModelConfig) -> None:
+def _column_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yield the problems of the columns that turn; the heads' sizes must be whole."""
     size = head_size(model)
     turning = int(size * model.rotary.share)
-    if turning == size and size % 2:
-        if model.head_size is not None:
-            raise UserError(f"model.head_size: {model.head_size} is odd; rope needs an even one")
-        raise UserError(
-            f"model.hidden_size {model.hidden_size} over {model.num_attention_heads} heads makes heads of "
-            f"odd size {size}; rope needs an even one"
+    if turning % 2 == 0 and turning:
+        return
+    if turning < size or not turning:
+        yield Problem(
+            "model.rotary.share",
+            f"{model.rotary.share} of heads of size {size} is {turning} columns; expected an even number "
+            "above 0",
         )
-    if turning % 2 or turning == 0:
-        raise UserError(
-            f"model.rotary.share: {model.rotary.share} of heads of size {size} is {turning} columns; "
-            "expected an even number above 0"
+    elif model.head_size is not None:
+        yield Problem("model.head_size", f"{model.head_size} is odd; rope needs an even one")
+    else:
+        yield Problem(
+            "model.hidden_size",
+            f"{model.hidden_size} over {model.num_attention_heads} heads makes heads of odd size {size}; "
+            "rope needs an even one",
         )
 
 
-def _check_latent(model: ModelConfig, latent: LatentConfig) -> None:
+def _latent_problems(model: ModelConfig, latent: LatentConfig) -> Iterator[Problem]:
     attention, groups, needs = model.attention, model.num_query_groups, "latent attention (model.latent)"
     found = {
         "architecture": (model.architecture, model.architecture != "encoder_decoder", "decoder or encoder"),
@@ -96,181 +112,170 @@ def _check_latent(model: ModelConfig, latent: LatentConfig) -> None:
     }
     for key, (value, fits, expected) in found.items():
         if not fits:
-            raise UserError(f"model.{key}: found {value}, but {needs} needs {expected}; leave one out")
+            yield Problem(f"model.{key}", f"found {value}, but {needs} needs {expected}; leave one out")
     if has_input_bias(model):
-        raise UserError(
-            f"model.attention.input_bias (default: model.bias): found true, but {needs} has none; set it to "
-            "false"
+        yield Problem(
+            "model.attention.input_bias",
+            f"found true (default: model.bias), but {needs} has none; set it to false",
         )
     if latent.rope_size % 2:
-        raise UserError(f"model.latent.rope_size: found {latent.rope_size}, expected an even number")
+        yield Problem("model.latent.rope_size", f"found {latent.rope_size}, expected an even number")
 
 
-def check_architecture(config: RunConfig) -> None:
-    """Refuse keys that belong to another architecture, and a transform that is not there.
-
-    Raises:
-        UserError: naming the key and the way out.
-    """
-    check_variants(config)
-    model, layers = config.model, config.moe.layers
-    found = f"model.architecture {model.architecture}"
+def architecture_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield keys that belong to another architecture, and factors that exclude each other."""
+    yield from _variant_problems(config)
+    model = config.model
+    found = f"found model.architecture {model.architecture}"
     if model.head_transform and model.architecture != "encoder":
-        raise UserError(f"model.head_transform: true is for an encoder, found {found}; set it to false")
+        yield Problem("model.head_transform", f"true is for an encoder, {found}; set it to false")
     if model.num_labels is not None and model.architecture != "encoder":
-        raise UserError(
-            f"model.num_labels: {model.num_labels} is for an encoder, found {found}; leave it out"
-        )
-    if model.num_labels is not None and model.head_transform:
-        raise UserError(
-            "model.head_transform: true is for a head that predicts tokens; with model.num_labels set it to "
-            "false, or take model.pooler"
-        )
+        yield Problem("model.num_labels", f"{model.num_labels} is for an encoder, {found}; leave it out")
     pools = model.pooler or model.pooling != ModelConfig().pooling
-    if model.num_labels is None and (pools or model.predicts != ModelConfig().predicts):
-        raise UserError(
-            "model.pooler, model.pooling, model.predicts: are for labels; give model.num_labels, or leave "
-            "them out"
-        )
     if model.num_labels is not None:
-        _check_outputs(model, model.num_labels, pools)
-    if model.architecture == "encoder_decoder":
-        if layers.every or layers.at or layers.insert_after:
-            raise UserError(
-                f"moe.layers: {found} has two stacks; give the positions under moe.layers.encoder and "
-                "moe.layers.decoder, such as {decoder: {every: 2}}"
-            )
-        if model.num_query_groups not in (None, model.num_attention_heads):
-            raise UserError(
-                f"model.num_query_groups: {model.num_query_groups}, but Megatron-Core's cross attention has "
-                "no query groups; leave it out"
-            )
-        return
-    if model.encoder_layers is not None:
-        raise UserError(
-            f"model.encoder_layers: {model.encoder_layers} is for an encoder_decoder, found {found}; the "
-            "blocks of its only stack are model.num_layers"
+        yield from _label_problems(model, model.num_labels, pools)
+    elif pools or model.predicts != ModelConfig().predicts:
+        yield Problem(
+            "model.pooler, model.pooling, model.predicts",
+            "are for labels; give model.num_labels, or leave them out",
         )
-    for key, value in (("encoder", layers.encoder), ("decoder", layers.decoder)):
-        if value is not None:
-            raise UserError(
-                f"moe.layers.{key}: {found} has one stack; give the positions directly under moe.layers"
+    if model.architecture == "encoder_decoder":
+        if model.num_query_groups not in (None, model.num_attention_heads):
+            yield Problem(
+                "model.num_query_groups",
+                f"{model.num_query_groups}, but Megatron-Core's cross attention has no query groups; leave "
+                "it out",
             )
+    elif model.encoder_layers is not None:
+        yield Problem(
+            "model.encoder_layers",
+            f"{model.encoder_layers} is for an encoder_decoder, {found}; the blocks of its only stack are "
+            "model.num_layers",
+        )
 
 
-def _check_outputs(model: ModelConfig, outputs: int, pools: bool) -> None:
-    """Check the number of outputs against what they predict."""
+def _label_problems(model: ModelConfig, outputs: int, pools: bool) -> Iterator[Problem]:
+    """Yield the problems of a head that predicts labels."""
+    if model.head_transform:
+        yield Problem(
+            "model.head_transform",
+            "true is for a head that predicts tokens; with model.num_labels set it to false, or take "
+            "model.pooler",
+        )
     expected = {"number": 1, "span": 2}.get(model.predicts)
     if outputs < 2 if expected is None else outputs != expected:
         wanted = "at least 2" if expected is None else str(expected)
-        raise UserError(
-            f"model.num_labels: found {outputs}, but model.predicts {model.predicts} expects {wanted}"
+        yield Problem(
+            "model.num_labels", f"found {outputs}, but model.predicts {model.predicts} expects {wanted}"
         )
     if pools and model.predicts in ("tags", "span"):
-        raise UserError(
-            f"model.pooler, model.pooling: are for what a whole text has, found model.predicts "
-            f"{model.predicts}; leave them out"
+        yield Problem(
+            "model.pooler, model.pooling",
+            f"are for what a whole text has, found model.predicts {model.predicts}; leave them out",
         )
 
 
-def check_attention(model: ModelConfig) -> None:
-    """Refuse variants of attention that do not fit together, or another architecture.
-
-    Raises:
-        UserError: naming the key, its value and the way out.
-    """
+def attention_problems(model: ModelConfig) -> Iterator[Problem]:
+    """Yield variants of attention that do not fit together, or another architecture."""
     attention = model.attention
     variants = {"window": attention.window, "sinks": attention.sinks, "soft_cap": attention.soft_cap}
-    for key, value in variants.items():
-        if not value:
-            continue
-        asked = f"model.attention.{key}: found {str(value).lower()}"
-        if model.architecture != "decoder":
-            raise UserError(
-                f"{asked}, which is for causal attention of a decoder, but model.architecture is "
-                f"{model.architecture}; leave it out"
+    for name, value in variants.items():
+        key, found = f"model.attention.{name}", f"found {str(value).lower()}"
+        if value and model.architecture != "decoder":
+            yield Problem(
+                key,
+                f"{found}, which is for causal attention of a decoder, but model.architecture is "
+                f"{model.architecture}; leave it out",
             )
-        if model.attention_dropout:
-            raise UserError(
-                f"{asked} beside model.attention_dropout {model.attention_dropout:g}, which such attention "
-                "does not have; set model.attention_dropout: 0"
+        if value and model.attention_dropout:
+            yield Problem(
+                key,
+                f"{found} beside model.attention_dropout {model.attention_dropout:g}, which such attention "
+                "does not have; set model.attention_dropout: 0",
             )
-    _check_window_blocks(model)
-
-
-def _check_window_blocks(model: ModelConfig) -> None:
-    blocks = model.attention.window_blocks
+    blocks = attention.window_blocks
     if blocks is None:
         return
-    asked = f"model.attention.window_blocks: found {blocks}"
-    if model.attention.window is None:
-        raise UserError(f"{asked}, but model.attention.window is not set; give a window, or leave them out")
+    key, found = "model.attention.window_blocks", f"found {blocks}"
+    if attention.window is None:
+        yield Problem(
+            key, f"{found}, but model.attention.window is not set; give a window, or leave them out"
+        )
     if len({*blocks}) < len(blocks) or not blocks:
-        raise UserError(f"{asked}; expected at least one block, each once, or no such key for all blocks")
-    if max(blocks) > model.num_layers:
-        raise UserError(
-            f"{asked}, but the model has {model.num_layers} blocks (model.num_layers; counted from 1)"
+        yield Problem(key, f"{found}; expected at least one block, each once, or no such key for all blocks")
+    elif max(blocks) > model.num_layers:
+        yield Problem(
+            key, f"{found}, but the model has {model.num_layers} blocks (model.num_layers; counted from 1)"
         )
 
 
-def check_variants(config: RunConfig) -> None:
-    """Refuse factors that exclude each other, and multi-token prediction where there is nothing to predict.
-
-    Raises:
-        UserError: naming the key and the way out.
-    """
+def _variant_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield factors that exclude each other, and multi-token prediction with nothing to predict."""
     model = config.model
-    found = f"model.architecture {model.architecture}"
-    depth = model.multi_token_prediction.depth
+    depth, key = model.multi_token_prediction.depth, "model.multi_token_prediction.depth"
     if depth and model.architecture != "decoder":
-        raise UserError(
-            f"model.multi_token_prediction.depth: {depth} is for a decoder, found {found}; set it to 0"
+        yield Problem(
+            key, f"{depth} is for a decoder, found model.architecture {model.architecture}; set it to 0"
         )
     if depth >= config.data.sequence_length:
-        raise UserError(
-            f"model.multi_token_prediction.depth: {depth} predicts nothing in sequences of "
-            f"{config.data.sequence_length} tokens (data.sequence_length); choose a smaller one"
+        yield Problem(
+            key,
+            f"{depth} predicts nothing in sequences of {config.data.sequence_length} tokens "
+            "(data.sequence_length); choose a smaller one",
         )
     if model.num_labels is not None and (model.logit_scale != 1 or model.logit_soft_cap is not None):
-        raise UserError(
-            "model.logit_scale, model.logit_soft_cap: are for a head that predicts tokens; with "
-            "model.num_labels leave them out"
+        yield Problem(
+            "model.logit_scale, model.logit_soft_cap",
+            "are for a head that predicts tokens; with model.num_labels leave them out",
         )
     if model.scale_embeddings and model.embedding_scale is not None:
-        raise UserError(
-            f"model.embedding_scale: found {model.embedding_scale:g} beside model.scale_embeddings, which "
-            "multiplies by sqrt(hidden_size); leave one of them out"
+        yield Problem(
+            "model.embedding_scale",
+            f"found {model.embedding_scale:g} beside model.scale_embeddings, which multiplies by "
+            "sqrt(hidden_size); leave one of them out",
         )
 
 
-def check_positions(config: RunConfig) -> None:
-    """Check that the blocks named for MoE layers exist, each once.
-
-    Raises:
-        UserError: naming the key, the block and the number of blocks.
-    """
+def position_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield places of MoE layers that the architecture does not have, and blocks that do not exist."""
+    layers, two = config.moe.layers, config.model.architecture == "encoder_decoder"
+    found = f"model.architecture {config.model.architecture}"
+    if two and (layers.every or layers.at or layers.insert_after):
+        yield Problem(
+            "moe.layers",
+            f"{found} has two stacks; give the positions under moe.layers.encoder and moe.layers.decoder, "
+            "such as {decoder: {every: 2}}",
+        )
+    for key, value in (("encoder", layers.encoder), ("decoder", layers.decoder)):
+        if value is not None and not two:
+            yield Problem(
+                f"moe.layers.{key}",
+                f"{found} has one stack; give the positions directly under moe.layers",
+            )
     for stack in stacks(config):
-        two = config.model.architecture == "encoder_decoder"
         prefix = f"moe.layers.{stack.name}" if two else "moe.layers"
         size = "encoder_layers" if two and stack.name == "encoder" else "num_layers"
-        _check_stack(stack, stack.layers, prefix, f"model.{size}")
+        yield from _stack_problems(stack, stack.layers, prefix, f"model.{size}")
 
 
-def _check_stack(stack: Stack, layers: StackLayersConfig, prefix: str, size_key: str) -> None:
+def _stack_problems(stack: Stack, layers: StackLayersConfig, prefix: str, size_key: str) -> Iterator[Problem]:
     for key, blocks in (("at", layers.at), ("insert_after", layers.insert_after)):
         if any(block > stack.num_layers for block in blocks):
-            raise UserError(
-                f"{prefix}.{key}: block {max(blocks)} does not exist, the model has "
-                f"{stack.num_layers} ({size_key}; blocks are counted from 1)"
+            yield Problem(
+                f"{prefix}.{key}",
+                f"block {max(blocks)} does not exist, the model has {stack.num_layers} ({size_key}; blocks "
+                "are counted from 1)",
             )
     if layers.every and layers.every > stack.num_layers:
-        raise UserError(
-            f"{prefix}.every: {layers.every} is more than {size_key} {stack.num_layers}, "
-            "so no block would be MoE; for a dense model say moe.layers: none"
+        yield Problem(
+            f"{prefix}.every",
+            f"{layers.every} is more than {size_key} {stack.num_layers}, so no block would be MoE; for a "
+            "dense model say moe.layers: none",
         )
     twice = set(layers.insert_after) & set(stack.moe_blocks)
     if twice:
-        raise UserError(
-            f"{prefix}.insert_after: block {min(twice)} is MoE itself ({prefix}.at or every); insert "
-            "after another block, or take this one out of those"
+        yield Problem(
+            f"{prefix}.insert_after",
+            f"block {min(twice)} is MoE itself ({prefix}.at or every); insert after another block, or take "
+            "this one out of those",
         )

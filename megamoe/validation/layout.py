@@ -5,33 +5,25 @@ from itertools import product
 
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers, num_blocks
-from megamoe.errors import UserError
+from megamoe.errors import Problem
 from megamoe.parallel.layout import Layout
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM needs rows of a multiple of this
 KEYS = ("tensor", "expert", "expert_tensor", "pipeline", "context")
 
 
-def check_layout(config: RunConfig, layout: Layout, precision: Precision) -> None:
-    """Refuse a layout that does not fit the ranks or the model.
-
-    Raises:
-        UserError: naming the key, its value and the reason, with the legal values.
-    """
+def layout_problems(config: RunConfig, layout: Layout, precision: Precision | None) -> Iterator[Problem]:
+    """Yield why a layout does not fit the ranks or the model, with the legal values."""
     parallel = config.parallel
     if parallel.sequence and parallel.tensor == 1:
-        raise UserError("parallel.sequence: true needs parallel.tensor above 1; set it to false")
-    found = next(layout_problems(config, layout, precision), None)
-    if found is None:
-        return
-    key, problem = found
-    raise UserError(
-        f"parallel.{key}: {getattr(parallel, key)} {problem}; {_legal(config, layout, precision, key)}"
-    )
+        yield Problem("parallel.sequence", "true needs parallel.tensor above 1; set it to false")
+    for key, reason in misfits(config, layout, precision):
+        legal = _legal(config, layout, precision, key)
+        yield Problem(f"parallel.{key}", f"{getattr(parallel, key)} {reason}; {legal}")
 
 
-def layout_problems(config: RunConfig, layout: Layout, precision: Precision) -> Iterator[tuple[str, str]]:
-    """Return (key of `parallel`, what is wrong with its value) for every problem."""
+def misfits(config: RunConfig, layout: Layout, precision: Precision | None) -> Iterator[tuple[str, str]]:
+    """Yield (key of `parallel`, what is wrong with its value)."""
     for key, unit, by_key, size in _divisions(config, layout):
         if size % unit:
             yield key, f"does not divide {by_key} {size}"
@@ -57,8 +49,10 @@ def layout_problems(config: RunConfig, layout: Layout, precision: Precision) -> 
         )
 
 
-def row_unit(precision: Precision) -> int:
-    """Return the number that the sizes of grouped products must be a multiple of."""
+def row_unit(precision: Precision | None) -> int:
+    """Return the number that the sizes of grouped products must be a multiple of; 1 if none is known."""
+    if precision is None:
+        return 1
     return GROUPED_ROW_BYTES // (4 if precision == "fp32" else 2)
 
 
@@ -87,11 +81,12 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
     yield "expert", layout.expert, name, ranks
     yield "expert", layout.expert, "moe.num_experts", config.moe.num_experts
     yield "expert_tensor", layout.expert_tensor, "moe.expert_ffn_hidden_size", expert_ffn_size(config)
-    times = f" (with parallel.expert {layout.expert})" if layout.expert > 1 else ""
-    yield "expert_tensor", layout.expert_ranks, f"{name}{times}", ranks
+    if layout.expert_tensor > 1:  # else it is said of `expert`
+        times = f" (with parallel.expert {layout.expert})" if layout.expert > 1 else ""
+        yield "expert_tensor", layout.expert_ranks, f"{name}{times}", ranks
 
 
-def _legal(config: RunConfig, chosen: Layout, precision: Precision, key: str) -> str:
+def _legal(config: RunConfig, chosen: Layout, precision: Precision | None, key: str) -> str:
     """Return the legal values of the key; if there are none, all legal layouts."""
     ranks = chosen.ranks
     sizes = {name: [getattr(chosen, name)] for name in KEYS}
@@ -106,10 +101,10 @@ def _legal(config: RunConfig, chosen: Layout, precision: Precision, key: str) ->
 
 
 def _legal_among(
-    config: RunConfig, precision: Precision, ranks: int, sizes: dict[str, list[int]]
+    config: RunConfig, precision: Precision | None, ranks: int, sizes: dict[str, list[int]]
 ) -> list[Layout]:
     layouts = [Layout(ranks, *choice) for choice in product(*(sizes[key] for key in KEYS))]
-    return [layout for layout in layouts if next(layout_problems(config, layout, precision), None) is None]
+    return [layout for layout in layouts if next(misfits(config, layout, precision), None) is None]
 
 
 def _divisors(ranks: int) -> list[int]:

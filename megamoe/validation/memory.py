@@ -3,12 +3,13 @@ start.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 
 from megamoe.config import RunConfig
 from megamoe.config.shapes import moe_layer_numbers, num_blocks, padded_vocab_size
-from megamoe.errors import UserError
+from megamoe.errors import Problem, UserError
 from megamoe.host_memory import available_bytes
 from megamoe.model.size import ModelSize
 from megamoe.model.stage import least_stage
@@ -43,14 +44,13 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)
 
 
-def check_memory(config: RunConfig, plan: ParallelPlan, world: World, vocabulary_size: int) -> None:
-    """Refuse a model or a batch that cannot fit, by comparing the least memory needed with all memory.
+def memory_problems(
+    config: RunConfig, plan: ParallelPlan, world: World, vocabulary_size: int
+) -> Iterator[Problem]:
+    """Yield why a model or a batch cannot fit, by comparing the least memory needed with all memory.
 
     On CUDA this is the device's whole memory. On the host it is the memory available now, divided among the
     machine's ranks.
-
-    Raises:
-        UserError: with the bytes that a rank needs, the bytes available, and what would reduce the need.
     """
     try:
         size = least_stage(config, vocabulary_size)
@@ -78,7 +78,8 @@ def check_memory(config: RunConfig, plan: ParallelPlan, world: World, vocabulary
         limits = [({**on_device, **on_host}, host, of_host), (bucket, host, of_host)]
     for parts, limit, place in [*limits, (built, host, of_host)]:
         if sum(parts.values()) > limit:
-            raise UserError(_refusal(parts, place))
+            yield Problem("memory", _shortage(parts, place))
+            return  # one way out at a time: it changes the other needs too
 
 
 def _built_at_once(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> float:
@@ -92,12 +93,12 @@ def _built_at_once(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> fl
     return experts / max(1, len(moe_layer_numbers(config)))
 
 
-def _refusal(parts: dict[str, float], place: str) -> str:
+def _shortage(parts: dict[str, float], place: str) -> str:
     total = sum(parts.values())
     shown = ", ".join(f"{name} {in_bytes(size)}" for name, size in parts.items() if size > total / 1000)
     largest = max(parts, key=parts.__getitem__)
     way_out = WAYS_OUT.get(largest, OF_STATES)
-    return f"memory: a rank needs at least {in_bytes(total)} ({shown}), but {place}; {way_out}"
+    return f"a rank needs at least {in_bytes(total)} ({shown}), but {place}; {way_out}"
 
 
 def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: int) -> float:

@@ -1,11 +1,12 @@
 """Checks of the training objective against the model, the parts of the MoE layers, and the data."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.data.card import LABELLED, PAIRS, is_pairs
-from megamoe.errors import UserError
+from megamoe.errors import Problem, UserError
 from megamoe.objectives.objective import objective_class
 from megamoe.registry import get_part, list_parts
 
@@ -13,76 +14,81 @@ KEY = "train.objective"
 KINDS = {"text": "prepared text", "pairs": "prepared pairs of texts", "labels": "JSON lines with labels"}
 
 
-def check_objective(config: RunConfig) -> None:
-    """Refuse an objective that does not fit the model's architecture or the rest of the configuration.
-
-    Raises:
-        UserError: naming both keys and the objectives that fit.
-    """
+def objective_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield why the objective does not fit the model's architecture or the rest of the configuration."""
     choice, architecture = config.train.objective, config.model.architecture
-    part = objective_class(config)
+    try:
+        part = objective_class(config)
+    except UserError as error:
+        yield Problem.of(error)
+        return
     if not part.architectures:
-        raise UserError(
-            f"{KEY}: {choice.name}: its class must set architectures, those of model.architecture that it "
-            f'trains, such as architectures = ("{architecture}",)'
+        yield Problem(
+            KEY,
+            f"{choice.name}: its class must set architectures, those of model.architecture that it trains, "
+            f'such as architectures = ("{architecture}",)',
         )
+        return
     if architecture not in part.architectures:
         known: dict[str, Any] = dict(list_parts("objective"))
         names = [name for name, each in known.items() if architecture in each.architectures]
-        raise UserError(
-            f"{KEY}: {choice.name} trains model.architecture {' or '.join(part.architectures)}, found "
-            f"{architecture}; objectives for it: {', '.join(names) or 'none'}"
+        yield Problem(
+            KEY,
+            f"{choice.name} trains model.architecture {' or '.join(part.architectures)}, found "
+            f"{architecture}; objectives for it: {', '.join(names) or 'none'}",
         )
+        return
+    if architecture != "decoder":
+        yield from _part_problems(config, part.reads != "text")
     if (part.reads == "labels") != (config.model.num_labels is not None):
         expected = "an int, the number of the head's outputs" if part.reads == "labels" else "none"
-        raise UserError(
-            f"model.num_labels: found {config.model.num_labels or 'none'}, but {KEY} {choice.name} expects "
-            f"{expected}"
+        yield Problem(
+            "model.num_labels",
+            f"found {config.model.num_labels or 'none'}, but {KEY} {choice.name} expects {expected}",
         )
+        return
     if part.predicts is not None and part.predicts != config.model.predicts:
-        raise UserError(
-            f"model.predicts: found {config.model.predicts}, but {KEY} {choice.name} expects {part.predicts}"
+        yield Problem(
+            "model.predicts",
+            f"found {config.model.predicts}, but {KEY} {choice.name} expects {part.predicts}",
         )
+        return
     try:
         part.check(choice.options, config)
     except ValueError as error:
-        raise UserError(f"{KEY} {choice.name}: {error}") from None
-    if architecture != "decoder":
-        _check_parts(config, part.reads != "text")
+        yield Problem(KEY, f"{choice.name}: {error}")
 
 
-def _check_parts(config: RunConfig, has_padding: bool) -> None:
-    """Refuse what needs next tokens, or tokens without padding."""
+def _part_problems(config: RunConfig, has_padding: bool) -> Iterator[Problem]:
+    """Yield what needs next tokens, or tokens without padding."""
     for name, loss in config.moe.losses.items():
         if get_part("loss", loss.name).needs_token_losses:
-            raise UserError(
-                f"moe.losses.{name}: needs the loss of each next token, which model.architecture "
-                f"{config.model.architecture} does not have; leave it out"
+            yield Problem(
+                f"moe.losses.{name}",
+                f"needs the loss of each next token, which model.architecture {config.model.architecture} "
+                "does not have; leave it out",
             )
     if config.model.architecture == "encoder" and not has_padding:
         return
-    refuse_routing_records(config, "a record holds one stack without padding")
+    yield from routing_record_problems(config, "a record holds one stack without padding")
     selector = config.moe.router.selector
     if "over_all_ranks" in get_part("selector", selector.name).provides(selector.options):
-        raise UserError(
-            f"moe.router.selector: {selector.name} with these options chooses for all ranks together, which "
-            "needs equal numbers of tokens; padding makes them differ: choose another selector or its options"
+        yield Problem(
+            "moe.router.selector",
+            f"{selector.name} with these options chooses for all ranks together, which needs equal numbers "
+            "of tokens; padding makes them differ: choose another selector or its options",
         )
 
 
-def refuse_routing_records(config: RunConfig, why: str) -> None:
-    """Raise UserError if the configuration records or replays the routing."""
+def routing_record_problems(config: RunConfig, why: str) -> Iterator[Problem]:
+    """Yield the keys that record or replay the routing. why: this cannot be done."""
     for key, value in (("log.routing", config.log.routing), ("moe.router.replay", config.moe.router.replay)):
         if value is not None:
-            raise UserError(f"{key}: found {value!r}, but {why}; leave it out")
+            yield Problem(key, f"found {value!r}, but {why}; leave it out")
 
 
-def check_sources(config: RunConfig) -> None:
-    """Refuse data of another kind than the objective reads: text, pairs, or texts with labels.
-
-    Raises:
-        UserError: naming the key, the path and a way out.
-    """
+def source_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield data of another kind than the objective reads: text, pairs, or texts with labels."""
     reads = objective_class(config).reads
     reads_pairs = reads == "pairs"
     name, data = config.train.objective.name, config.data
@@ -93,16 +99,18 @@ def check_sources(config: RunConfig) -> None:
                 way_out = (
                     "name a file such as labels/train.jsonl" if reads == "labels" else "prepare it first"
                 )
-                raise UserError(f"{key}: {path!r}, but {KEY} {name} reads {KINDS[reads]}; {way_out}")
-            if is_pairs(path) and not reads_pairs:
-                raise UserError(
-                    f"{key}: {path!r} holds pairs of texts, which {KEY} {name} does not read; choose "
-                    f"translation, or name one side, such as {path}.source"
+                yield Problem(key, f"{path!r}, but {KEY} {name} reads {KINDS[reads]}; {way_out}")
+            elif is_pairs(path) and not reads_pairs:
+                yield Problem(
+                    key,
+                    f"{path!r} holds pairs of texts, which {KEY} {name} does not read; choose translation, "
+                    f"or name one side, such as {path}.source",
                 )
-            if reads_pairs and not is_pairs(path):
-                raise UserError(
-                    f"{key}: {path!r} holds no pairs of texts, which {KEY} {name} reads: there is no file "
-                    f"{path + PAIRS!r}; {_pairs_near(path)}"
+            elif reads_pairs and not is_pairs(path):
+                yield Problem(
+                    key,
+                    f"{path!r} holds no pairs of texts, which {KEY} {name} reads: there is no file "
+                    f"{path + PAIRS!r}; {_pairs_near(path)}",
                 )
 
 

@@ -1,86 +1,122 @@
-"""Checks of pipeline parallelism against the model, the batches and the DeepSpeed file."""
+"""Checks of pipeline and context parallelism against the model, the batches and the DeepSpeed file."""
+
+from collections.abc import Iterator
 
 from megamoe.config.schema import RunConfig
-from megamoe.errors import UserError
+from megamoe.errors import Problem
 from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.pipeline.schedule import rounds_problem
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.registry import get_part
 
 
-def check_pipeline(config: RunConfig, plan: ParallelPlan) -> None:
-    """Refuse a pipeline that the model, its batches or its ZeRO stage do not allow.
+def pipeline_problems(
+    config: RunConfig, plan: ParallelPlan, schedule: BatchSchedule | None
+) -> Iterator[Problem]:
+    """Yield why the model, its batches or its ZeRO stage do not allow the stages or parts of sequences.
 
-    Raises:
-        UserError: naming the key, its value, what was expected and a way out.
+    schedule: of the batch size; None: it is wrong itself.
     """
-    parallel, stages = config.parallel, config.parallel.pipeline
-    if stages == 1:
+    parallel = config.parallel
+    for key in ("pipeline", "context"):
+        if getattr(parallel, key) > 1:
+            yield from _model_problems(config, key)
+    yield from _context_problems(config)
+    if parallel.pipeline == 1:
         for key, without in (("pipeline_chunks", 1), ("blocks_per_stage", None)):
             if (value := getattr(parallel, key)) != without:
-                raise UserError(f"parallel.{key}: {value} needs parallel.pipeline above 1; leave it out")
+                yield Problem(f"parallel.{key}", f"{value} needs parallel.pipeline above 1; leave it out")
         return
-    _check_blocks(config)
-    _check_model(config)
-    _check_zero(config, plan)
-    schedule = BatchSchedule.from_config(config.train, plan.layout.data)
-    for size in {schedule.size_at(0), schedule.final}:
-        problem = rounds_problem(stages, parallel.pipeline_chunks, size // schedule.unit)
+    yield from _block_problems(config)
+    yield from _zero_problems(config, plan)
+    for size in () if schedule is None else sorted({schedule.size_at(0), schedule.final}):
+        chunks, micro_batches = parallel.pipeline_chunks, size // schedule.unit  # type: ignore[union-attr]
+        problem = rounds_problem(parallel.pipeline, chunks, micro_batches)
         if problem is not None:
-            raise UserError(f"parallel.pipeline_chunks: {parallel.pipeline_chunks}: {problem}")
+            yield Problem("parallel.pipeline_chunks", f"{chunks}: {problem}")
 
 
-def _check_blocks(config: RunConfig) -> None:
+def _block_problems(config: RunConfig) -> Iterator[Problem]:
     parallel, blocks = config.parallel, config.model.num_layers
     parts = parallel.pipeline * parallel.pipeline_chunks
     if parts > blocks:
-        raise UserError(
-            f"parallel.pipeline: {parallel.pipeline} x pipeline_chunks {parallel.pipeline_chunks} are more "
-            f"parts than model.num_layers {blocks}; at most one part for each block is possible"
+        yield Problem(
+            "parallel.pipeline",
+            f"{parallel.pipeline} x pipeline_chunks {parallel.pipeline_chunks} are more parts than "
+            f"model.num_layers {blocks}; each part has at least one block",
         )
     counts = parallel.blocks_per_stage
     if counts is not None and (len(counts) != parts or sum(counts) != blocks):
-        raise UserError(
-            f"parallel.blocks_per_stage: {counts} has {len(counts)} numbers with the sum {sum(counts)}, "
-            f"expected {parts} (pipeline x pipeline_chunks) with the sum {blocks} (model.num_layers); leave "
-            "it out for a balanced split"
+        yield Problem(
+            "parallel.blocks_per_stage",
+            f"{counts} has {len(counts)} numbers with the sum {sum(counts)}, expected {parts} (pipeline x "
+            f"pipeline_chunks) with the sum {blocks} (model.num_layers); leave it out for a balanced split",
         )
 
 
-def _check_model(config: RunConfig) -> None:
-    stages, model = config.parallel.pipeline, config.model
+def _model_problems(config: RunConfig, key: str) -> Iterator[Problem]:
+    size, model = getattr(config.parallel, key), config.model
     if model.architecture != "decoder":
-        raise UserError(
-            f"parallel.pipeline: {stages} needs model.architecture decoder, found {model.architecture}; set "
-            "it to 1"
+        yield Problem(
+            f"parallel.{key}",
+            f"{size} needs model.architecture decoder, found {model.architecture}; set it to 1",
         )
     for name, loss in config.moe.losses.items():
         if get_part("loss", loss.name).needs_token_losses:
-            raise UserError(
-                f"moe.losses.{name}: needs the loss of each token in every stage, but parallel.pipeline "
-                f"{stages} computes it in the last one; set parallel.pipeline to 1, or leave the loss out"
+            yield Problem(
+                f"moe.losses.{name}",
+                f"needs the loss of each token on every rank, which parallel.{key} {size} does not give; set "
+                f"parallel.{key} to 1, or leave the loss out",
             )
-    for key, value in (("log.routing", config.log.routing), ("moe.router.replay", config.moe.router.replay)):
-        if value is not None:
-            raise UserError(f"{key}: {value} is not possible with parallel.pipeline {stages}; set that to 1")
 
 
-def _check_zero(config: RunConfig, plan: ParallelPlan) -> None:
-    stages = config.parallel.pipeline
-    where = config.parallel.deepspeed or "the DeepSpeed file"
+def _context_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what the exchange of heads for positions cannot divide."""
+    parallel, model = config.parallel, config.model
+    if parallel.context == 1:
+        return
+    ranks = parallel.tensor * parallel.context
+    of_both = f"parallel.context {parallel.context} x tensor {parallel.tensor} = {ranks}"
+    for name, size in (
+        ("model.num_attention_heads", model.num_attention_heads),
+        ("data.sequence_length", config.data.sequence_length),
+    ):
+        if size % ranks:
+            legal = [n for n in range(1, size + 1) if size % (n * parallel.tensor) == 0][:8]
+            yield Problem(
+                "parallel.context",
+                f"{of_both} does not divide {name} {size}; legal with tensor {parallel.tensor}: "
+                f"{', '.join(map(str, legal)) or 'none'}",
+            )
+    if model.backend == "transformer_engine":
+        yield Problem(
+            "parallel.context",
+            f"{parallel.context} needs our own attention; set model.backend to another than "
+            "transformer_engine",
+        )
+
+
+def _zero_problems(config: RunConfig, plan: ParallelPlan) -> Iterator[Problem]:
+    stages, where = config.parallel.pipeline, config.parallel.deepspeed or "the DeepSpeed file"
     if plan.stage == 3:
-        raise UserError(
-            f"parallel.pipeline: {stages} is not possible with zero_optimization.stage 3 ({where}), which "
-            "gathers weights over all ranks in one order; legal stages: 0, 1, 2"
+        yield Problem(
+            "parallel.pipeline",
+            f"{stages} is not possible with zero_optimization.stage 3 ({where}), which gathers weights over "
+            "all ranks in one order; legal stages: 0, 1, 2",
         )
     if plan.offload.optimizer != "none" or plan.offload.parameters != "none":
-        raise UserError(
-            f"parallel.pipeline: {stages} is not possible with offloading ({where}); take it out of the file"
+        yield Problem(
+            "parallel.pipeline",
+            f"{stages} is not possible with offloading ({where}); take it out of the file",
         )
-    copies = config.model.tie_embeddings or config.model.multi_token_prediction.depth
-    if plan.stage == 2 and copies:
-        key = "model.tie_embeddings" if config.model.tie_embeddings else "model.multi_token_prediction.depth"
-        raise UserError(
-            f"parallel.pipeline: {stages} with {key} is not possible at zero_optimization.stage 2 ({where}), "
-            "which cuts the gradient of the embedding before two stages have summed it; legal stages: 0, 1"
+    tied = config.model.tie_embeddings
+    if plan.stage == 2 and (tied or config.model.multi_token_prediction.depth):
+        key = "model.tie_embeddings" if tied else "model.multi_token_prediction.depth"
+        yield Problem(
+            "parallel.pipeline",
+            f"{stages} with {key} is not possible at zero_optimization.stage 2 ({where}), which cuts the "
+            "gradient of the embedding before two stages have summed it; legal stages: 0, 1",
         )
+    for key, value in (("log.routing", config.log.routing), ("moe.router.replay", config.moe.router.replay)):
+        if value is not None:
+            yield Problem(key, f"{value} is not possible with parallel.pipeline {stages}; set that to 1")

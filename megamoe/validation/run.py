@@ -1,5 +1,6 @@
-"""Checks between sections of the configuration and the number of ranks, before anything is allocated."""
+"""The checks of a whole run: all topics together, and those between few keys."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from megamoe.config.schema import DataConfig, Precision, RunConfig
@@ -10,154 +11,168 @@ from megamoe.config.shapes import (
     moe_layer_numbers,
     stacks,
 )
-from megamoe.errors import UserError
-from megamoe.model.backends import check_backends
+from megamoe.errors import Problem
 from megamoe.moe.suggestions import provides
-from megamoe.moe.validation import check_parts
-from megamoe.optim.schedule import check_warmup
+from megamoe.moe.validation import part_problems
+from megamoe.optim.schedule import BatchSchedule, warmup_steps
+from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.registry import get_part
-from megamoe.validation.architecture import check_architecture, check_attention, check_positions, check_rotary
-from megamoe.validation.layout import check_layout, row_unit
-from megamoe.validation.objective import check_objective, refuse_routing_records
-from megamoe.validation.pipeline import check_pipeline
+from megamoe.validation.architecture import (
+    architecture_problems,
+    attention_problems,
+    position_problems,
+    size_problems,
+)
+from megamoe.validation.backends import backend_problems
+from megamoe.validation.deepspeed import deepspeed_problems
+from megamoe.validation.layout import layout_problems, row_unit
+from megamoe.validation.objective import objective_problems, routing_record_problems
+from megamoe.validation.pipeline import pipeline_problems
 
 MOST_SIZES = 100_000  # of the batch size's growth
 
 
-def check_run(config: RunConfig, plan: ParallelPlan) -> None:
-    """Refuse a configuration that cannot run.
+def validate(config: RunConfig, ranks: int, plan: ParallelPlan | None) -> Iterator[Problem]:
+    """Yield every reason why a configuration cannot run, as far as no data is read.
 
-    plan: what follows from the configuration on the available ranks.
-
-    Raises:
-        UserError: naming the keys, their values, what was expected and a way out.
+    plan: what follows from the configuration on so many ranks; None: there is none, because the DeepSpeed
+    file is wrong, and what needs the file or the precision is not checked. A check whose premise does not
+    hold, such as one of layers at blocks that do not exist, is left out.
     """
-    check_architecture(config)
-    check_attention(config.model)
-    check_objective(config)
-    _check_model(config)
-    _check_experts(config, plan)
-    _check_start(config)
-    _check_batches(config, plan.layout.data)
-    check_pipeline(config, plan)
-    _check_schedule(config)
-    _check_blend(config.data)
-    check_backends(config, plan.precision)
+    yield from section_problems(config, ranks, None if plan is None else plan.precision)
+    if plan is not None:
+        fits = plan.layout.is_whole and not any(batch_problems(config, plan.layout.data))
+        schedule = BatchSchedule.from_config(config.train, plan.layout.data) if fits else None
+        yield from deepspeed_problems(config, plan, schedule)
+        yield from pipeline_problems(config, plan, schedule)
 
 
-def _check_model(config: RunConfig) -> None:
-    model = config.model
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    if model.head_size is None and model.latent is None:
-        _divides("model.hidden_size", model.hidden_size, "model.num_attention_heads", heads)
-    if groups is not None:
-        _divides("model.num_attention_heads", heads, "model.num_query_groups", groups)
-    check_rotary(model)
+def section_problems(config: RunConfig, ranks: int, precision: Precision | None) -> Iterator[Problem]:
+    """Yield the problems between the sections of the configuration, whatever the DeepSpeed file says.
+
+    precision: of the weights; None: not known.
+    """
+    layout = Layout.of(config.parallel, ranks)
+    yield from architecture_problems(config)
+    yield from attention_problems(config.model)
+    yield from objective_problems(config)
+    yield from size_problems(config.model)
+    misplaced = list(position_problems(config))
+    yield from misplaced
+    if not misplaced:
+        yield from layout_problems(config, layout, precision)
+        yield from _expert_problems(config, precision)
+        yield from _start_problems(config)
+    if layout.is_whole:
+        yield from batch_problems(config, layout.data)
+    yield from _schedule_problems(config)
+    yield from _blend_problems(config.data)
+    yield from backend_problems(config, precision)
 
 
-def _check_experts(config: RunConfig, plan: ParallelPlan) -> None:
-    moe = config.moe
-    check_positions(config)
-    check_layout(config, plan.layout, plan.precision)
+def _expert_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:
+    moe, ranks = config.moe, config.parallel.expert
     if not moe_layer_numbers(config):
-        refuse_routing_records(config, "the model has no MoE layer")
+        yield from routing_record_problems(config, "the model has no MoE layer")
         return
-    check_parts(moe, config.parallel.expert)
-    _check_causal(config)
-    _check_replay(config)
-    _check_inserted(config)
-    _check_rows(config, plan.precision)
+    yield from part_problems(moe, 1 if moe.num_experts % ranks else ranks)
+    yield from _causal_problems(config)
+    yield from _replay_problems(config)
+    yield from _shared_problems(config)
+    yield from _row_problems(config, precision)
 
 
-def _check_causal(config: RunConfig) -> None:
-    """Refuse a selector that chooses by later tokens where a decoder has MoE layers."""
+def _causal_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a selector that chooses by later tokens where a decoder has MoE layers."""
     choice = config.moe.router.selector
-    if not provides("sees_later_tokens", choice):
-        return
     layers = [stack for stack in stacks(config) if stack.name == "decoder"]
-    if any(stack.moe_blocks or stack.layers.insert_after for stack in layers):
-        raise UserError(
-            f"moe.router.selector: {choice.name}: in a decoder a token's experts would depend on later "
-            "tokens, so that evaluation is not that of a language model; set allow_non_causal: true to "
-            "accept that, or choose top_k"
+    in_decoder = any(stack.moe_blocks or stack.layers.insert_after for stack in layers)
+    if in_decoder and provides("sees_later_tokens", choice):
+        yield Problem(
+            "moe.router.selector",
+            f"{choice.name}: in a decoder a token's experts would depend on later tokens, so that evaluation "
+            "is not that of a language model; set allow_non_causal: true to accept that, or choose top_k",
         )
 
 
-def _check_replay(config: RunConfig) -> None:
+def _replay_problems(config: RunConfig) -> Iterator[Problem]:
     router = config.moe.router
     selector: Any = get_part("selector", router.selector.name)
     if router.replay is not None and not selector.replays(router.selector.options):
-        raise UserError(
-            f"moe.router.replay: {router.replay}: weights of selector {router.selector.name} with "
-            "these options do not follow from a token's experts alone; choose another moe.router.selector"
+        yield Problem(
+            "moe.router.replay",
+            f"{router.replay}: weights of selector {router.selector.name} with these options do not follow "
+            "from a token's experts alone; choose another moe.router.selector",
         )
 
 
-def _check_inserted(config: RunConfig) -> None:
-    """Check inserted and shared experts against each other."""
+def _shared_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield what shared experts lack, and inserted layers that they do not fit."""
     moe = config.moe
     if moe.shared_expert_ffn_hidden_size is not None and moe.num_shared_experts == 0:
-        raise UserError(
-            f"moe.shared_expert_ffn_hidden_size: found {moe.shared_expert_ffn_hidden_size}, but "
-            "moe.num_shared_experts is 0; set it to 1, or leave the size out"
+        yield Problem(
+            "moe.shared_expert_ffn_hidden_size",
+            f"found {moe.shared_expert_ffn_hidden_size}, but moe.num_shared_experts is 0; set it to 1, or "
+            "leave the size out",
         )
     if moe.shared_expert_mode != "sum" and moe.num_shared_experts == 0:
-        raise UserError(
-            f"moe.shared_expert_mode: found {moe.shared_expert_mode}, but moe.num_shared_experts is 0; "
-            "set it to 1, or the mode to sum"
+        yield Problem(
+            "moe.shared_expert_mode",
+            f"found {moe.shared_expert_mode}, but moe.num_shared_experts is 0; set it to 1, or the mode to "
+            "sum",
         )
     if inserted_after(config) and moe.num_shared_experts and not inserted_has_norm(moe):
-        raise UserError(
-            f"moe.num_shared_experts: found {moe.num_shared_experts}, but an inserted layer (moe.layers."
-            f"insert_after) of {moe.expert_sublayers} sub-layers has norms inside its routed experts alone; "
-            "set it to 0, or moe.expert_sublayers to 1"
+        yield Problem(
+            "moe.num_shared_experts",
+            f"found {moe.num_shared_experts}, but an inserted layer (moe.layers.insert_after) of "
+            f"{moe.expert_sublayers} sub-layers has norms inside its routed experts alone; set it to 0, or "
+            "moe.expert_sublayers to 1",
         )
 
 
-def _check_rows(config: RunConfig, precision: Precision) -> None:
-    """Check that the experts' rows are aligned."""
-    unit = row_unit(precision)
+def _row_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:
+    """Yield sizes of experts' rows that are not aligned."""
+    unit, default = row_unit(precision), config.moe.expert_ffn_hidden_size is None
     sizes = {
-        "model.hidden_size": config.model.hidden_size,
-        "moe.expert_ffn_hidden_size (default: the dense blocks')": expert_ffn_size(config),
+        "model.hidden_size": (config.model.hidden_size, ""),
+        "moe.expert_ffn_hidden_size": (expert_ffn_size(config), " (that of the dense blocks)" * default),
     }
-    for key, size in sizes.items():
+    for key, (size, whose) in sizes.items():
         if size % unit:
-            raise UserError(
-                f"{key}: {size} is not a multiple of {unit}, which grouped experts need in {precision}"
+            yield Problem(
+                key, f"{size}{whose} is not a multiple of {unit}, which grouped experts need in {precision}"
             )
 
 
-def _check_start(config: RunConfig) -> None:
-    """Check that frozen modules exist, and that a dense checkpoint's FFN can become the experts."""
-    moe, experts = config.moe, config.checkpoint.init.experts
+def _start_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield frozen modules that do not exist, and a dense checkpoint's FFN that cannot become the experts."""
+    moe, experts, key = config.moe, config.checkpoint.init.experts, "checkpoint.init.experts"
     dense = not moe_layer_numbers(config)
     if moe.frozen and dense:
-        raise UserError(f"moe.frozen: found {', '.join(moe.frozen)}, but no block is MoE (moe.layers)")
+        yield Problem("moe.frozen", f"found {', '.join(moe.frozen)}, but no block is MoE (moe.layers)")
     if experts == "same":
         return
     if config.checkpoint.init.path is None:
-        raise UserError(
-            f"checkpoint.init.experts: found {experts}, but checkpoint.init.path names no dense checkpoint"
-        )
+        yield Problem(key, f"found {experts}, but checkpoint.init.path names no dense checkpoint")
     if dense:
-        raise UserError(
-            f"checkpoint.init.experts: found {experts}, but no block is MoE (moe.layers); say same"
-        )
+        yield Problem(key, f"found {experts}, but no block is MoE (moe.layers); say same")
     if inserted_after(config):
-        raise UserError(
-            f"checkpoint.init.experts: found {experts}, but moe.layers.insert_after puts MoE layers where a "
-            "dense model has no FFN; use moe.layers.at or every"
+        yield Problem(
+            key,
+            f"found {experts}, but moe.layers.insert_after puts MoE layers where a dense model has no FFN; "
+            "use moe.layers.at or every",
         )
     if moe.expert_sublayers > 1:
-        raise UserError(
-            f"checkpoint.init.experts: found {experts}, but experts of {moe.expert_sublayers} sub-layers are "
-            "no FFN; set moe.expert_sublayers=1"
+        yield Problem(
+            key,
+            f"found {experts}, but experts of {moe.expert_sublayers} sub-layers are no FFN; set "
+            "moe.expert_sublayers=1",
         )
 
 
-def _check_batches(config: RunConfig, data_parallel: int) -> None:
+def batch_problems(config: RunConfig, data_parallel: int) -> Iterator[Problem]:
+    """Yield batch sizes that the data-parallel ranks cannot share, and a growth that misses its end."""
     train = config.train
     unit = train.micro_batch_size * data_parallel
     sizes = [("train.global_batch_size", train.global_batch_size or unit)]
@@ -168,60 +183,86 @@ def _check_batches(config: RunConfig, data_parallel: int) -> None:
         ]
     for key, size in sizes:
         if size % unit:
-            raise UserError(
-                f"{key}: {size} is not a multiple of {unit} (train.micro_batch_size "
-                f"{train.micro_batch_size} x {data_parallel} data-parallel ranks); "
-                f"nearest: {max(unit, (size + unit // 2) // unit * unit)}"
+            yield Problem(
+                key,
+                f"{size} is not a multiple of {unit} (train.micro_batch_size {train.micro_batch_size} x "
+                f"{data_parallel} data-parallel ranks); nearest: "
+                f"{max(unit, (size + unit // 2) // unit * unit)}",
             )
-    if train.batch_rampup is not None:
-        growth = sizes[0][1] - train.batch_rampup.start
-        if growth < 0 or growth % train.batch_rampup.increment:
-            raise UserError(
-                f"train.batch_rampup: from {train.batch_rampup.start} by {train.batch_rampup.increment} "
-                f"does not reach train.global_batch_size {sizes[0][1]}"
-            )
-        if growth // train.batch_rampup.increment > MOST_SIZES:
-            raise UserError(
-                f"train.batch_rampup.increment: {train.batch_rampup.increment} makes more than "
-                f"{MOST_SIZES:,} batch sizes of a growth by {growth}; raise it"
-            )
+    if train.batch_rampup is None:
+        return
+    growth = sizes[0][1] - train.batch_rampup.start
+    if growth < 0 or growth % train.batch_rampup.increment:
+        yield Problem(
+            "train.batch_rampup",
+            f"from {train.batch_rampup.start} by {train.batch_rampup.increment} does not reach "
+            f"train.global_batch_size {sizes[0][1]}",
+        )
+    elif growth // train.batch_rampup.increment > MOST_SIZES:
+        yield Problem(
+            "train.batch_rampup.increment",
+            f"{train.batch_rampup.increment} makes more than {MOST_SIZES:,} batch sizes of a growth by "
+            f"{growth}; raise it",
+        )
 
 
-def _check_schedule(config: RunConfig) -> None:
+def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
     optimizer = config.optimizer
     if config.train.steps is not None and config.train.epochs is not None:
-        raise UserError(
-            f"train.steps: found {config.train.steps} beside train.epochs {config.train.epochs:g}, and both "
-            "say how long the run is; leave one out (on the command line: train.steps=null)"
+        yield Problem(
+            "train.steps",
+            f"found {config.train.steps} beside train.epochs {config.train.epochs:g}, and both say how long "
+            "the run is; leave one out (on the command line: train.steps=null)",
         )
     if config.train.epochs is not None and config.data.mock:
-        raise UserError("train.epochs: data.mock has no end, so no epochs; set train.steps instead")
+        yield Problem("train.epochs", "data.mock has no end, so no epochs; set train.steps instead")
     if optimizer.warmup_share is not None and optimizer.warmup_steps:
-        raise UserError(
-            f"optimizer.warmup_share: found {optimizer.warmup_share:g} beside optimizer.warmup_steps "
-            f"{optimizer.warmup_steps}; leave one of them out"
+        yield Problem(
+            "optimizer.warmup_share",
+            f"found {optimizer.warmup_share:g} beside optimizer.warmup_steps {optimizer.warmup_steps}; leave "
+            "one of them out",
         )
-    if config.train.steps is not None:  # otherwise checked when the data is read
-        check_warmup(config, config.train.steps)
+    elif config.train.steps is not None and config.train.epochs is None:  # else when the data is read
+        yield from warmup_problems(config, config.train.steps)
     if optimizer.min_lr > optimizer.lr:
-        raise UserError(f"optimizer.min_lr: {optimizer.min_lr} is more than optimizer.lr {optimizer.lr}")
+        yield Problem("optimizer.min_lr", f"{optimizer.min_lr} is more than optimizer.lr {optimizer.lr}")
 
 
-def _check_blend(data: DataConfig) -> None:
-    """Check that the sources' weights are given in one way only."""
+def warmup_problems(config: RunConfig, steps: int) -> Iterator[Problem]:
+    """Yield why the warm-up, or the decay of `wsd`, does not fit into the schedule of so many steps."""
+    optimizer = config.optimizer
+    end, warmup = optimizer.decay_steps or steps, warmup_steps(optimizer, steps)
+    decay = optimizer.wsd_decay_steps
+    of_schedule = f"more than the {end} steps of the schedule (optimizer.decay_steps, by default the run's)"
+    if optimizer.schedule == "constant":
+        return
+    if optimizer.schedule == "wsd" and decay is not None and warmup <= end < warmup + decay:
+        after = f" after a warm-up of {warmup}" if warmup else ""
+        yield Problem(
+            "optimizer.wsd_decay_steps",
+            f"{decay}{after} is {of_schedule}; lower optimizer.wsd_decay_steps or the warm-up",
+        )
+    if warmup <= end:
+        return
+    if optimizer.warmup_share is None:
+        way_out = f"set optimizer.warmup_steps={end} or less"
+        yield Problem("optimizer.warmup_steps", f"{warmup} is {of_schedule}; {way_out}")
+    else:
+        found = f"{optimizer.warmup_share:g} of {steps} steps, {warmup}, is {of_schedule}"
+        yield Problem("optimizer.warmup_share", f"{found}; set a smaller optimizer.warmup_share")
+
+
+def _blend_problems(data: DataConfig) -> Iterator[Problem]:
+    """Yield the sources' weights if they are given in two ways."""
     if data.sampling_exponent is None:
         return
-    asked = f"data.sampling_exponent: found {data.sampling_exponent:g}"
+    key, found = "data.sampling_exponent", f"found {data.sampling_exponent:g}"
     if data.mock:
-        raise UserError(f"{asked}, but data.mock has no sources to weigh; leave it out")
+        yield Problem(key, f"{found}, but data.mock has no sources to weigh; leave it out")
     for place, source in enumerate(data.sources):
         if source.weight != 1:
-            raise UserError(
-                f"{asked}, from which the weights follow, but data.sources.{place} ({source.path}) has the "
-                f"weight {source.weight:g}; leave the exponent or the weights out"
+            yield Problem(
+                key,
+                f"{found}, from which the weights follow, but data.sources.{place} ({source.path}) has the "
+                f"weight {source.weight:g}; leave the exponent or the weights out",
             )
-
-
-def _divides(key: str, value: int, by_key: str, by: int) -> None:
-    if value % by:
-        raise UserError(f"{key}: {value} does not divide by {by_key} {by}")

@@ -108,7 +108,7 @@ def test_a_run_takes_the_kernels_that_it_names(
 ) -> None:
     """The choice reaches the run folder; on the CPU freed memory is kept."""
     kept: list[bool] = []
-    monkeypatch.setattr(resolved, "check_run", lambda config, plan: None)
+    monkeypatch.setattr(resolved, "validate", lambda config, ranks, plan: [])
     monkeypatch.setattr(trainer, "keep_freed_memory", lambda: kept.append(True))
     monkeypatch.setattr(trainer, "choose_run_folder", lambda config: sys.exit("far enough"))
     with pytest.raises(SystemExit, match="far enough"):

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megamoe.config import dump_yaml
-from megamoe.errors import UserError
+from megamoe.errors import UserError, raise_first
 from megamoe.model.architectures.decoder import GPT
 from megamoe.optim.optimizers import parameter_groups
-from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.train.trainer import Trainer
+from megamoe.validation.deepspeed import deepspeed_problems
 from tests.optim.test_kinds import KINDS, LR, OPTIONS, assert_same, loss_of, reference, stepped
 from tests.support.ranks.runs import ds_config
 from tests.support.tiny import restored_process, tiny, tiny_engine, tiny_gpt
@@ -154,7 +155,8 @@ def test_adams_decay_of_a_group_is_refused_where_deepspeed_takes_adamw() -> None
     groups = "optimizer.groups=[{pattern: router, weight_decay: 0.3}]"
     config = tiny("parallel.deepspeed=ds.json", "optimizer.name=adam", groups)
     with pytest.raises(UserError, match=r"a weight_decay of 0.3 in optimizer.groups; leave ratio out"):
-        fill_in(config, ParallelPlan.of(config, 1, {"zero_optimization": section}), 1)
+        plan = ParallelPlan.of(config, 1, {"zero_optimization": section})
+        raise_first(deepspeed_problems(config, plan, None))
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

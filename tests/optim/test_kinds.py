@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from megamoe.errors import UserError
+from megamoe.errors import UserError, raise_first
 from megamoe.model.architectures.decoder import GPT
 from megamoe.optim.optimizers import parameter_groups
 from megamoe.parallel.launch import World
-from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.parallel.zero.engine import Engine, _build_optimizer
+from megamoe.validation.deepspeed import deepspeed_problems
 from tests.support.ranks.runs import ds_config
 from tests.support.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
@@ -117,7 +118,8 @@ def test_adams_decay_is_refused_where_deepspeed_takes_adamw(key: str, value: Any
 
     def fill(section: dict[str, Any], *overrides: str) -> None:
         config = tiny("parallel.deepspeed=ds.json", *overrides)
-        fill_in(config, ParallelPlan.of(config, 1, {"zero_optimization": section}), 1)
+        plan = ParallelPlan.of(config, 1, {"zero_optimization": section})
+        raise_first(deepspeed_problems(config, plan, None))
 
     adam = ("optimizer.name=adam", "optimizer.weight_decay=0.1")
     with pytest.raises(UserError, match=f"^ds.json: zero_optimization.offload_optimizer.{key} is {value!r}"):

@@ -13,6 +13,7 @@ import pytest
 
 from megamoe.cli import COMMANDS
 from megamoe.config import RunConfig, load_config
+from megamoe.errors import raise_first
 from megamoe.model.architectures.decoder import GPT
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
@@ -24,7 +25,7 @@ from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import fill_in, resolve_parallel
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
-from megamoe.validation.run import check_run
+from megamoe.validation.run import validate
 
 ROOT = Path(__file__).parents[2]
 VOCABULARY = 48
@@ -80,7 +81,7 @@ def tiny_engine(
 
 def check_on(config: RunConfig, ranks: int) -> None:
     """The checks of a start on so many ranks."""
-    check_run(config, resolve_parallel(config, ranks))
+    raise_first(validate(config, ranks, resolve_parallel(config, ranks)))
 
 
 @contextmanager

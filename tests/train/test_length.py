@@ -7,9 +7,10 @@ import pytest
 
 from megamoe.config import RunConfig
 from megamoe.data.datasets import samples_per_epoch
-from megamoe.errors import ExitCode, UserError
+from megamoe.errors import ExitCode, UserError, raise_first
 from megamoe.optim.schedule import BatchSchedule, run_steps
 from megamoe.train.loop import train
+from megamoe.validation.run import warmup_problems
 from tests.support.data.sources import make_data
 from tests.support.tiny import restored_process, tiny
 
@@ -26,7 +27,9 @@ def run_of(tmp_path: Path, *overrides: str) -> RunConfig:
 
 def steps_of(config: RunConfig, data_parallel: int = 1) -> int:
     schedule = BatchSchedule.from_config(config.train, data_parallel)
-    return run_steps(config, schedule, lambda: samples_per_epoch(config.data))
+    steps = run_steps(config, schedule, lambda: samples_per_epoch(config.data))
+    raise_first(warmup_problems(config, steps))
+    return steps
 
 
 @pytest.mark.parametrize(

@@ -5,10 +5,10 @@ import re
 import pytest
 
 from megamoe.config import RunConfig
-from megamoe.errors import UserError
+from megamoe.errors import UserError, raise_first
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
-from megamoe.validation.layout import check_layout, layout_problems
+from megamoe.validation.layout import layout_problems, misfits
 from tests.support.tiny import check_on, tiny
 
 # Heads 4, vocabulary multiple 16, sequence length 8, 8 experts of FFN size 16 in every block.
@@ -143,7 +143,7 @@ LEGAL: dict[str, tuple[list[str], int]] = {
 
 def refuse_layout(config: RunConfig, ranks: int) -> None:
     plan = resolve_parallel(config, ranks)
-    check_layout(config, plan.layout, plan.precision)
+    raise_first(layout_problems(config, plan.layout, plan.precision))
 
 
 @pytest.mark.parametrize("case", REFUSALS)
@@ -182,5 +182,5 @@ def test_what_is_called_legal_is(case: str) -> None:
 
 def test_every_problem_of_a_layout_is_reported() -> None:
     config = tiny(*WIDE, "moe.expert_sublayers=2")
-    keys = [key for key, _ in layout_problems(config, Layout(6, tensor=4, expert=5, expert_tensor=4), "fp32")]
+    keys = [key for key, _ in misfits(config, Layout(6, tensor=4, expert=5, expert_tensor=4), "fp32")]
     assert keys == ["tensor", "expert", "expert", "expert_tensor", "expert_tensor"]

@@ -7,20 +7,20 @@ import pytest
 import torch
 
 from megamoe.config import RunConfig
-from megamoe.errors import UserError
+from megamoe.errors import UserError, raise_first
 from megamoe.host_memory import available_bytes
 from megamoe.model.size import model_size
 from megamoe.parallel.launch import World
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.validation import memory
-from megamoe.validation.memory import check_memory, in_bytes, states_of
+from megamoe.validation.memory import in_bytes, memory_problems, states_of
 from tests.support.tiny import VOCABULARY, tiny
 
 GIB = 1 << 30
 
 
 def check(config: RunConfig, world: World) -> None:
-    check_memory(config, resolve_parallel(config, world.size), world, VOCABULARY)
+    raise_first(memory_problems(config, resolve_parallel(config, world.size), world, VOCABULARY))
 
 
 def world(size: int = 1) -> World:

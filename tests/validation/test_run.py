@@ -1,9 +1,13 @@
 """Configurations that cannot run are refused in one line, before anything is allocated."""
 
+import random
+
 import pytest
 
 from megamoe.errors import UserError
-from megamoe.validation.architecture import check_rotary
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+from megamoe.validation.architecture import size_problems
+from megamoe.validation.run import validate
 from tests.support.tiny import check_on, tiny
 
 RAMP = "train.batch_rampup={start: 4, increment: 4, samples: 100}"
@@ -22,7 +26,7 @@ REFUSALS = {
         "model.num_query_groups=3",
     ),
     "odd rope heads": (
-        "model.hidden_size 18 over 2 heads .* odd size 9; rope needs an even one",
+        "model.hidden_size: 18 over 2 heads .* odd size 9; rope needs an even one",
         "model.hidden_size=18",
         "model.num_attention_heads=2",
     ),
@@ -55,7 +59,7 @@ REFUSALS = {
         "model.rotary.interleaved=true",
     ),
     "latent attention with biases": (
-        "model.attention.input_bias .* found true, but latent attention .* has none; set it to false",
+        "model.attention.input_bias: found true .*, but latent attention .* has none; set it to false",
         LATENT,
         "model.bias=true",
     ),
@@ -261,8 +265,17 @@ RANKS |= dict.fromkeys(("batch, nearer below", "batch, nearer above", "batch, be
 def test_latent_attention_is_no_cross_attention() -> None:
     """An encoder_decoder needs pairs of texts, without which the run is refused earlier."""
     model = tiny(LATENT, "model.architecture=encoder_decoder").model
-    with pytest.raises(UserError, match="model.architecture: found encoder_decoder, but latent attention"):
-        check_rotary(model)
+    assert [problem.key for problem in size_problems(model)] == ["model.architecture"]
+
+
+def test_many_problems_do_not_disturb_each_other() -> None:
+    """Five cases at a time: no check fails because of what another one refuses, and none says it again."""
+    draws = random.Random(1)
+    for _ in range(60):
+        overrides = [each for case in draws.sample(sorted(REFUSALS), 5) for each in REFUSALS[case][1:]]
+        config = tiny(*overrides)
+        found = list(validate(config, 1, resolve_parallel(config, 1)))
+        assert len({str(problem) for problem in found}) == len(found) > 0
 
 
 @pytest.mark.parametrize("case", REFUSALS)

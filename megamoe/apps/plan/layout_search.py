@@ -16,7 +16,7 @@ from megamoe.config import RunConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import UserError
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, read_deepspeed_config, resolve_precision
-from megamoe.validation.run import check_run
+from megamoe.validation.run import section_problems
 
 ZERO_FILES = {
     "bf16": ("zero1_bf16_cuda", "zero2_bf16_cuda", "zero3_bf16_cuda", "zero2_bf16_offload_cuda"),
@@ -160,18 +160,12 @@ def legal_ones(configs: list[RunConfig], ranks: int) -> list[RunConfig]:
             sizes = parallel.tensor, parallel.sequence, parallel.expert, parallel.expert_tensor
             key = *sizes, config.train.micro_batch_size
             if key not in verdicts:
-                verdicts[key] = _is_legal(config, ranks)
+                verdicts[key] = not any(
+                    section_problems(config, ranks, _parallel_plan(config, ranks).precision)
+                )
             if verdicts[key]:
                 found.append(config)
     return found
-
-
-def _is_legal(config: RunConfig, ranks: int) -> bool:
-    try:
-        check_run(config, _parallel_plan(config, ranks))
-    except UserError:
-        return False
-    return True
 
 
 def ordered(candidates: list[Candidate], usable: float) -> list[Candidate]:

@@ -8,10 +8,11 @@ from megamoe.apps.plan.rank import simulate_step
 from megamoe.apps.plan.stand_ins import without_data
 from megamoe.compat.fake_cuda import fake_torch_cuda
 from megamoe.config import RunConfig
+from megamoe.errors import raise_first
 from megamoe.model.size import ModelSize, model_size
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.train.resolved import ResolvedRun, resolve_run
-from megamoe.validation.run import check_run
+from megamoe.validation.run import validate
 
 WHOLE = 6  # blocks up to which a model is simulated whole
 RESERVED = 0.08  # of the device: CUDA's context, NCCL's buffers, the allocator's fragmentation
@@ -103,7 +104,8 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
         UserError: for a configuration that training would refuse, or that cannot be simulated.
     """
     with fake_torch_cuda():
-        check_run(config, resolve_parallel(config, cluster.ranks))  # with the parts that are replaced below
+        # With the parts that are replaced below.
+        raise_first(validate(config, cluster.ranks, resolve_parallel(config, cluster.ranks)))
         config, changes = without_data(config)
         config.model.cpu_kernels = "plain"
         run = resolve_run(config, cluster.ranks)

@@ -1,25 +1,21 @@
-"""The DeepSpeed file: reads it, completes it from the YAML, and checks that they agree.
+"""The DeepSpeed file: reads it, and completes it from the YAML.
 
 The YAML owns batch sizes, clipping, the optimiser and its schedule; the file owns ZeRO, offload, precision
-and buckets. In the file, a value that the YAML owns may be missing or `"auto"`; any other value must agree.
+and buckets. In the file, a value that the YAML owns may be missing or `"auto"`; any other value must
+agree, which `megamoe.validation.deepspeed` checks.
 """
 
-import copy
 import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
-
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
-from megamoe.optim.groups import check_adam
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.offload import Offload, check_offload, read_offload
-from megamoe.registry import unknown_name_message
+from megamoe.parallel.zero.offload import Offload, read_offload
 
 OF_THE_YAML = {
     "optimizer": "optimizer",
@@ -55,8 +51,6 @@ STAGES = (0, 1, 2, 3)
 OFFLOADS = ("offload_optimizer", "offload_param")
 DEVICES = ("none", "cpu", "nvme")
 LARGEST_FILE = 1 << 20  # bytes
-PRECISIONS = ("fp32", "bf16", "fp16")
-LARGEST_SCALE_POWER = 64  # fp16 itself ends at 2 ** 16
 
 
 def read_deepspeed_config(path: str | None) -> dict[str, Any]:
@@ -81,12 +75,12 @@ def read_deepspeed_config(path: str | None) -> dict[str, Any]:
         raise UserError(f"parallel.deepspeed: {path} must hold a JSON object")
     for section in SECTIONS:
         if not isinstance(content.get(section, {}), dict):
-            raise UserError(f"{path}: {section} is {_short(content[section])}, expected an object")
+            raise UserError(f"{path}: {section} is {short(content[section])}, expected an object")
     _check_stage_and_offload(path, content.get("zero_optimization", {}))
     for key in content:
         near = difflib.get_close_matches(key, NAMED, n=1, cutoff=0.8) if key not in NAMED else []
         if near:  # DeepSpeed ignores what it does not know
-            raise UserError(f"{path}: unknown key {_short(key)}; did you mean {near[0]!r}?")
+            raise UserError(f"{path}: unknown key {short(key)}; did you mean {near[0]!r}?")
     return content
 
 
@@ -98,7 +92,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
         names = [name for name, _ in pairs]
-        raise _RepeatedKeyError(_short(next(name for name in names if names.count(name) > 1)))
+        raise _RepeatedKeyError(short(next(name for name in names if names.count(name) > 1)))
     return found
 
 
@@ -106,25 +100,26 @@ def _check_stage_and_offload(where: str, section: dict[str, Any]) -> None:
     """Check the types before DeepSpeed reads the section: it would accept 1.0 and true as a stage."""
     stage = section.get("stage", 0)
     if type(stage) is not int or stage not in STAGES:
-        raise UserError(f"{where}: zero_optimization.stage is {_short(stage)}, expected 0, 1, 2 or 3")
+        raise UserError(f"{where}: zero_optimization.stage is {short(stage)}, expected 0, 1, 2 or 3")
     for key in OFFLOADS:
         offload = section.get(key)
         if offload is None:
             continue
         if not isinstance(offload, dict):
             raise UserError(
-                f"{where}: zero_optimization.{key} is {_short(offload)}, expected an object, such as "
+                f"{where}: zero_optimization.{key} is {short(offload)}, expected an object, such as "
                 '{"device": "cpu"}'
             )
         device = offload.get("device", "none")
         if device not in DEVICES:
             raise UserError(
-                f"{where}: zero_optimization.{key}.device is {_short(device)}, expected "
+                f"{where}: zero_optimization.{key}.device is {short(device)}, expected "
                 "'none', 'cpu' or 'nvme'"
             )
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
+    """Return a value as Python writes it, shortened."""
     return value_text if len(value_text := repr(value)) <= 60 else f"{value_text[:60]}..."
 
 
@@ -154,7 +149,7 @@ def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
     for name, value in stated.items():
         if value is (asked != name):
             raise UserError(
-                f"parallel.precision is {asked}, but {where} says {name}.enabled: {str(value).lower()}; "
+                f"parallel.precision: found {asked}, but {where} says {name}.enabled: {str(value).lower()}; "
                 "change one of them, or set parallel.precision: auto"
             )
     return asked
@@ -205,45 +200,32 @@ def resolve_parallel(config: RunConfig, ranks: int) -> ParallelPlan:
     return ParallelPlan.of(config, ranks, read_deepspeed_config(config.parallel.deepspeed))
 
 
-def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[str, Any]:
-    """Return the dictionary for `deepspeed.initialize`.
+def owned_values(
+    config: RunConfig, plan: ParallelPlan, accumulation: int | None
+) -> dict[str, tuple[float, str]]:
+    """Return (value, key of the YAML) of each key of the DeepSpeed file that the YAML owns.
 
-    accumulation: micro batches per rank of the first step.
-
-    Raises:
-        UserError: naming the key, if the file disagrees with the YAML or holds what the YAML owns.
+    accumulation: micro batches per rank of the first step; None: unknown, which leaves out what follows.
     """
-    where = config.parallel.deepspeed or "the DeepSpeed file"
-    stage, content = plan.stage, plan.content
-    _check_stage_and_offload(where, content.get("zero_optimization", {}))
-    _check_zero(where, content.get("zero_optimization", {}), stage)
-    _check_overflow_checks(where, content)
-    _check_numbers(where, content)
-    check_offload(where, content, stage)
-    check_adam(where, content.get("zero_optimization", {}), config.optimizer)
-    for section, owner in OF_THE_YAML.items():
-        if section in content:
-            raise UserError(f"{where}: remove {section!r}; the YAML's {owner} decides that")
-    for section in UNSUPPORTED:
-        if section in content:
-            raise UserError(f"{where}: remove {section!r}; megamoe does not support it")
     micro = config.train.micro_batch_size
-    owned = {
+    owned: dict[str, tuple[float, str]] = {
         "train_micro_batch_size_per_gpu": (micro, "train.micro_batch_size"),
-        "gradient_accumulation_steps": (accumulation, "train.global_batch_size"),
-        "train_batch_size": (micro * accumulation * plan.layout.data, "train.global_batch_size"),
         "gradient_clipping": (config.optimizer.grad_clip, "optimizer.grad_clip"),
     }
-    filled = plan.content
-    for key, (value, owner) in owned.items():
-        stated = filled.get(key, "auto")
-        if stated not in ("auto", value):
-            raise UserError(
-                f"{where}: {key} is {stated}, but the YAML's {owner} makes it {value}; "
-                f'set it to "auto" or change the YAML'
-            )
-        filled[key] = value
-    _check_precision(where, plan.precision, stage)
+    if accumulation is not None:
+        size = micro * accumulation * plan.layout.data
+        owned["gradient_accumulation_steps"] = accumulation, "train.global_batch_size"
+        owned["train_batch_size"] = size, "train.global_batch_size"
+    return owned
+
+
+def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[str, Any]:
+    """Return the dictionary for `deepspeed.initialize`; `megamoe.validation.deepspeed` has checked the file.
+
+    accumulation: micro batches per rank of the first step.
+    """
+    stage, filled = plan.stage, plan.content
+    filled |= {key: value for key, (value, _) in owned_values(config, plan, accumulation).items()}
     _set_precision(filled, plan.precision, stage)
     if stage == 0:
         filled["gradient_clipping"] = 0.0  # our optimiser clips: DeepSpeed's is wrong with experts there
@@ -256,106 +238,13 @@ def fill_in(config: RunConfig, plan: ParallelPlan, accumulation: int) -> dict[st
     filled.setdefault("timers", {"throughput": {"enabled": False}})
     if plan.offload.optimizer != "none":
         filled.setdefault("zero_force_ds_cpu_optimizer", False)
-    _check_the_rest(where, filled)
     return filled
-
-
-def _check_zero(where: str, section: dict[str, Any], stage: int) -> None:
-    """Check that the keys are DeepSpeed's and that experts support them."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    try:
-        DeepSpeedZeroConfig(**section)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(["zero_optimization", *map(str, first["loc"])])
-        if first["type"] == "extra_forbidden" and len(first["loc"]) == 1:
-            known = list(DeepSpeedZeroConfig.model_fields)
-            problem = unknown_name_message("key", str(first["loc"][0]), known)
-            raise UserError(f"{where}: zero_optimization: {problem}") from None
-        raise UserError(f"{where}: {key} is {first['input']!r}: {first['msg']}") from None
-    bucket = section.get("allgather_bucket_size", 0)
-    if stage in (1, 2) and bucket % 2:
-        raise UserError(
-            f"{where}: zero_optimization.allgather_bucket_size is {bucket!r}, expected an even number"
-        )
-    for key, without in (("zero_quantized_gradients", False), ("zero_hpz_partition_size", 1)):
-        value = section.get(key, without)
-        if stage == 3 and value != without:
-            raise UserError(
-                f"{where}: zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; "
-                "leave it out"
-            )
-
-
-def _check_numbers(where: str, content: dict[str, Any]) -> None:
-    """Check numbers that DeepSpeed does not check: it would compute 2 to any power, and divide by text."""
-    power = content.get("fp16", {}).get("initial_scale_power", 16)
-    if type(power) is not int or not 0 <= power <= LARGEST_SCALE_POWER:
-        raise UserError(
-            f"{where}: fp16.initial_scale_power is {_short(power)}, expected a whole number from 0 to "
-            f"{LARGEST_SCALE_POWER}"
-        )
-    every = content.get("steps_per_print", 1)
-    if type(every) is not int or every < 1:
-        raise UserError(f"{where}: steps_per_print is {_short(every)}, expected a whole number above 0")
-    dtype = content.get("data_types", {}).get("grad_accum_dtype")
-    if dtype not in (None, *PRECISIONS):
-        raise UserError(
-            f"{where}: data_types.grad_accum_dtype is {_short(dtype)}, expected 'fp32', 'bf16' or 'fp16'"
-        )
-
-
-def _check_the_rest(where: str, filled: dict[str, Any]) -> None:
-    """Check what DeepSpeed would refuse with a traceback when its engine is built."""
-    from deepspeed.runtime.config import DeepSpeedConfig
-
-    # Without the batch size, which DeepSpeed checks against the ranks: they may not be initialised yet.
-    rest = {key: value for key, value in copy.deepcopy(filled).items() if key != "train_batch_size"}
-    try:
-        DeepSpeedConfig(rest)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"])) or "a key"
-        found = f"{first['msg']} (found {_short(first['input'])})"
-        raise UserError(f"{where}: {error.title}: {key}: {found}") from None
-    except Exception as error:  # DeepSpeed raises many types, such as AssertionError
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"{where}: DeepSpeed refuses it: {reason[:200]}") from None
 
 
 def bucket_elements(plan: ParallelPlan) -> float:
     """Return the size of the gradient reduction buffer in elements, or 0 if the file has none."""
     size = plan.content.get("zero_optimization", {}).get("reduce_bucket_size", 0)
     return float(size) if isinstance(size, int | float) and plan.stage else 0.0
-
-
-def _check_overflow_checks(where: str, content: dict[str, Any]) -> None:
-    """Refuse to disable the checks by which DeepSpeed skips a step with gradients that are not finite."""
-    for section, key in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
-        if content.get(section, {}).get(key, True) is not True:
-            raise UserError(
-                f"{where}: {section}.{key} is {content[section][key]!r}, so a broken gradient would reach "
-                "the weights; leave it out"
-            )
-
-
-def _check_precision(where: str, precision: Precision, stage: int) -> None:
-    """Check that fp16 has ZeRO, whose optimiser scales the loss, and a device that computes in fp16."""
-    if precision != "fp16":
-        return
-    from deepspeed.accelerator import get_accelerator
-
-    if stage == 0:
-        raise UserError(
-            f"{where}: fp16 at zero_optimization.stage 0 has no fp32 masters; set the stage to 1, or use bf16"
-        )
-    if not get_accelerator().is_fp16_supported():
-        raise UserError(
-            f"{where}: fp16 needs a device that computes in it, and by DeepSpeed the accelerator "
-            f"{get_accelerator().device_name()!r} here does not; use bf16 or fp32 "
-            "(ds_configs/zero*_bf16.json, zero*_fp32.json)"
-        )
 
 
 def _set_precision(filled: dict[str, Any], precision: Precision, stage: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.pipeline.schedule import rounds_problem
-from megamoe.validation.layout import layout_problems
+from megamoe.validation.layout import misfits
 from tests.support.ranks.runs import WORDS, assert_as_alone, ds_file, small_run
 
 T = TypeVar("T")
@@ -158,7 +158,7 @@ def every_case() -> list[Case]:
         case = Case(*choice)
         layout = Layout(case.ranks, case.tensor, case.expert, case.expert_tensor)
         if layout not in legal:
-            legal[layout] = next(layout_problems(config, layout, "fp32"), None) is None
+            legal[layout] = next(misfits(config, layout, "fp32"), None) is None
         if legal[layout] and (case.tensor > 1 or not case.sequence):
             found.append(case)
     return found
@@ -200,7 +200,7 @@ def staged_cases() -> list[Case]:
         sizes = (case.tensor, case.expert, case.expert_tensor, case.pipeline, case.context)
         layout = Layout(case.ranks, *sizes)
         if layout not in legal:
-            legal[layout] = next(layout_problems(config, layout, "fp32"), None) is None
+            legal[layout] = next(misfits(config, layout, "fp32"), None) is None
         if legal[layout]:
             found.append(case)
     return found

@@ -1,0 +1,217 @@
+"""Checks of the DeepSpeed file against the YAML, and of what DeepSpeed itself would refuse too late."""
+
+import copy
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from megamoe.config.schema import OptimizerConfig, RunConfig
+from megamoe.errors import Problem
+from megamoe.optim.groups import decays, weight_decay
+from megamoe.optim.schedule import BatchSchedule
+from megamoe.parallel.zero.deepspeed_config import (
+    OF_THE_YAML,
+    UNSUPPORTED,
+    ParallelPlan,
+    fill_in,
+    owned_values,
+    short,
+)
+from megamoe.parallel.zero.offload import Section, offload_device
+from megamoe.registry import unknown_name_message
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+LARGEST_SCALE_POWER = 64  # fp16 itself ends at 2 ** 16
+# The ZeRO stages that support each offload.
+STAGES = {
+    ("offload_optimizer", "cpu"): (1, 2, 3),
+    ("offload_optimizer", "nvme"): (3,),
+    ("offload_param", "cpu"): (3,),
+    ("offload_param", "nvme"): (3,),
+}
+
+
+def deepspeed_problems(
+    config: RunConfig, plan: ParallelPlan, schedule: BatchSchedule | None
+) -> Iterator[Problem]:
+    """Yield why the DeepSpeed file disagrees with the YAML, or holds what cannot be.
+
+    schedule: of the batch size; None if there is none, because the batch sizes are wrong.
+    """
+    where = config.parallel.deepspeed or "the DeepSpeed file"
+    content = plan.content
+    reasons = list(_reasons(config, plan, content))
+    accumulation = None if schedule is None else schedule.accumulation_at(0)
+    for key, (value, owner) in owned_values(config, plan, accumulation).items():
+        stated = content.get(key, "auto")
+        if stated not in ("auto", value):
+            reasons.append(
+                f"{key} is {stated}, but the YAML's {owner} makes it {value}; set it to "
+                '"auto" or change the YAML'
+            )
+    if not reasons and accumulation is not None:
+        reasons = list(_refusals_of_deepspeed(fill_in(config, plan, accumulation)))
+    yield from (Problem(where, reason) for reason in reasons)
+
+
+def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> Iterator[str]:
+    section = content.get("zero_optimization", {})
+    yield from _of_zero(section, plan.stage)
+    yield from _of_overflow_checks(content)
+    yield from _of_numbers(content)
+    yield from _of_offload(section, plan.stage)
+    yield from _of_adam(section, config.optimizer)
+    for name, owner in OF_THE_YAML.items():
+        if name in content:
+            yield f"remove {name!r}; the YAML's {owner} decides that"
+    for name in UNSUPPORTED:
+        if name in content:
+            yield f"remove {name!r}; megamoe does not support it"
+    if plan.precision == "fp16":
+        yield from _of_fp16(plan.stage)
+
+
+def _of_zero(section: dict[str, Any], stage: int) -> Iterator[str]:
+    """Yield keys and values that are not DeepSpeed's, and those that experts do not support."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**section)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
+                known = list(DeepSpeedZeroConfig.model_fields)
+                yield f"zero_optimization: {unknown_name_message('key', str(each['loc'][0]), known)}"
+            else:
+                key = ".".join(["zero_optimization", *map(str, each["loc"])])
+                yield f"{key} is {each['input']!r}: {each['msg']}"
+        return
+    bucket = section.get("allgather_bucket_size", 0)
+    if stage in (1, 2) and bucket % 2:
+        yield f"zero_optimization.allgather_bucket_size is {bucket!r}, expected an even number"
+    for key, without in (("zero_quantized_gradients", False), ("zero_hpz_partition_size", 1)):
+        value = section.get(key, without)
+        if stage == 3 and value != without:
+            yield f"zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; leave "
+            "it out"
+
+
+def _of_overflow_checks(content: dict[str, Any]) -> Iterator[str]:
+    """Yield the checks, switched off, by which DeepSpeed skips a step with gradients that are not finite."""
+    for section, key in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
+        value = content.get(section, {}).get(key, True)
+        if value is not True:
+            yield f"{section}.{key} is {value!r}, so a broken gradient would reach the weights; leave it out"
+
+
+def _of_numbers(content: dict[str, Any]) -> Iterator[str]:
+    """Yield numbers that DeepSpeed does not check: it would compute 2 to any power, and divide by text."""
+    power = content.get("fp16", {}).get("initial_scale_power", 16)
+    if type(power) is not int or not 0 <= power <= LARGEST_SCALE_POWER:
+        yield (
+            f"fp16.initial_scale_power is {short(power)}, expected a whole number from 0 to "
+            f"{LARGEST_SCALE_POWER}"
+        )
+    every = content.get("steps_per_print", 1)
+    if type(every) is not int or every < 1:
+        yield f"steps_per_print is {short(every)}, expected a whole number above 0"
+    dtype = content.get("data_types", {}).get("grad_accum_dtype")
+    if dtype not in (None, *PRECISIONS):
+        yield f"data_types.grad_accum_dtype is {short(dtype)}, expected 'fp32', 'bf16' or 'fp16'"
+
+
+def _of_offload(section: dict[str, Any], stage: int) -> Iterator[str]:
+    """Yield offload that DeepSpeed would accept, or refuse only after building half of the model."""
+    sections: tuple[Section, ...] = ("offload_optimizer", "offload_param")
+    devices = {name: offload_device({"zero_optimization": section}, name) for name in sections}
+    for name, device in devices.items():
+        if device == "none":
+            continue
+        stages = STAGES[name, device]
+        if stage not in stages:
+            yield (
+                f"zero_optimization.{name}.device is {device!r} at stage {stage}; it needs stage "
+                f"{' or '.join(map(str, stages))}"
+            )
+        elif device == "nvme":
+            yield from _of_folder(f"zero_optimization.{name}.nvme_path", section[name].get("nvme_path"))
+    if devices["offload_param"] != "none" and devices["offload_optimizer"] == "none":
+        yield (
+            f"zero_optimization.offload_param.device is {devices['offload_param']!r} without "
+            "offload_optimizer; offload the optimiser too, to cpu or nvme"
+        )
+    if "nvme" in devices.values():
+        yield from _of_async_io()
+
+
+def _of_folder(key: str, path: str | None) -> Iterator[str]:
+    if path is None:
+        yield f"{key} is missing, which device 'nvme' needs; name a folder on a local disk"
+    elif not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
+        yield (
+            f"{key}: {path} is no folder that this user can write in; make it on every machine, or name "
+            "another"
+        )
+
+
+def _of_async_io() -> Iterator[str]:
+    """Yield why DeepSpeed's NVMe op cannot be compiled at its first use."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    if not AsyncIOBuilder().is_compatible(verbose=False):
+        yield (
+            "offload to 'nvme' needs DeepSpeed's async_io op, which cannot be built here; install libaio "
+            "with its headers (Debian: apt-get install libaio-dev) and ninja, or set device: cpu"
+        )
+
+
+def _of_adam(section: dict[str, Any], config: OptimizerConfig) -> Iterator[str]:
+    """Yield Adam's weight decay where DeepSpeed steps by an AdamW of its own making."""
+    if config.name == "adamw" or not decays(config):
+        return
+    offload = section.get("offload_optimizer") or {}
+    largest = max(group.weight_decay or 0 for group in config.groups) if config.groups else 0
+    decay = f"weight_decay {weight_decay(config):g}"
+    if not weight_decay(config):
+        decay = f"a weight_decay of {largest:g} in optimizer.groups"
+    for key, without in (("ratio", 1.0), ("super_offload", False)):
+        if offload.get(key, without) != without:
+            yield (
+                f"zero_optimization.offload_optimizer.{key} is {offload[key]!r}, with which DeepSpeed takes "
+                f"AdamW for a part of the weights, but optimizer.name is {config.name} with {decay}; leave "
+                f"{key} out, or set optimizer.name: adamw"
+            )
+
+
+def _of_fp16(stage: int) -> Iterator[str]:
+    """Yield what fp16 lacks: ZeRO, whose optimiser scales the loss, or a device that computes in fp16."""
+    from deepspeed.accelerator import get_accelerator
+
+    if stage == 0:
+        yield "fp16 at zero_optimization.stage 0 has no fp32 masters; set the stage to 1, or use bf16"
+    if not get_accelerator().is_fp16_supported():
+        yield (
+            "fp16 needs a device that computes in it, and by DeepSpeed the accelerator "
+            f"{get_accelerator().device_name()!r} here does not; use bf16 or fp32 "
+            "(ds_configs/zero*_bf16.json, zero*_fp32.json)"
+        )
+
+
+def _refusals_of_deepspeed(filled: dict[str, Any]) -> Iterator[str]:
+    """Yield what DeepSpeed would refuse with a traceback when its engine is built."""
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    # Without the batch size, which DeepSpeed checks against the ranks: they may not be initialised yet.
+    rest = {key: value for key, value in copy.deepcopy(filled).items() if key != "train_batch_size"}
+    try:
+        DeepSpeedConfig(rest)
+    except ValidationError as error:
+        for each in error.errors(include_url=False):
+            key = ".".join(map(str, each["loc"])) or "a key"
+            yield f"{error.title}: {key}: {each['msg']} (found {short(each['input'])})"
+    except Exception as error:  # DeepSpeed raises many types, such as AssertionError
+        reason = " ".join(str(error).split()) or type(error).__name__
+        yield f"DeepSpeed refuses it: {reason[:200]}"
