@@ -156,10 +156,11 @@ def with_bias(linear: Any, bias: bool) -> type[nn.Module]:
 def choose_modules(config: RunConfig) -> Modules:
     """Return the classes that model.backend and model.norm_kernel select on this machine.
 
-    Attention that is not only causal is always ours, with rotary positions of its own.
+    Attention that is not only causal, or that exchanges heads under context parallelism, is always ours, with
+    rotary positions of its own.
     """
     modules = _modules_of_decoder(config)
-    if config.model.architecture == "decoder":
+    if config.model.architecture == "decoder" and config.parallel.context == 1:
         return modules
     return replace(modules, core_attention=SDPAttention, own_rotation=True, fused_rotation=False)
 

@@ -8,7 +8,8 @@ from megamoe.config.schema import ParallelConfig
 
 def fewest_ranks(config: ParallelConfig) -> int:
     """Return the smallest number of ranks that both divisions of a configuration fit."""
-    return math.lcm(config.tensor, config.expert * config.expert_tensor)
+    of_stage = math.lcm(config.context * config.tensor, config.expert * config.expert_tensor)
+    return config.pipeline * of_stage
 
 
 @dataclass(frozen=True)

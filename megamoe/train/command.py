@@ -72,6 +72,8 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
         return ExitCode.MISTAKE
     layout, plan = run.plan.layout, run.plan
     sizes = f"data {layout.data}, tensor {layout.tensor}, expert {layout.expert} x {layout.expert_tensor}"
+    staged = {"pipeline": layout.pipeline, "context": layout.context}
+    sizes = "".join(f"{name} {of}, " for name, of in staged.items() if of > 1) + sizes
     kind = f"ZeRO {plan.stage}, {plan.precision}, {run.steps:,} steps"
     print(f"valid: {options.config} on {size} rank{'s' * (size > 1)} ({sizes}), {kind}")
     return ExitCode.FINISHED

@@ -42,6 +42,8 @@ def summary_record(run: ResolvedRun) -> dict[str, Any]:
         "parameters_routed_experts": size.expert,
         "vocabulary": run.vocabulary.size,
         "ranks": layout.ranks,
+        "pipeline_parallel": layout.pipeline,
+        "context_parallel": layout.context,
         "tensor_parallel": layout.tensor,
         "expert_parallel": layout.expert,
         "expert_tensor_parallel": layout.expert_tensor,
@@ -189,7 +191,8 @@ def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
 
 
 def _world(layout: Layout, sequence: bool) -> str:
-    parts = [f"data {layout.data}"]
+    sizes = {"pipeline": layout.pipeline, "data": layout.data, "context": layout.context}
+    parts = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data"]
     if layout.tensor > 1:
         parts.append(f"tensor {layout.tensor}{', sequence parallel' if sequence else ''}")
     parts.append(f"expert {layout.expert}")

@@ -88,12 +88,6 @@ def _context_problems(config: RunConfig) -> Iterator[Problem]:
                 f"{of_both} does not divide {name} {size}; legal with tensor {parallel.tensor}: "
                 f"{', '.join(map(str, legal)) or 'none'}",
             )
-    if model.backend == "transformer_engine":
-        yield Problem(
-            "parallel.context",
-            f"{parallel.context} needs our own attention; set model.backend to another than "
-            "transformer_engine",
-        )
 
 
 def _zero_problems(config: RunConfig, plan: ParallelPlan) -> Iterator[Problem]:

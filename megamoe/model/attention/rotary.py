@@ -5,11 +5,9 @@ from typing import Any
 
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
-from torch import Tensor
 
 from megamoe.config.model_schema import ModelConfig, RotaryConfig
 from megamoe.kernels.attention.rotary import LinearScaling, Llama3Scaling, Rotary, Scaling, YarnScaling
-from megamoe.model.attention.context import ContextShard
 from megamoe.model.modules import Modules
 
 SCALINGS: dict[str, Any] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
@@ -36,17 +34,9 @@ class Frequencies(RotaryEmbedding):
     Its own scalings lack keys: that of Llama 3 has fixed bounds, and YaRN's no interleaved pairs.
     """
 
-    def __init__(self, rotary: Rotary, size: int, context: ContextShard | None = None) -> None:
+    def __init__(self, rotary: Rotary, size: int) -> None:
         super().__init__(size, 1.0, rotary_interleaved=rotary.interleaved, use_cpu_initialization=True)
         self.inv_freq = rotary.inverse_frequencies(size)
-        self.context = context
-
-    def forward(self, max_seq_len: int, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the angles of the positions, [S, 1, 1, D]; under context parallelism of this rank's part."""
-        if self.context is None:
-            angles: Tensor = super().forward(max_seq_len, *args, **kwargs)
-            return angles
-        return self.context.own(super().forward(max_seq_len * self.context.size, *args, **kwargs), dim=0)
 
 
 def position_options(model: ModelConfig, modules: Modules) -> dict[str, Any]:
@@ -67,4 +57,4 @@ def position_options(model: ModelConfig, modules: Modules) -> dict[str, Any]:
 
 def let_megatron_turn(decoder: GPTModel, rotary: Rotary) -> None:
     """Give a model in which Megatron-Core turns heads our frequencies."""
-    decoder.rotary_pos_emb = Frequencies(rotary, decoder.config.kv_channels, decoder.config.context)
+    decoder.rotary_pos_emb = Frequencies(rotary, decoder.config.kv_channels)
