@@ -9,25 +9,29 @@ from megamoe.config.shapes import (
     expert_ffn_size,
     ffn_size,
     inserted_after,
+    key_size,
     moe_block_numbers,
     moe_layer_numbers,
     num_blocks,
+    query_size,
     shared_ffn_size,
     stacks,
 )
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import backend_rows
 from megamoe.model.size import ModelSize, mean_choices, model_size
+from megamoe.model.stage import block_ranges, stage_sizes
 from megamoe.moe.experts.activations import num_halves
 from megamoe.optim.groups import weight_decay
 from megamoe.optim.schedule import warmup_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.costs import cut_pair_traffic, moe_traffic
+from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic, stage_traffic
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.train.resolved import ResolvedRun
 from megamoe.validation.memory import in_bytes, states_of
 
+MOST_IDLE = 0.25  # of a pipeline, without a hint
 OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
 Rows = dict[str, list[tuple[str, object]]]
 
@@ -62,7 +66,7 @@ def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int)
     return {
         "run": _run_rows(run, first_step),
         "model": _model_rows(config, run.vocabulary, size),
-        "ranks": _rank_rows(run, world, rollouts, size),
+        "ranks": _rank_rows(run, world, rollouts),
         "backends": list(backend_rows(config, run.plan.precision).items()),
     }
 
@@ -146,9 +150,10 @@ def _activations(config: RunConfig) -> str:
     return dense if dense == experts or not is_moe else f"{dense}, of experts {experts}"
 
 
-def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -> list[tuple[str, object]]:
+def _rank_rows(run: ResolvedRun, world: World, rollouts: int) -> list[tuple[str, object]]:
     config, plan = run.config, run.plan
-    states = states_of(config, plan, size)
+    largest = max(stage_sizes(config, run.vocabulary.size), key=lambda each: each.total)
+    states = states_of(config, plan, largest)
     sent = _sent(config, plan, rollouts)
     activations = _activation_bytes(config, run.vocabulary, plan, rollouts)
     parts = [("weights", states.weights), ("gradients", states.gradients), ("optimiser", states.optimizer)]
@@ -159,6 +164,7 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -
     rows: list[tuple[str, object]] = [
         ("world", _world(plan.layout, config.parallel.sequence)),
         ("device", f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}"),
+        *_stage_rows(config, run.vocabulary.size, run.schedule.accumulation_at(0)),
         ("memory per rank", f"{of_states}, {elsewhere}and about {in_bytes(activations)} of activations"),
     ]
     if sent:
@@ -166,25 +172,35 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int, size: ModelSize) -
     return rows
 
 
+def _stage_rows(config: RunConfig, vocab_size: int, micro_batches: int) -> list[tuple[str, object]]:
+    """Return the row about pipeline stages: their blocks, and the share of time in which they wait."""
+    stages, chunks = config.parallel.pipeline, config.parallel.pipeline_chunks
+    if stages == 1:
+        return []
+    counts = "+".join(str(len(blocks)) for blocks in block_ranges(config, vocab_size))
+    order = f"interleaved 1F1B, {chunks} chunks" if chunks > 1 else "1F1B"
+    idle = (stages - 1) / (chunks * micro_batches + stages - 1)
+    few = f"; more than {micro_batches} micro batches a step would lower it" if idle > MOST_IDLE else ""
+    return [("stages", f"{counts} blocks, {order}, idle {idle:.0%} of the time if all stages are equal{few}")]
+
+
 def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
     """Return the bytes that a rank sends in a micro batch's forward and backward pass, with even loads."""
     model, moe, sequence = config.model, config.moe, config.parallel.sequence
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width = 4 if plan.precision == "fp32" else 2
-    layers = len(moe_layer_numbers(config))
-    pairs = 2 * num_blocks(config) - len(moe_block_numbers(config))
-    sent = pairs * cut_pair_traffic(
-        plan.layout, sequence=sequence, tokens=tokens, hidden_size=model.hidden_size, width=width
-    )
+    layout, stages = plan.layout, plan.layout.pipeline
+    layers = len(moe_layer_numbers(config)) / stages
+    pairs = (2 * num_blocks(config) - len(moe_block_numbers(config))) / stages
+    options: dict[str, Any] = {"tokens": tokens, "width": width}
+    hidden = {**options, "hidden_size": model.hidden_size, "sequence": sequence}
+    sent = pairs * cut_pair_traffic(layout, **hidden)
+    sent += config.parallel.pipeline_chunks * stage_traffic(layout, **hidden)
+    sizes = {"query_size": query_size(model), "key_size": key_size(model)}
+    sent += num_blocks(config) / stages * context_traffic(layout, **options, **sizes)
     if layers:
         layer = moe_traffic(
-            plan.layout,
-            sequence=sequence,
-            tokens=tokens,
-            pairs=tokens * mean_choices(config),
-            hidden_size=model.hidden_size,
-            num_experts=moe.num_experts,
-            width=width,
+            layout, **hidden, pairs=tokens * mean_choices(config), num_experts=moe.num_experts
         )
         sent += layers * layer.total
     return sent
@@ -217,7 +233,8 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
     else:
         kept = _block_width(config)
     logits = 12 * vocabulary.size / ranks if model.num_labels is None else 0.0
-    return float(tokens * (width * kept + logits))
+    # The first of p stages has 1 / p of the blocks, and keeps the values of p micro batches.
+    return float(tokens * (width * kept + logits) / config.parallel.context)
 
 
 def _block_width(config: RunConfig) -> float:

@@ -81,7 +81,8 @@ class TrainedModel:
     def validation_samples(self) -> int:
         """The samples, over all ranks, on which the run's validation loss was computed."""
         train, layout = self.meta["config"]["train"], self.meta["layout"]
-        unit: int = train["micro_batch_size"] * layout["ranks"] // layout["tensor"]
+        shared = layout["tensor"] * layout.get("pipeline", 1) * layout.get("context", 1)
+        unit: int = train["micro_batch_size"] * layout["ranks"] // shared
         return self.config.evaluation.batches * int(train.get("global_batch_size") or unit)
 
 
@@ -167,6 +168,12 @@ class Session:
                 f"{intact}: saved with model.architecture {kind}; this tool reads "
                 f"{' and '.join(architectures)}"
             )
+        for key in ("pipeline", "context"):
+            if (size := getattr(config.parallel, key)) > 1:
+                raise UserError(
+                    f"parallel.{key}: found {size}, which training alone has; set it to 1, with which the "
+                    "checkpoint of any layout opens"
+                )
         run = resolve_run(config, self.world.size)
         check_vocabulary(intact, meta, run.vocabulary.size)
         return meta, run

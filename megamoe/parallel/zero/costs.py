@@ -132,17 +132,18 @@ def moe_traffic(
 ) -> MoETraffic:
     """Return the traffic of one layer with an even load.
 
-    tokens, pairs: of one micro batch, over its tensor ranks. width: bytes of a number in the model's dtype.
+    tokens, pairs: of one micro batch, over all ranks that share it. width: bytes of a number in the model's
+    dtype.
     sequence: whether sequence parallelism is on.
     """
     row = hidden_size * width
-    own = pairs / layout.tensor
+    own = pairs / layout.batch_ranks
     experts_away = (layout.expert - 1) / layout.expert
     others_slices = layout.expert_tensor - 1
     local = num_experts // layout.expert
     return MoETraffic(
-        tokens=0 if sequence else 2 * _share(layout.tensor) * tokens * row,
-        scores=2 * _share(layout.tensor) * tokens * num_experts * SCORE_BYTES,
+        tokens=0 if sequence else 2 * _share(layout.tensor) * tokens / layout.context * row,
+        scores=2 * _share(layout.batch_ranks) * tokens * num_experts * SCORE_BYTES,
         counts=COUNT_BYTES * (experts_away * num_experts + others_slices * layout.expert * local),
         # Four transfers: to the experts and back, in forward and in backward.
         rows=4 * experts_away * own * row,
@@ -156,7 +157,26 @@ def cut_pair_traffic(layout: Layout, *, sequence: bool, tokens: float, hidden_si
     There is one all-reduce of the activations in forward and one in backward. With sequence parallelism there
     are equivalent gathers and reduce-scatters, and one more gather for the gradient of the first weight.
     """
-    return (5 if sequence else 4) * _share(layout.tensor) * tokens * hidden_size * width
+    passes = 5 if sequence else 4
+    return passes * _share(layout.tensor) * tokens / layout.context * hidden_size * width
+
+
+def context_traffic(layout: Layout, *, tokens: float, query_size: int, key_size: int, width: int) -> float:
+    """Return the traffic of one attention under context parallelism, forward and backward.
+
+    Queries and outputs, keys and values go to the ranks of other heads or positions, see `ContextShard`.
+    query_size, key_size: of all heads, and of all groups as they are sent.
+    """
+    own = tokens / layout.context
+    return 2 * _share(layout.context) * own * (2 * query_size + 2 * key_size) / layout.tensor * width
+
+
+def stage_traffic(layout: Layout, *, sequence: bool, tokens: float, hidden_size: int, width: int) -> float:
+    """Return what a rank of a middle pipeline stage sends: hidden states forward, a gradient backward."""
+    if layout.pipeline == 1:
+        return 0.0
+    shards = layout.context * (layout.tensor if sequence else 1)
+    return (2 if layout.pipeline > 2 else 1) * tokens / shards * hidden_size * width
 
 
 def _share(ranks: int) -> float:

@@ -18,15 +18,28 @@ from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.costs import cut_pair_traffic, moe_traffic
+from megamoe.parallel.pipeline.links import StageLinks
+from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic, stage_traffic
+from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import small_run
 
 HIDDEN, FFN, EXPERTS, K, TOKENS = 16, 32, 8, 2, 32
-# tensor, expert, expert_tensor
-LAYOUTS = {
+# tensor, expert, expert_tensor, pipeline, context
+LAYOUTS: dict[int, list[tuple[int, ...]]] = {
     2: [(1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2)],
-    4: [(1, 4, 1), (1, 2, 2), (2, 2, 1), (2, 2, 2), (4, 4, 1), (4, 1, 4), (2, 4, 1)],
+    4: [
+        (1, 4, 1),
+        (1, 2, 2),
+        (2, 2, 1),
+        (2, 2, 2),
+        (4, 4, 1),
+        (4, 1, 4),
+        (2, 4, 1),
+        (2, 2, 1, 1, 2),
+        (1, 2, 1, 2, 2),
+        (1, 2, 1, 1, 4),
+    ],
 }
 
 
@@ -77,7 +90,7 @@ COLLECTIVES: dict[str, Any] = {
 }
 
 
-def send_evenly(layouts: list[tuple[int, int, int]], dtype: torch.dtype) -> list[Counter[str]]:
+def send_evenly(layouts: list[tuple[int, ...]], dtype: torch.dtype) -> list[Counter[str]]:
     """Job: what this rank's layer sends, forward and backward, by layout; every expert has as many rows."""
     launch.start(launch.find_world(), timeout_minutes=1)
     config = small_run(
@@ -92,7 +105,7 @@ def send_evenly(layouts: list[tuple[int, int, int]], dtype: torch.dtype) -> list
         shape = LayerShape(HIDDEN, FFN, 1, "swiglu", 0.1, 0.1, seed=1)
         layer = MoELayer(config.moe, shape, StepContext(), groups).to(dtype)
         layer.router.scorer.weight.data = torch.eye(EXPERTS, HIDDEN, dtype=dtype)
-        first_T = torch.arange(TOKENS // layout.tensor) % EXPERTS
+        first_T = torch.arange(TOKENS // layout.batch_ranks) % EXPERTS
         hidden_TH = (2 * torch.eye(EXPERTS, HIDDEN)[first_T] + torch.eye(EXPERTS, HIDDEN)[first_T - 1]).to(
             dtype
         )
@@ -123,6 +136,71 @@ def test_an_even_moe_layer(pool: Pool, ranks: int) -> None:
                 counts_by_hand = 8 * EXPERTS * (sizes[1] - 1) // sizes[1]
                 rows = found[number]["all_to_all_single"] - counts_by_hand
                 assert rows == expected.rows + expected.slices, sizes
+
+
+def sent_in_attention(context: int, tensor: int, groups_of_queries: int) -> float:
+    """Job: what this rank sends in the attention of one block more, forward and backward."""
+    launch.start(launch.find_world(), timeout_minutes=1)
+    sent = []
+    for blocks in (1, 2):
+        config = small_run(
+            model__num_layers=blocks,
+            model__num_attention_heads=8,
+            model__num_query_groups=groups_of_queries,
+            moe={},
+            parallel__tensor=tensor,
+            parallel__context=context,
+        )
+        layout = Layout(dist.get_world_size(), tensor, context=context)
+        groups = start_groups(layout, timeout_minutes=1)
+        model = build_model(config, 64, MoELayer, context=groups.context)  # type: ignore[arg-type]
+        tokens_BS = torch.arange(TOKENS)[None, :]
+        with counted_bytes() as counted:
+            model(tokens_BS, tokens_BS, tokens_BS).sum().backward()
+        sent.append(counted["all_to_all_single"])
+    return sent[1] - sent[0]
+
+
+@pytest.mark.parametrize(("context", "tensor", "groups"), [(2, 1, 8), (4, 1, 4), (2, 2, 8), (4, 1, 2)])
+def test_an_attention_with_parts_of_sequences(pool: Pool, context: int, tensor: int, groups: int) -> None:
+    """Keys and values are sent for at least as many heads as there are ranks."""
+    layout, head = Layout(context * tensor, tensor, context=context), 32 // 8
+    expected = context_traffic(
+        layout, tokens=TOKENS, query_size=32, key_size=max(groups, context) * head, width=4
+    )
+    for found in pool.run(sent_in_attention, context, tensor, groups, ranks=context * tensor):
+        assert found == expected
+
+
+def sent_to_stages(sequence: bool) -> int:
+    """Job: what this rank sends to other stages in a step of two micro batches."""
+    sent = 0
+    send = StageLinks._send
+
+    def counting(self: StageLinks, tensor: Tensor, link: Any) -> None:
+        nonlocal sent
+        sent += tensor.numel() * tensor.element_size()
+        send(self, tensor, link)
+
+    StageLinks._send = counting  # type: ignore[method-assign]
+    tensor = 2 if sequence else 1
+    layout: dict[str, Any] = {
+        "parallel__pipeline": 2,
+        "parallel__tensor": tensor,
+        "parallel__sequence": sequence,
+    }
+    trainer = Trainer(small_run(model__num_layers=2, train__global_batch_size=2, **layout))
+    trainer.step()
+    trainer.release()
+    return sent
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_pipeline_stages(pool: Pool, sequence: bool) -> None:
+    tensor = 2 if sequence else 1
+    layout = Layout(2 * tensor, tensor, pipeline=2)
+    expected = 2 * stage_traffic(layout, sequence=sequence, tokens=32, hidden_size=32, width=4)
+    assert pool.run(sent_to_stages, sequence, ranks=2 * tensor) == [expected] * (2 * tensor)
 
 
 def send_dense(tensor: int) -> list[float]:
