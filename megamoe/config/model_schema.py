@@ -99,6 +99,8 @@ class LatentConfig(Section):
     """columns of a value head"""
     query_rank: Size | None = None
     """size of the compressed queries; default: queries are not compressed"""
+    norm_eps: PositiveFloat | None = None
+    """epsilon of the norms of compressed queries, keys and values; default: `model.norm_eps`"""
 
 
 @dataclass

@@ -78,9 +78,22 @@ def _expert_problems(config: RunConfig, precision: Precision | None) -> Iterator
         return
     yield from part_problems(moe, 1 if moe.num_experts % ranks else ranks)
     yield from _causal_problems(config)
+    yield from _gradient_problems(config)
     yield from _replay_problems(config)
     yield from _shared_problems(config)
     yield from _row_problems(config, precision)
+
+
+def _gradient_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield a selector that gives the router no gradient, where the router is to learn."""
+    choice = config.moe.router.selector
+    normalised = getattr(choice.options, "weights", None) in ("renormalised", "kept_softmax")
+    if choice.name == "top_k" and choice.options.k == 1 and normalised and "router" not in config.moe.frozen:
+        yield Problem(
+            "moe.router.selector",
+            f"with k: 1 the weights {choice.options.weights!r} are always 1 and the router would get no "
+            "gradient; set weights: raw, or moe.frozen: [router]",
+        )
 
 
 def _causal_problems(config: RunConfig) -> Iterator[Problem]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megamoe.apps.hf.families import FAMILIES
+from megamoe.apps.hf.families import FAMILIES, REFUSED
 from megamoe.apps.hf.family import HEAD, WORDS, Family, as_config
 from megamoe.apps.hf.folder import CONFIG, Folder, shown
 from megamoe.apps.hf.keys import Json
@@ -48,6 +48,12 @@ def family_of(config: Json, where: Path) -> Family:
         UserError: if it cannot be converted; the message names those that can.
     """
     found = config.get("model_type")
+    if isinstance(found, str) and found in REFUSED:
+        nearest, difference = REFUSED[found]
+        raise UserError(
+            f"{where}: model_type: {found} cannot be converted; the nearest is {nearest}, from which it "
+            f"differs by {difference}"
+        )
     if not isinstance(found, str) or found not in FAMILIES:
         raise UserError(
             f"{where}: model_type: found {shown(str(found))}, expected one of {', '.join(FAMILIES)}"

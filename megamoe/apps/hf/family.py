@@ -115,6 +115,9 @@ class Family:
                 f"{where}: the key {shown(unknown[0])} is not known for {self.architecture}, so its meaning "
                 "would be lost; remove it if it has none"
             )
+        selector = tree.get("moe", {}).get("router", {}).get("selector", {})
+        if selector.get("k") == 1 and selector.get("weights") == "renormalised":
+            _put(tree, "moe.frozen", ["router"])  # its weights are always 1: no gradient
         return tree
 
     def _check_class(self, given: Json, where: str) -> None:
@@ -227,6 +230,8 @@ def function_of(config: RunConfig) -> Json:
     flat = dict(_flat({"model": tree["model"], "moe": tree["moe"]}, ""))
     if flat.get("moe.router.selector.weights") == "kept_softmax":  # the same function, see `top_k`
         flat["moe.router.selector.weights"] = "renormalised"
+    if config.model.latent is not None:
+        flat["model.latent.norm_eps"] = config.model.latent.norm_eps or config.model.norm_eps
     blocks = [block for block in moe_block_numbers(config) if block <= config.model.num_layers]
     found = {
         name: value

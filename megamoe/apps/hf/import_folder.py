@@ -27,7 +27,7 @@ from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_f
 from megamoe.checkpoint.format.folder import LATEST
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.checkpoint.tools.stream import new_tree
-from megamoe.config import parse_config, to_dict
+from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
 
@@ -54,6 +54,7 @@ def import_folder(
         checkpoint.mkdir(parents=True)
         tokenizer = str(run / KEPT) if kept.keys() - {GENERATION} else None
         config = {"name": run.name, **_sections(opened, tokenizer)}
+        _check_opens(parse_config(config), source / CONFIG)
         _write_checkpoint(checkpoint, opened, config)
         (folder / CHECKPOINTS / LATEST).write_text(STEP, encoding="utf-8")
         (folder / KEPT).mkdir()
@@ -64,9 +65,26 @@ def import_folder(
     report(f"{source}: {opened.family.architecture}, {_size(opened)}")
     if others := sorted(OF_OTHERS & opened.folder.config.keys()):
         report(f"ignored keys of {CONFIG}: {', '.join(others)}")
+    if opened.tree["moe"].get("frozen"):
+        report(
+            "moe.frozen: [router]: the weight of a token's one expert is always 1, which gives the router no "
+            "gradient"
+        )
     for why, names in opened.unused.items():
         report(f"left out {why}: {len(names)} tensors, the first of them {shown(names[0])}")
     report(f"{run / CHECKPOINTS / STEP}: the checkpoint; {run / RUN_YAML}: a run that continues it")
+
+
+def _check_opens(config: RunConfig, where: Path) -> None:
+    """Refuse a model that could not be opened afterwards.
+
+    Raises:
+        UserError: with the first reason.
+    """
+    from megamoe.validation.run import section_problems  # imports DeepSpeed and Megatron-Core
+
+    for problem in section_problems(config, 1, None):
+        raise UserError(f"{where}: a model with it cannot be opened here: {problem}")
 
 
 def _write_checkpoint(folder: Path, source: Source, config: Json) -> None:

@@ -7,6 +7,7 @@ Sizes: S positions, B sequences, N heads of this rank, D columns of queries and 
 columns of values, C columns of a compressed state.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,10 +42,12 @@ PLAIN_ROTARY = Rotary(10000.0)
 class LatentBlockConfig(MLATransformerConfig, BlockConfig):
     """Megatron-Core's configuration of blocks with latent attention.
 
-    latent_rotary: turns the last columns of queries and keys.
+    latent_rotary: turns the last columns of queries and keys. latent_norm_eps: of the norms of compressed
+    states.
     """
 
     latent_rotary: Rotary = PLAIN_ROTARY
+    latent_norm_eps: float | None = None
 
 
 def latent_options(model: ModelConfig) -> dict[str, Any]:
@@ -54,6 +57,7 @@ def latent_options(model: ModelConfig) -> dict[str, Any]:
         return {}
     return {
         "latent_rotary": rotary_of(model),
+        "latent_norm_eps": latent.norm_eps,
         "q_lora_rank": latent.query_rank,
         "kv_lora_rank": latent.key_value_rank,
         "qk_head_dim": latent.nope_size,
@@ -68,7 +72,7 @@ def latent_options(model: ModelConfig) -> dict[str, Any]:
 
 def latent_attention(attention: ModuleSpec, modules: Modules) -> ModuleSpec:
     """Return the specification of latent attention with the classes of standard attention's."""
-    own, norm = attention.submodules, modules.norm
+    own, norm = attention.submodules, _norm_of_compressed(modules.norm)
     column = ColumnParallelLinear if modules.linears is None else modules.linears[0]
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=column,
@@ -82,6 +86,17 @@ def latent_attention(attention: ModuleSpec, modules: Modules) -> ModuleSpec:
         kv_layernorm=norm,
     )
     return replace(attention, module=LatentAttention, submodules=submodules)
+
+
+def _norm_of_compressed(norm: Callable[..., nn.Module]) -> type:
+    """Return a norm class, from (config, hidden_size, eps), with the epsilon of compressed states."""
+
+    class NormOfCompressed:
+        def __new__(cls, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> Any:
+            own = config.latent_norm_eps
+            return norm(config=config, hidden_size=hidden_size, eps=eps if own is None else own)
+
+    return NormOfCompressed
 
 
 class LatentAttention(NormsAsSpecified, MLASelfAttention):

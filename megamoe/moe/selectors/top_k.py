@@ -24,7 +24,8 @@ class TopK(FixedK):
 
     raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard, DeepSeek-V3).
     kept_softmax: softmax over the k chosen scores (Shazeer et al. 2017 eq. 3-5, Softmax(KeepTopK)). one: 1.
-    At k = 1 the two normalised kinds are refused: they are always 1 and give the router no gradient.
+    At k = 1 the two normalised kinds are always 1 and give the router no gradient: training refuses them,
+    unless the router is frozen (`moe.frozen`).
 
     `second`, for k = 2 and in training: best, the second largest of p. random: it is sent only if 2 g_2 > u,
     g_2 = p_2 / (p_1 + p_2), u from U(0, 1); the first keeps its weight (GShard: Lepikhin et al. 2021,
@@ -49,11 +50,6 @@ class TopK(FixedK):
 
         def __post_init__(self) -> None:
             super().__post_init__()
-            if self.k == 1 and self.weights in ("renormalised", "kept_softmax"):
-                raise ValueError(
-                    f"with k: 1 the weights {self.weights!r} are always 1 and the router would get no "
-                    "gradient; set weights: raw"
-                )
             if not self.scale > 0:
                 raise ValueError("scale must be positive")
             if self.second != "best" and self.k != 2:

@@ -136,3 +136,16 @@ def their_tokens(
 
 def test_every_class_has_its_models() -> None:
     assert CONFIGS.keys() == FAMILIES.keys()
+
+
+@torch.no_grad()
+def test_one_expert_with_weight_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Exact in evaluation and export; to train it the router is frozen, for it gets no gradient."""
+    theirs = make("mixtral", tmp_path / "hf", num_experts_per_tok=1)
+    import_folder(tmp_path / "hf", tmp_path / "run")
+    assert "moe.frozen: [router]" in capsys.readouterr().out
+    ours = opened(tmp_path / "run")
+    position_BS = torch.arange(tokens().shape[1]).expand_as(tokens())
+    assert (ours.decoder.logits(tokens(), position_BS) - theirs(tokens()).logits).abs().max() < 1e-5
+    export_run(tmp_path / "run", tmp_path / "back", report=lambda line: None)
+    same_files(tmp_path / "hf", tmp_path / "back")

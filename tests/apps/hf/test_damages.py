@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from megamoe.apps.hf.families import FAMILIES, REFUSED
 from tests.support.apps.hf_models import change_config, make, write_tensors
 from tests.support.tiny import tool
 
@@ -203,3 +204,25 @@ def test_like_names_a_folder(run: Path, tmp_path: Path, refused: Refused) -> Non
     assert (tmp_path / "out/tokenizer.json").read_text() == tokenizer
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "mixtral"
     assert "--like: " in refused("convert_hf", "export", "run", "no", "--like=nothing")
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_class_without_counterpart_names_the_nearest(
+    kind: str, mixtral: Path, tmp_path: Path, refused: Refused
+) -> None:
+    folder = tmp_path / "hf"
+    shutil.copytree(mixtral, folder)
+    change_config(folder, model_type=kind)
+    nearest, difference = REFUSED[kind]
+    line = refused("convert_hf", "import", "hf", "run")
+    assert f"model_type: {kind} cannot be converted; the nearest is {nearest}" in line
+    assert difference in line and nearest in FAMILIES
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_could_not_be_opened_is_not_imported(tmp_path: Path, refused: Refused) -> None:
+    """Heads of 21 columns, which rotary positions cannot turn in pairs."""
+    make("olmoe", tmp_path / "hf", hidden_size=42, num_attention_heads=2, num_key_value_heads=2)
+    line = refused("convert_hf", "import", "hf", "run")
+    assert "a model with it cannot be opened here: model.hidden_size: 42" in line
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]

@@ -60,7 +60,8 @@ def test_a_config_that_is_written_anew_says_the_same(kind: str, number: int) -> 
     config = as_config(family.read(written(kind, number)))
     anew = family.write(config)
     assert differences(config, as_config(family.read(anew))) == {}
-    theirs = json.loads(transformers.AutoConfig.for_model(**anew).to_json_string())
+    kwargs = {name: value for name, value in anew.items() if name != "model_type"}
+    theirs = json.loads(getattr(transformers, CONFIGS[kind][0])(**kwargs).to_json_string())
     before = written(kind, number)
     differing = {key for key in before.keys() | theirs.keys() if before.get(key) != theirs.get(key)}
     unsaid = {
@@ -71,4 +72,6 @@ def test_a_config_that_is_written_anew_says_the_same(kind: str, number: int) -> 
         "max_window_layers",
         "head_dim",
     }
+    if kind == "glm4_moe_lite":  # released folders have it, but transformers' class has no such key
+        unsaid.add("num_nextn_predict_layers")
     assert differing <= unsaid | {"sliding_window", "architectures", "decoder_sparse_step", "mlp_only_layers"}

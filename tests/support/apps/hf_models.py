@@ -39,6 +39,12 @@ ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}}
 NO_LOSS = {"router_aux_loss_coef": 0.0}
 FOUR_LOCAL = {**NO_LOSS, "num_local_experts": 4, "intermediate_size": 16}
 SIX_LOCAL = {**NO_LOSS, "num_local_experts": 6, "intermediate_size": 8}
+GRANITE = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 1.5,
+    "residual_multiplier": 0.6,
+    "attention_multiplier": 0.2,
+}
 EXPERTS = {**NO_LOSS, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 ROUTED = {
     "n_routed_experts": 8,
@@ -69,6 +75,8 @@ YARN = {
     }
 }
 ALL_HEADS = {**SHAPE, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}
+ROUTED_LITE = {name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"}
+LITE = {**SHAPE, **ROUTED_LITE}
 # Two configurations of each class: the first has grouped queries and an output layer of its own, the second
 # has neither.
 CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -81,6 +89,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Qwen3Config",
         {**SHAPE, **ROPE, "intermediate_size": 40, "head_dim": 12},
         {**OTHER, "intermediate_size": 20, "head_dim": 4, "attention_bias": True},
+    ),
+    "qwen2": (
+        "Qwen2Config",
+        {**SHAPE, **ROPE, "intermediate_size": 40},
+        {**OTHER, "intermediate_size": 20},
+    ),
+    "mistral": (
+        "MistralConfig",
+        {**SHAPE, **ROPE, "intermediate_size": 40, "head_dim": 12, "sliding_window": 10},
+        {**OTHER, "intermediate_size": 20, "sliding_window": None},
     ),
     "mixtral": (
         "MixtralConfig",
@@ -104,16 +122,18 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
             "qkv_bias": False,
         },
     ),
+    "granitemoe": (
+        "GraniteMoeConfig",
+        {**SHAPE, **FOUR_LOCAL, **GRANITE},
+        {**OTHER, **SIX_LOCAL, "attention_bias": True},
+    ),
     "granitemoeshared": (
         "GraniteMoeSharedConfig",
         {
             **SHAPE,
             **FOUR_LOCAL,
             "shared_intermediate_size": 24,
-            "embedding_multiplier": 3.0,
-            "logits_scaling": 1.5,
-            "residual_multiplier": 0.6,
-            "attention_multiplier": 0.2,
+            **GRANITE,
         },
         {**OTHER, **SIX_LOCAL, "attention_bias": True},
     ),
@@ -145,6 +165,32 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**ALL_HEADS, **ROUTED, **LATENT, **YARN, "n_group": 2, "topk_group": 1},
         {**OTHER, **ROUTED, **LATENT, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
+    "kimi_k2": (
+        "DeepseekV3Config",
+        {**ALL_HEADS, **ROUTED, **LATENT, **YARN, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+        {**OTHER, **ROUTED, **LATENT, "n_group": 1, "topk_group": 1},
+    ),
+    "glm4_moe_lite": (
+        "Glm4MoeLiteConfig",
+        {**LITE, **LATENT, "num_key_value_heads": 4, "mlp_layer_types": ["sparse", "dense"]},
+        {**OTHER, **LATENT, **ROUTED_LITE, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "dots1": (
+        "Dots1Config",
+        {**SHAPE, **ROUTED, "attention_bias": True, "norm_topk_prob": True},
+        {**OTHER, **ROUTED, "n_group": 2, "topk_group": 1},
+    ),
+    "minimax_m2": (
+        "MiniMaxM2Config",
+        {**SHAPE, **FOUR_LOCAL, "num_experts_per_tok": 2, "head_dim": 12},
+        {
+            **OTHER,
+            **SIX_LOCAL,
+            "num_experts_per_tok": 3,
+            "head_dim": 4,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
     "olmoe": (
         "OlmoeConfig",
         {**SHAPE, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 16},
@@ -175,6 +221,8 @@ def make(kind: str, folder: Path, number: int = 0, **changes: Any) -> Any:
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     randomise(model)
     model.save_pretrained(folder, max_shard_size=shard)
+    if kind != config.model_type:
+        change_config(folder, model_type=kind)  # another name for a class
     return model
 
 

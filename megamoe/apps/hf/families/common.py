@@ -179,7 +179,7 @@ def rotary(base: float = 10000.0, share: float | None = None, default: Json | No
         model = config.model
         kind = "default" if model.rotary.scaling == "none" else model.rotary.scaling
         found: Json = {"rope_theta": float(model.rope_base), "rope_type": kind}
-        if share is not None:
+        if share not in (None, 1.0) or model.rotary.share != 1.0:
             found["partial_rotary_factor"] = model.rotary.share
         values = {name: getattr(model.rotary, SCALING_KEYS[name]) for name in SCALINGS[kind]}
         return {

@@ -1,4 +1,6 @@
-"""DeepSeek-V2 and DeepSeek-V3: latent attention, dense first blocks, shared experts."""
+"""DeepSeek-V2 and V3, Kimi-K2, GLM-4.7-Flash: latent attention, dense first blocks, shared experts."""
+
+from dataclasses import replace
 
 from megamoe.apps.hf.families.common import (
     BIAS,
@@ -15,12 +17,22 @@ from megamoe.apps.hf.families.common import (
 from megamoe.apps.hf.families.experts import EXPERTS, ROUTER, biased_keys
 from megamoe.apps.hf.families.routers import TOP_K, dense_first, group_limit
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, mapped, only, same, unsupported
+from megamoe.apps.hf.keys import REQUIRED, Entry, Json, fixed, ignored, only, same, unsupported
 from megamoe.config import RunConfig
+from megamoe.config.shapes import moe_block_numbers
 
-# The norms of compressed states have this epsilon in transformers, whatever rms_norm_eps says; here all norms
-# have one.
-EPS = mapped("rms_norm_eps", "model.norm_eps", [(1e-6, 1e-6)], 1e-6)
+LATENT_EPS = 1e-6  # of the norms of compressed states in transformers, whatever rms_norm_eps says
+
+
+def norm_eps(default: float) -> Entry:
+    """The epsilon of the norms but for those of compressed states; default: the class's."""
+
+    def read(given: Json) -> Json:
+        return {"model.norm_eps": given["rms_norm_eps"], "model.latent.norm_eps": LATENT_EPS}
+
+    return Entry({"rms_norm_eps": default}, read, lambda config: {"rms_norm_eps": config.model.norm_eps})
+
+
 TABLE = (*ENDS, *NORMS, *LATENT_ATTENTION, *DENSE_FFN, ROUTER, *EXPERTS, *SHARED)
 
 
@@ -57,26 +69,31 @@ def greedy_or_limited() -> Entry:
 
 
 METHODS = ("greedy", "group_limited_greedy")
-LATENT_KEYS = (
-    same("q_lora_rank", "model.latent.query_rank", 1536),
-    same("kv_lora_rank", "model.latent.key_value_rank", 512),
-    same("qk_nope_head_dim", "model.latent.nope_size", 128),
-    same("qk_rope_head_dim", "model.latent.rope_size", 64),
-    same("v_head_dim", "model.latent.value_size", 128),
-    same_heads(),
-    only("attention_bias", False, default=False),
-    only("mlp_bias", False, default=False, written=False),
-    only("moe_layer_freq", 1, default=1, written=False),
-    # The losses of the original training.
-    ignored("aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
-)
+
+
+def latent_keys(query_rank: int = 1536, nope: int = 128, value: int = 128) -> tuple[Entry, ...]:
+    """Keys of latent attention with the class's defaults."""
+    return (
+        same("q_lora_rank", "model.latent.query_rank", query_rank),
+        same("kv_lora_rank", "model.latent.key_value_rank", 512),
+        same("qk_nope_head_dim", "model.latent.nope_size", nope),
+        same("qk_rope_head_dim", "model.latent.rope_size", 64),
+        same("v_head_dim", "model.latent.value_size", value),
+        same_heads(),
+        only("attention_bias", False, default=False),
+        only("mlp_bias", False, default=False, written=False),
+        only("moe_layer_freq", 1, default=1, written=False),
+        # The losses of the original training.
+        ignored("aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
+    )
+
 
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     keys=(
         *SHARED_KEYS,
-        *LATENT_KEYS,
+        *latent_keys(),
         *TOP_K,
         fixed(
             model__rotary__interleaved=True,
@@ -93,7 +110,7 @@ DEEPSEEK_V2 = Family(
         same("n_routed_experts", "moe.num_experts", 64, alias="num_experts"),
         same("n_shared_experts", "moe.num_shared_experts", 2),
         same("num_experts_per_tok", "moe.router.selector.k"),
-        EPS,
+        norm_eps(1e-6),
         rotary(),
         TIED,
     ),
@@ -105,7 +122,7 @@ DEEPSEEK_V3 = Family(
     "DeepseekV3ForCausalLM",
     keys=(
         *SHARED_KEYS,
-        *LATENT_KEYS,
+        *latent_keys(),
         dense_first(3),
         group_limit(8, 4, {"score": "sum", "best": 2}),
         only("topk_method", "noaux_tc", default="noaux_tc", written=False),
@@ -113,11 +130,56 @@ DEEPSEEK_V3 = Family(
         same("routed_scaling_factor", "moe.router.selector.scale", 2.5),
         *biased_keys(dense=18432, expert=2048, experts=256),
         same("rope_interleave", "model.rotary.interleaved", True),
-        EPS,
+        norm_eps(1e-6),
         rotary(),
         TIED,
     ),
     table=(*TABLE, BIAS, *FURTHER),
 )
 
-FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3)
+# Released under a name of its own, with DeepSeek-V3's code.
+KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
+
+
+def listed_blocks() -> Entry:
+    """Which blocks are dense and which have an MoE layer (mlp_layer_types), or how many are dense first."""
+
+    def read(given: Json) -> Json:
+        kinds, count = given["mlp_layer_types"], given["num_hidden_layers"]
+        if kinds is None:
+            first = 1 if given["first_k_dense_replace"] is None else given["first_k_dense_replace"]
+            kinds = ["dense"] * first + ["sparse"] * (count - first)
+        if set(kinds) - {"dense", "sparse"} or len(kinds) != count:
+            raise unsupported("mlp_layer_types", kinds, [f"{count} of dense and sparse"])
+        return {"moe.layers.at": [block for block, kind in enumerate(kinds, 1) if kind == "sparse"]}
+
+    def write(config: RunConfig) -> Json:
+        blocks = set(moe_block_numbers(config))
+        count = config.model.num_layers
+        return {"mlp_layer_types": ["sparse" if b in blocks else "dense" for b in range(1, count + 1)]}
+
+    defaults = {"mlp_layer_types": None, "first_k_dense_replace": None, "num_hidden_layers": REQUIRED}
+    return Entry(defaults, read, write)
+
+
+GLM4_MOE_LITE = Family(
+    "glm4_moe_lite",
+    "Glm4MoeLiteForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *latent_keys(768, 192, 256),
+        listed_blocks(),
+        group_limit(1, 1, {"score": "sum", "best": 2}),
+        only("topk_method", "noaux_tc", default="noaux_tc", written=False),
+        only("scoring_func", "sigmoid", default="sigmoid", written=False),
+        same("routed_scaling_factor", "moe.router.selector.scale", 1.8),
+        *biased_keys(dense=10240, expert=1536, experts=64, chosen=4),
+        same("rope_interleave", "model.rotary.interleaved", True),
+        norm_eps(1e-5),
+        rotary(),
+        TIED,
+    ),
+    table=(*TABLE, BIAS, *FURTHER),
+)
+
+FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE)

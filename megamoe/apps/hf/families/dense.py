@@ -1,4 +1,4 @@
-"""Dense models: Llama and Qwen3."""
+"""Dense models: Llama, Mistral, Qwen2 and Qwen3."""
 
 from megamoe.apps.hf.families.common import (
     DECODER,
@@ -50,4 +50,34 @@ QWEN3 = Family(
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN),
 )
 
-FAMILIES = (LLAMA, QWEN3)
+MISTRAL = Family(
+    "mistral",
+    "MistralForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        DENSE,
+        FFN,
+        groups(8),
+        heads(),
+        *norm_and_rotary(1e-6),
+        same("sliding_window", "model.attention.window", 4096),
+    ),
+    table=(*DECODER, *DENSE_FFN),
+)
+
+QWEN2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        DENSE,
+        FFN,
+        fixed(model__attention__input_bias=True, model__attention__output_bias=False),
+        groups(32),
+        *norm_and_rotary(1e-6),
+        *UNUSED_WINDOW,
+    ),
+    table=(*DECODER, *DENSE_FFN),
+)
+
+FAMILIES = (LLAMA, QWEN3, QWEN2, MISTRAL)

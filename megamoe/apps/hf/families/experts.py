@@ -1,4 +1,4 @@
-"""MoE models whose experts are named as in Qwen2-MoE: this, Qwen3-MoE, OLMoE, GLM-4.5."""
+"""MoE models whose experts are named as in Qwen2-MoE: this, Qwen3-MoE, OLMoE, GLM-4.5, dots.llm1."""
 
 from megamoe.apps.hf.families.common import (
     BIAS,
@@ -14,6 +14,7 @@ from megamoe.apps.hf.families.common import (
     UNUSED_WINDOW,
     WHOLE_NORMS,
     biases,
+    full_attention,
     groups,
     heads,
     norm_and_rotary,
@@ -70,8 +71,8 @@ def qwen_keys(dense: int, expert: int, experts: int, chosen: int) -> tuple[Entry
     )
 
 
-def biased_keys(dense: int, expert: int, experts: int) -> tuple[Entry, ...]:
-    """Keys of models like DeepSeek-V3 with the class's defaults: FFN sizes, and experts."""
+def biased_keys(dense: int, expert: int, experts: int, chosen: int = 8) -> tuple[Entry, ...]:
+    """Keys of models like DeepSeek-V3 with the class's defaults: FFN sizes, experts, those of a token."""
     return (
         *BIASED_TOP_K,
         normalised(True),
@@ -79,7 +80,7 @@ def biased_keys(dense: int, expert: int, experts: int) -> tuple[Entry, ...]:
         same("moe_intermediate_size", "moe.expert_ffn_hidden_size", expert),
         same("n_routed_experts", "moe.num_experts", experts, alias="num_local_experts"),
         same("n_shared_experts", "moe.num_shared_experts", 1),
-        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        same("num_experts_per_tok", "moe.router.selector.k", chosen),
         FURTHER_KEY,
     )
 
@@ -139,6 +140,35 @@ GLM4_MOE = Family(
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED, *FURTHER),
 )
 
+DOTS1 = Family(
+    "dots1",
+    "Dots1ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        dense_first(0),
+        group_limit(1, 1, {"score": "sum", "best": 2}),
+        same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
+        only("scoring_func", "noaux_tc", "sigmoid", None, written=False),
+        only("topk_method", "noaux_tc", None, written=False),
+        only("moe_layer_freq", 1, default=1, written=False),
+        *BIASED_TOP_K,
+        normalised(False),
+        same("intermediate_size", "model.ffn_hidden_size", 10944),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1408),
+        same("n_routed_experts", "moe.num_experts", alias="num_local_experts"),
+        same("n_shared_experts", "moe.num_shared_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k"),
+        fixed(model__attention__query_key_norm="head"),
+        groups(32),
+        heads(),
+        *norm_and_rotary(1e-6),
+        biases("attention_bias", False),
+        ignored("sliding_window", "max_window_layers"),
+        full_attention(),
+    ),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
+)
+
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
@@ -161,4 +191,4 @@ QWEN2_MOE = Family(
     ),
 )
 
-FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE)
+FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DOTS1)

@@ -1,4 +1,4 @@
-"""GraniteMoeShared: factors on embeddings, residuals, attention and logits; experts stacked as ours."""
+"""GraniteMoe, GraniteMoeShared: factors on embeddings, residuals, attention, logits; stacked experts."""
 
 from megamoe.apps.hf.families.common import (
     DECODER,
@@ -61,35 +61,43 @@ def shared_size() -> Entry:
     return Entry({"shared_intermediate_size": 0}, read, write)
 
 
+KEYS = (
+    *SHARED_KEYS,
+    *TOP_K,
+    EVERY_BLOCK,
+    fixed(moe__router__selector__weights="renormalised"),
+    same("intermediate_size", "moe.expert_ffn_hidden_size", 11008),
+    same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
+    same("num_experts_per_tok", "moe.router.selector.k", 2),
+    loss_weight(0.001),
+    EMBEDDING,
+    LOGITS,
+    same("residual_multiplier", "model.residual_scale", 1.0),
+    ATTENTION,
+    groups(),
+    *norm_and_rotary(1e-6),
+    biases("attention_bias", False),
+)
+TABLE = (
+    *DECODER,
+    Line(f"{LAYER}router.scorer.weight", "E H", f"{MOE}router.layer.weight"),
+    Line(f"{LAYER}experts.up", "E 2X H", f"{MOE}input_linear.weight", cut=EXPERT_UP),
+    Line(f"{LAYER}experts.down", "E H X", f"{MOE}output_linear.weight", cut=EXPERT_DOWN),
+)
+
+GRANITE_MOE = Family(
+    "granitemoe", "GraniteMoeForCausalLM", keys=(*KEYS, fixed(moe__num_shared_experts=0)), table=TABLE
+)
+
 GRANITE_MOE_SHARED = Family(
     "granitemoeshared",
     "GraniteMoeSharedForCausalLM",
-    keys=(
-        *SHARED_KEYS,
-        *TOP_K,
-        EVERY_BLOCK,
-        fixed(moe__router__selector__weights="renormalised"),
-        same("intermediate_size", "moe.expert_ffn_hidden_size", 11008),
-        same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
-        same("num_experts_per_tok", "moe.router.selector.k", 2),
-        shared_size(),
-        loss_weight(0.001),
-        EMBEDDING,
-        LOGITS,
-        same("residual_multiplier", "model.residual_scale", 1.0),
-        ATTENTION,
-        groups(),
-        *norm_and_rotary(1e-6),
-        biases("attention_bias", False),
-    ),
+    keys=(*KEYS, shared_size()),
     table=(
-        *DECODER,
-        Line(f"{LAYER}router.scorer.weight", "E H", f"{MOE}router.layer.weight"),
-        Line(f"{LAYER}experts.up", "E 2X H", f"{MOE}input_linear.weight", cut=EXPERT_UP),
-        Line(f"{LAYER}experts.down", "E H X", f"{MOE}output_linear.weight", cut=EXPERT_DOWN),
+        *TABLE,
         Line(f"{LAYER}shared.up", "2S H", f"{SHARED_MLP}input_linear.weight", needs="shared"),
         Line(f"{LAYER}shared.down", "H S", f"{SHARED_MLP}output_linear.weight", needs="shared"),
     ),
 )
 
-FAMILIES = (GRANITE_MOE_SHARED,)
+FAMILIES = (GRANITE_MOE, GRANITE_MOE_SHARED)

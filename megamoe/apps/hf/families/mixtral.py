@@ -1,21 +1,35 @@
-"""Mixtral: every block is an MoE layer without shared experts; softmax over the chosen scores."""
+"""Mixtral and MiniMax-M2: every block is an MoE layer without shared experts."""
 
 from megamoe.apps.hf.families.common import (
     DECODER,
     LAYER,
     SHARED_KEYS,
     THEIRS,
+    WHOLE_NORMS,
     groups,
     heads,
     norm_and_rotary,
 )
-from megamoe.apps.hf.families.routers import EVERY_BLOCK, TOP_K, loss_weight
+from megamoe.apps.hf.families.routers import BIASED_TOP_K, EVERY_BLOCK, TOP_K, loss_weight
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import fixed, ignored, same
+from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, whole
 
 EXPERTS = f"{THEIRS}block_sparse_moe.experts.{{e}}."
 
+EXPERT_LINES = (
+    Line(f"{LAYER}router.scorer.weight", "E H", f"{THEIRS}block_sparse_moe.gate.weight"),
+    Line(
+        f"{LAYER}experts.up",
+        "E 2X H",
+        (f"{EXPERTS}w1.weight", f"{EXPERTS}w3.weight"),
+        of_each_expert(halves),
+        EXPERT_UP,
+    ),
+    Line(f"{LAYER}experts.down", "E H X", f"{EXPERTS}w2.weight", of_each_expert(whole), EXPERT_DOWN),
+)
+
+# Softmax over the chosen scores.
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
@@ -34,18 +48,57 @@ MIXTRAL = Family(
         same("sliding_window", "model.attention.window", None),
         ignored("router_jitter_noise"),
     ),
+    table=(*DECODER, *EXPERT_LINES),
+)
+
+
+def rotary_size() -> Entry:
+    """The columns of a head that turn, under the name that released folders have (rotary_dim)."""
+
+    def read(given: Json) -> Json:
+        size, head = given["rotary_dim"], given["head_dim"]
+        return {} if size is None else {"model.rotary.share": size / head}
+
+    return Entry({"rotary_dim": None, "head_dim": 128}, read, lambda config: {})
+
+
+# Sigmoid of each score, chosen with a bias; norms over all heads.
+MINIMAX_M2 = Family(
+    "minimax_m2",
+    "MiniMaxM2ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *BIASED_TOP_K,
+        EVERY_BLOCK,
+        fixed(moe__router__selector__weights="renormalised", moe__num_shared_experts=0),
+        same("intermediate_size", "moe.expert_ffn_hidden_size", 1536),
+        same("num_local_experts", "moe.num_experts", 256, alias="num_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        fixed(model__attention__query_key_norm="whole"),
+        only("scoring_func", "sigmoid", None, written=False),
+        only("use_qk_norm", True, default=True, written=False),
+        only("qk_norm_type", "per_layer", None, written=False),
+        only("use_routing_bias", True, default=True, written=False),
+        only("attn_type_list", None, written=False),
+        loss_weight(0.001),
+        groups(8),
+        heads(128),
+        *norm_and_rotary(1e-6, base=5e6, share=1.0),
+        rotary_size(),
+        ignored("router_jitter_noise"),
+    ),
     table=(
         *DECODER,
-        Line(f"{LAYER}router.scorer.weight", "E H", f"{THEIRS}block_sparse_moe.gate.weight"),
+        *WHOLE_NORMS,
+        *EXPERT_LINES,
         Line(
-            f"{LAYER}experts.up",
-            "E 2X H",
-            (f"{EXPERTS}w1.weight", f"{EXPERTS}w3.weight"),
-            of_each_expert(halves),
-            EXPERT_UP,
+            f"{LAYER}router.score_function.bias",
+            "E",
+            f"{THEIRS}block_sparse_moe.e_score_correction_bias",
+            is_buffer=True,
+            needs="biased",
         ),
-        Line(f"{LAYER}experts.down", "E H X", f"{EXPERTS}w2.weight", of_each_expert(whole), EXPERT_DOWN),
     ),
 )
 
-FAMILIES = (MIXTRAL,)
+FAMILIES = (MIXTRAL, MINIMAX_M2)
