@@ -56,7 +56,7 @@ APPS = {
     "apps.evaluation": {"apps.command"} | MODELS | {"apps.routing_record"},
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
     "apps.generation": {"apps.command"} | MODELS | {"apps.evaluation", "apps.translation"},
-    "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data"},
+    "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data", "validation"},
     "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
     "apps.plan": {"apps.command"} | MODELS | {"metrics"},
     "apps.reference": FOUNDATION | {"apps.command"},

@@ -87,12 +87,13 @@ def _expert_problems(config: RunConfig, precision: Precision | None) -> Iterator
 def _gradient_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a selector that gives the router no gradient, where the router is to learn."""
     choice = config.moe.router.selector
-    normalised = getattr(choice.options, "weights", None) in ("renormalised", "kept_softmax")
-    if choice.name == "top_k" and choice.options.k == 1 and normalised and "router" not in config.moe.frozen:
+    options: Any = choice.options
+    is_one = getattr(options, "k", None) == 1 and provides("normalised", choice)
+    if is_one and "router" not in config.moe.frozen:
         yield Problem(
             "moe.router.selector",
-            f"with k: 1 the weights {choice.options.weights!r} are always 1 and the router would get no "
-            "gradient; set weights: raw, or moe.frozen: [router]",
+            f"with k: 1 the weights {options.weights!r} are always 1 and the router would get no gradient; "
+            "set weights: raw, or moe.frozen: [router]",
         )
 
 

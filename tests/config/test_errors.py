@@ -139,8 +139,6 @@ moe: {losses: {lr: {name: z_loss}}}
     moe.losses: a loss is logged as train/<its key>: 'lr' is no name for one
 moe: {losses: {far: {name: zloss}}}
     moe.losses.far: unknown loss 'zloss'; did you mean 'z_loss'?
-moe: {router: {selector: {k: 1}}}
-    moe.router.selector: with k: 1 the weights 'renormalised' are always 1 and the router would get no
 """
 
 
@@ -221,8 +219,8 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 def test_the_end_of_the_longer_messages(load: Load) -> None:
     assert message_of(load, "optimizer: {schedule: cosin}").endswith("; did you mean 'cosine'?")
-    message = message_of(load, "moe: {router: {selector: {k: 1}}}")
-    assert message.endswith('no gradient; set weights: raw (found {"k": 1})')
+    message = message_of(load, "moe: {router: {selector: {k: 3, second: random}}}")
+    assert message.endswith('found k: 3; set second: best (found {"k": 3, "second": "random"})')
 
 
 def test_a_long_value_is_shortened(load: Load) -> None:

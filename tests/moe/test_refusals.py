@@ -175,8 +175,6 @@ SELECTORS: Rows = {
         ("{eval_threshold: 1.1}", "eval_threshold must be at least 0 and at most 1"),
     ],
     "selector top_k": [
-        ("{k: 1}", "with k: 1 the weights 'renormalised' are always 1 .*set weights: raw"),
-        ("{k: 1, weights: kept_softmax}", "with k: 1 the weights 'kept_softmax' .*set weights: raw"),
         ("{k: 0}", "k must be at least 1"),
         ("{k: 17}", "k is 17, .* only 16 experts .* k <= 16$"),
         ("{second: random, k: 3}", "second: random is a rule for k: 2, found k: 3; set second: best"),

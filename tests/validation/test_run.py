@@ -20,6 +20,14 @@ LATENT = "model.latent={key_value_rank: 6, nope_size: 4, rope_size: 2, value_siz
 UNEVEN_BIASES = ("moe.expert_bias=true", "model.hidden_size=18", "model.num_attention_heads=1")
 # By what is wrong: the message, then the overrides.
 REFUSALS = {
+    "one expert with weight one": (
+        "moe.router.selector: with k: 1 the weights 'renormalised' are always 1 .*set weights: raw, or",
+        "moe.router.selector={name: top_k, k: 1}",
+    ),
+    "one expert with a softmax of one": (
+        "moe.router.selector: with k: 1 the weights 'kept_softmax' are always 1",
+        "moe.router.selector={name: top_k, k: 1, weights: kept_softmax}",
+    ),
     "query groups": (
         "model.num_attention_heads: 4 .* model.num_query_groups 3",
         "model.num_attention_heads=4",

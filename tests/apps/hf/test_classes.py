@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,12 @@ from megamoe.apps.generation.beams import continued
 from megamoe.apps.generation.generate import generate
 from megamoe.apps.generation.sampling import Sampling
 from megamoe.apps.hf.export_run import export_run
-from megamoe.apps.hf.families import FAMILIES
+from megamoe.apps.hf.families import FAMILIES, REFUSED
 from megamoe.apps.hf.import_folder import import_folder
 from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.launch import find_world
-from tests.support.apps.hf_models import CONFIGS, WORDS, both_of, make, tokens
+from tests.support.apps.hf_models import CONFIGS, WORDS, both_of, change_config, make, tokens
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -134,8 +135,27 @@ def their_tokens(
     return new
 
 
-def test_every_class_has_its_models() -> None:
+def test_every_class_has_its_models_and_its_line_on_the_page() -> None:
     assert CONFIGS.keys() == FAMILIES.keys()
+    page = (Path(__file__).parents[3] / "docs/huggingface.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| ?(.*?) ?\|$", page, re.M)
+    assert {name for name, *_ in rows} >= FAMILIES.keys() | REFUSED.keys()
+    refused = {name: (first.strip("`"), second) for name, first, second in rows if name in REFUSED}
+    assert refused == REFUSED
+
+
+def test_special_tokens_of_an_imported_model_come_back(tmp_path: Path) -> None:
+    """Of config.json and of generation_config.json, lists of them too."""
+    make("mixtral", tmp_path / "hf")
+    ids = {"bos_token_id": 3, "eos_token_id": [5, 7], "pad_token_id": 9}
+    change_config(tmp_path / "hf", **ids)
+    generation = {**ids, "decoder_start_token_id": 11, "max_new_tokens": 4, "do_sample": False}
+    (tmp_path / "hf" / "generation_config.json").write_text(json.dumps(generation))
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
+    export_run(tmp_path / "run", tmp_path / "back", report=lambda line: None)
+    for name, expected in (("config.json", ids), ("generation_config.json", generation)):
+        found = json.loads((tmp_path / "back" / name).read_text())
+        assert {key: found.get(key) for key in expected} == expected, name
 
 
 @torch.no_grad()
