@@ -6,6 +6,9 @@ ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 python benchmarks/bf16_products
 Rounds of all rows are interleaved; shown are medians in ms, and the median of the rounds' ratios to fp32. The
 row `PyTorch` is bf16 as PyTorch computes it here. It is left out with --widened, and where a product in bf16
 takes seconds the MoE layer is measured with widened products only.
+
+--libraries: instead, our MoE layer in bf16 with widened products beside those of other libraries, which
+compute as PyTorch does here; the median of the rounds' ratios to ours. It takes minutes without AVX-512.
 """
 
 import argparse
@@ -22,6 +25,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from layers.candidate import Shape, Weights
+from layers.catalogue import CANDIDATES, candidates_of
+from layers.measure import build, inputs_of, run_once
 from megamoe.compat.torch_compat import has_bf16_products, widen_bf16_products
 from megamoe.config import parse_config
 from megamoe.moe.layer import LayerShape, MoELayer
@@ -38,9 +44,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--widened", action="store_true", help="only widened products beside fp32")
+    parser.add_argument("--libraries", metavar="NAMES", help="such as hf_eager,hf_grouped_mm")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     print(f"products in bf16 by this processor: {has_bf16_products()}; {options.threads} threads")
+    if options.libraries:
+        _compare_libraries(candidates_of(options.libraries), options.rounds)
+        return
     cases = _cases()
     if not options.widened:
         for name in ("linear", "batched"):
@@ -73,6 +83,26 @@ def _cases() -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
         "batched": (lambda: torch.bmm(left, right), lambda: torch.bmm(narrow[2], narrow[3])),
         "MoE layer": (lambda: both_ways(layer, rows), lambda: both_ways(narrow_layer, narrow[0])),
     }
+
+
+def _compare_libraries(names: list[str], rounds: int) -> None:
+    shape = Shape(TOKENS, HIDDEN, FFN, EXPERTS, 2)
+    weights = Weights.draw(shape)
+    layers = {name: build(CANDIDATES[name], shape, "bf16", weights) for name in ("ours", *names)}
+    rows = [inputs_of(CANDIDATES[name].rows, shape, "bf16", 0) for name in layers]
+    taken: dict[str, list[float]] = {name: [] for name in layers}
+    for round_ in range(1 + rounds):  # the first one warms up
+        for (name, layer), hidden_TH in zip(layers.items(), rows, strict=True):
+            library = widen_bf16_products() if name == "ours" and not has_bf16_products() else None
+            seconds = run_once(layer, hidden_TH, torch.ones_like(hidden_TH))[1]
+            if library is not None:
+                library._destroy()
+            if round_:
+                taken[name].append(seconds)
+    for name in names:
+        ratio = statistics.median(other / own for other, own in zip(taken[name], taken["ours"], strict=True))
+        own, other = (1000 * statistics.median(taken[each]) for each in ("ours", name))
+        print(f"{name:>20}  {other:9.1f} ms, ours {own:9.1f} ms, ratio {ratio:6.2f}", flush=True)
 
 
 def _compare(name: str, form: str, case: tuple[Callable[[], object], ...], rounds: int) -> None:
