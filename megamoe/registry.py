@@ -45,7 +45,8 @@ APPLICATIONS = {
     "report": ("megamoe.apps.report.page", "write_report"),  # log.report
     "routing_record": ("megamoe.apps.routing_record.replay", "RunRouting"),  # log.routing, moe.router.replay
 }
-RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size")  # a loss is logged as train/<name>
+# A loss is logged as train/<name>; `megamoe/metrics/names.py` has these keys.
+RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "loss_scale", "skipped_steps")
 # Of these an MoE layer is made.
 LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
 KINDS = (*LAYER_KINDS, "callback", "objective")

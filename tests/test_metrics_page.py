@@ -1,81 +1,151 @@
-"""docs/metrics.md names every metric that a run writes, and none that no run writes."""
+"""Every metric that a run writes is declared in metrics/names.py, whose tables docs/metrics.md has."""
 
 import json
-import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megamoe.metrics import names
+from megamoe.metrics.reader import read_metrics
+from megamoe.metrics.sinks.summaries import Summaries
+from megamoe.registry import RESERVED_LOSS_NAMES
 from megamoe.train.loop import train
-from tests.support.tiny import restored_process, tiny
+from tests.metrics.test_summaries import keys, step_of
+from tests.support.tiny import restored_process, tiny, tool
 
-PAGE = (Path(__file__).parents[1] / "docs/metrics.md").read_text()
-RUN = (
-    "model.multi_token_prediction.depth=1",
+COMMON = ("data.validation={code: [unused]}", "data.split=[0.8, 0.1, 0.1]", "train.steps=2")
+EVERYTHING = (
+    *("model.multi_token_prediction.depth=1", "log.timers=true", "log.peak_tflops=1.5"),
     "moe.router={scorer: cosine, selector: {name: top_k, k: 2}}",
     "moe.router.score_function={name: sigmoid, bias_update: 0.01}",
-    "moe.losses={switch_balance: 0.1}",
-    "data.validation={code: [unused]}",
-    "data.split=[0.8, 0.1, 0.1]",
-    "train.steps=2",
-    "log.timers=true",
-    "log.peak_tflops=1.5",
-    "log.gradient_shares_every=2",
+    *("moe.losses={switch_balance: 0.1}", "log.gradient_shares_every=2"),
 )
-# Only of fp16, of a skipped step, of several ranks, and of labels.
+LOSSES = ("switch_balance", "z_loss", "importance")
+RUNS = {
+    "everything": EVERYTHING,
+    "dense": ("moe.layers=none",),
+    "several losses": (f"moe.losses={{{', '.join(f'{name}: 0.01' for name in LOSSES)}}}",),
+    "threshold": ("moe.router={selector: {name: threshold, threshold: 0.2}}", "moe.losses={z_loss: 0.01}"),
+    "noise": ("moe.router={scorer: noisy, selector: {name: top_k, k: 2}}", "moe.losses={load: 0.01}"),
+}
+WORDS = {  # that stand for the <names> of a pattern
+    "loss": {*LOSSES, "load"},
+    "set": {"code"},
+    "k": {"1"},
+    "quantile": {"min", "p25", "median", "p75", "max"},
+    "extreme": {"most", "least"},
+    "n": set("1234"),
+}
+# Only of fp16, of a skipped step, of several ranks, of labels, and of parts of one's own.
 ELSEWHERE = {
-    "train/loss_scale",
-    "train/skipped_steps",
-    "val/<set>/accuracy",
-    "val/<set>/squared_error",
-    "perf/own_s",
-    "perf/slowest_own_s",
-    "perf/slowest_rank",
-    "perf/stragglers",
-    "rank_load",
-    "rank_imbalance",
-    "rank_overload",
+    *(names.LOSS_SCALE, names.SKIPPED_STEPS, "<part>/<number>"),
+    *(names.OWN_S, names.SLOWEST_OWN_S, names.SLOWEST_RANK, names.STRAGGLERS),
+    *(names.RANK_LOAD, names.RANK_IMBALANCE, names.RANK_OVERLOAD),
+    *(f"{of_set}/accuracy" for of_set in ("val", "val/<set>", "test")),
+    *(f"{of_set}/squared_error" for of_set in ("val", "val/<set>", "test")),
 }
 
 
-def documented() -> dict[str, str]:
-    """Unit by name, of the page's tables."""
-    rows = re.findall(r"^\| `([^`]+)` \| ([^|]+) \| [^|]+ \|$", PAGE, flags=re.MULTILINE)
-    return {name: unit.strip() for name, unit in rows}
+def declared(key: str) -> str | None:
+    """The key or pattern under which a key is declared, if the words in it are those of these runs."""
+    metric, of_layer = names.metric_of(key), names.IN_LAYER.fullmatch(key)
+    if metric is None:
+        return None
+    found = names.keys_like(metric.key).fullmatch(of_layer[2] if of_layer else key.removeprefix("moe/"))
+    assert found is not None
+    for kind, word in found.groupdict().items():
+        if not (declared(names.of_layer(1)[word]) if kind == "name" else word in WORDS.get(kind, ())):
+            return None
+    return metric.key
+
+
+def undeclared(written: Iterable[str]) -> list[str]:
+    return [key for key in written if declared(key) is None]
 
 
 @pytest.fixture(scope="module")
-def rows(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    output = tmp_path_factory.mktemp("run")
-    with restored_process():
-        train(tiny(f"output={output}", *RUN))
-    return [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]
-
-
-def written(rows: list[dict[str, Any]]) -> set[str]:
-    """The names as the page writes them: without the layer, and with <loss>, <set> and <k>."""
-    found = set()
-    for key in {key for row in rows for key in row}:
-        name = re.sub(r"^moe/(layer_\d+/)?", "", key)
-        name = re.sub(r"ahead_\d+", "ahead_<k>", name.replace("val/code/", "val/<set>/"))
-        found.add(name.replace("switch_balance", "<loss>"))
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """The records of each of RUNS."""
+    found = {}
+    for name, overrides in RUNS.items():
+        output = tmp_path_factory.mktemp("run")
+        with restored_process():
+            train(tiny(f"output={output}", *COMMON, *overrides))
+        found[name] = [json.loads(line) for line in (output / "run/metrics.jsonl").read_text().splitlines()]
     return found
 
 
-def test_every_metric_of_a_run_has_its_unit_and_formula(rows: list[dict[str, Any]]) -> None:
-    assert written(rows) == documented().keys() - ELSEWHERE
-    assert all(documented().values())
+def test_every_key_of_a_run_is_declared(rows: dict[str, list[dict[str, Any]]]) -> None:
+    for run in rows.values():
+        assert undeclared(key for row in run for key in row) == []
+        for row in run:
+            assert undeclared(keys(Summaries(1).of(row))) == []
+    assert undeclared(keys(Summaries(100).of(step_of(3, 8)))) == []
 
 
-def test_the_formulas_of_speed_hold(rows: list[dict[str, Any]]) -> None:
-    row = rows[-1]
+PLANTED = """
+    planted train/planted train/planted/weighted perf/planted_s val/planted val/x/lm_loss
+    moe/planted moe/layer_01/planted moe/layer_01/scorer/planted moe/layer_01/loss/planted
+    train/lm_loss/ahead_1 load/planted layers/planted/max layers/dead/planted
+"""
+
+
+@pytest.mark.parametrize("key", PLANTED.split())
+def test_a_planted_key_is_seen(key: str) -> None:
+    assert undeclared(["step", key]) == [key]
+
+
+def test_every_declared_metric_is_written(rows: dict[str, list[dict[str, Any]]]) -> None:
+    logged = [row for run in rows.values() for row in run]
+    sent = {key for row in logged for key in keys(Summaries(1).of(row))}
+    found = {declared(key) for key in sent.union(*logged)}
+    assert {metric.key for table in names.TABLES for metric in table} == found | ELSEWHERE
+    assert not found & ELSEWHERE
+
+
+def test_the_page_has_the_tables_of_the_declarations() -> None:
+    command = tool("list_keys")
+    page = command.METRICS_PAGE.read_text(encoding="utf-8")
+    assert page == command.with_metrics(page), "run tools/list_keys.py"
+    for metric in (metric for table in names.TABLES for metric in table):
+        assert f"| `{metric.key}` | {metric.unit} | {metric.formula} | {metric.logged} |\n" in page
+        assert metric.unit and metric.formula and metric.logged
+
+
+def test_a_key_is_declared_once_and_no_loss_may_take_its_name() -> None:
+    found = [metric.key for table in (names.TRAINING, names.SPEED, names.SHOWN) for metric in table]
+    assert len(set(found)) == len(found)
+    of_training = {key.removeprefix("train/") for key in found if key.startswith("train/") and "<" not in key}
+    assert of_training == set(RESERVED_LOSS_NAMES)
+
+
+def test_units_of_keys_and_patterns() -> None:
+    units = {
+        **{"moe/layer_02/dead": "experts", "moe/dead": "experts", "layers/dead/max": "experts"},
+        **{"train/z_loss": "1", "train/z_loss/weighted": "nats", names.WEIGHTED_LOSS: "nats"},
+        **{"load/most_1_layer": "block", "load/max": "1", "load/histogram": "experts"},
+        **{"experts_per_token": "tokens", "moe/experts_per_token": "experts"},
+        **{"layers/loss/z_loss/min": "1", "moe/layer_01/masks.0/own": "the part's unit"},
+    }
+    assert {key: names.unit_of(key) for key in units} == units
+
+
+def test_the_old_key_of_multi_token_prediction_is_read_as_the_new_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/lm_loss/ahead_2": "NaN", "a": "ahead_1"}\n')
+    (row,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert list(row) == ["step", names.fill(names.MTP_LOSS, 2), "a"] and row["a"] == "ahead_1"
+
+
+def test_the_formulas_of_speed_hold(rows: dict[str, list[dict[str, Any]]]) -> None:
+    row = rows["everything"][-1]
     assert row["perf/tokens_per_s"] * row["perf/step_s"] == pytest.approx(row["train/batch_size"] * 8)
     assert row["perf/mfu"] == pytest.approx(row["perf/tflops_per_rank"] / 1.5)
     stages = [row[f"perf/{stage}_s"] for stage in ("route", "dispatch", "experts", "combine")]
     assert all(seconds > 0 for seconds in stages) and sum(stages) < row["perf/step_s"]
 
 
-def test_shares_of_gradients_are_measured_at_intervals(rows: list[dict[str, Any]]) -> None:
-    measured = ["moe/layer_01/gradient_share/switch_balance" in row for row in rows]
+def test_shares_of_gradients_are_measured_at_intervals(rows: dict[str, list[dict[str, Any]]]) -> None:
+    measured = ["moe/layer_01/gradient_share/switch_balance" in row for row in rows["everything"]]
     assert measured == [False, True]

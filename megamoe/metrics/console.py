@@ -15,8 +15,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megamoe.metrics import names
 from megamoe.metrics.formats import format_duration
-from megamoe.metrics.reader import FURTHER_LOSS
 
 MIN_SECONDS_BETWEEN_LINES = 2.0
 RATE_WINDOW = 20  # updates over which the speed for the ETA is taken
@@ -74,7 +74,7 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
 
     def update(self, metrics: Mapping[str, Any]) -> None:
         """Show a step's metrics (keys as in the record; only `step` is required)."""
-        step, now = int(metrics["step"]), self._clock()
+        step, now = int(metrics[names.STEP]), self._clock()
         self._recent.append((step, now))
         val = _validation(metrics)
         if val is not None:
@@ -121,16 +121,13 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
 
     def _render(self, metrics: Mapping[str, Any]) -> str:
         eta_s = self.eta_s()
-        imbalances = [
-            value for key, value in metrics.items() if key.startswith("moe/") and key.endswith("/imbalance")
-        ]
         shown = [
             ("step {}", f"{metrics['step']}/{self._total_steps}"),
-            ("loss {:.3f}", metrics.get("train/lm_loss")),
-            ("{}", self._shown_validation(int(metrics["step"]))),
-            ("lr {:.1e}", metrics.get("train/lr")),
-            ("{:,.0f} tok/s", metrics.get("perf/tokens_per_s")),
-            ("imbalance {:.2f}", max(imbalances, default=None)),
+            ("loss {:.3f}", metrics.get(names.LM_LOSS)),
+            ("{}", self._shown_validation(int(metrics[names.STEP]))),
+            ("lr {:.1e}", metrics.get(names.LR)),
+            ("{:,.0f} tok/s", metrics.get(names.TOKENS_PER_S)),
+            ("imbalance {:.2f}", names.worst_imbalance(metrics)),
             ("ETA {}", None if eta_s is None else format_duration(eta_s)),
         ]
         return " | ".join(pattern.format(value) for pattern, value in shown if value is not None)
@@ -144,11 +141,11 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
 
 def _validation(metrics: Mapping[str, Any]) -> str | None:
     """Return the validation loss of a step as text: of the main set, or of the first further one by name."""
-    loss, name = metrics.get("val/lm_loss"), ""
-    further = sorted(key for key in metrics if FURTHER_LOSS.fullmatch(key))
-    if loss is None and further:
-        loss, name = metrics[further[0]], f" {further[0].split('/')[1]}"
-    return None if loss is None else f"val{name} {loss:.3f}"
+    key = names.validation_key(metrics)
+    if key is None:
+        return None
+    name = "" if key == names.VAL_LM_LOSS else f" {key.split('/')[1]}"
+    return f"val{name} {metrics[key]:.3f}"
 
 
 def _print_plain(console: Console, line: str) -> None:

@@ -7,7 +7,6 @@ NULs inside and a torn last line are skipped. Any other broken line is an error.
 
 import json
 import math
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,15 +15,13 @@ from typing import Any, BinaryIO
 
 from megamoe.errors import UserError
 from megamoe.io import open_plain, reason
+from megamoe.metrics import names
 
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 LONGEST_LINE = 1 << 26  # bytes; a step of 1,000 layers of 1,000 experts has some ten million
 LARGEST_STEP = 1 << 53  # exact as a float, which charts make of it
 BLANK = b"\0 \t\r\n"
 MEASURED = ("train/", "val/", "test/", "perf/", "moe/")  # keys that begin so hold numbers
-LOAD = re.compile("moe/([^/]+)/load")  # of a layer, by its name
-FURTHER_LOSS = re.compile("val/([^/]+)/lm_loss")  # of a validation set beside the main one, by its name
-COUNTS = re.compile("moe/[^/]+/(width_histogram|rank_load)")  # further lists, of any length
 SHOWN, LONGEST_KEY = 40, 100  # characters of a message
 
 
@@ -45,7 +42,7 @@ class Line:
     @property
     def step(self) -> int:
         """The step of the record."""
-        step: int = self.record["step"]
+        step: int = self.record[names.STEP]
         return step
 
 
@@ -75,7 +72,7 @@ def whole_lines(
                 if broken is None and text and b"\0" not in raw:
                     broken = _broken(path, number, text)
                 continue
-            if keep_until is not None and record["step"] > keep_until:
+            if keep_until is not None and record[names.STEP] > keep_until:
                 continue
             if broken is not None:
                 raise broken
@@ -98,10 +95,10 @@ def _lines(file: BinaryIO, number: int, start: int) -> Iterator[tuple[int, int, 
 
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(text.decode("utf-8"))
+        record = json.loads(text.decode("utf-8").replace(*names.OLD_AND_NEW_MTP))
     except (ValueError, RecursionError):
         return None
-    step = record.get("step") if isinstance(record, dict) else None
+    step = record.get(names.STEP) if isinstance(record, dict) else None
     if type(step) is not int or not 0 <= step < LARGEST_STEP:
         return None
     return {
@@ -174,11 +171,11 @@ class Record:
 @lru_cache(maxsize=1 << 16)
 def _kind(key: str) -> str | None:
     """Return what the key holds: a `number`, `counts`, a `load`; None if it is not read."""
-    if not key.startswith(MEASURED) and key not in ("tokens", "time"):
+    if not key.startswith(MEASURED) and key not in (names.TOKENS, names.TIME):
         return None
-    if COUNTS.fullmatch(key) is not None:
-        return "counts"
-    return "number" if LOAD.fullmatch(key) is None else "load"
+    found = names.IN_LAYER.fullmatch(key)
+    lists = {names.LOAD: "load", names.WIDTH_HISTOGRAM: "counts", names.RANK_LOAD: "counts"}
+    return "number" if found is None else lists.get(found[2], "number")
 
 
 def _expected(key: str, value: Any, experts: dict[str, int]) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megamoe.config.schema import TrainConfig
+from megamoe.metrics import names
 
 MAX_NAMED = 8  # micro batches whose samples a message names
 
@@ -43,14 +44,14 @@ class SkipPolicy:
 
         The losses are the global batch's, before the optimiser's step.
         """
-        for name, value in (("train/lm_loss", lm_loss), ("train/loss", loss)):
+        for name, value in ((names.LM_LOSS, lm_loss), (names.LOSS, loss)):
             if not math.isfinite(value):
                 return Problem(f"{name} is {value}")
         limit = self.limit()
         if limit is None or lm_loss <= limit:
             return None
         return Problem(
-            f"train/lm_loss is {lm_loss:.4f}, above {limit:.4f}, the mean of the last {self.spike.window} "
+            f"{names.LM_LOSS} is {lm_loss:.4f}, above {limit:.4f}, the mean of the last {self.spike.window} "
             f"applied steps + {self.spike.sigmas:g} standard deviations (train.loss_spike)",
             ends=self.spike.action == "stop",
         )

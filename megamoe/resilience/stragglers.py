@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megamoe.io import replace_file
+from megamoe.metrics import names
 
 STRAGGLERS = "stragglers.json"  # in the run's folder, while there are any
 STEPS = 10  # of a window, at least; a multiple of log.every
@@ -57,10 +58,10 @@ class Stragglers:
         before, self._named = self._named, np.flatnonzero(self._slow_windows_R >= IN_A_ROW).tolist()
         slowest = int(own_R.argmax())
         self.metrics = {
-            "perf/own_s": middle,
-            "perf/slowest_own_s": float(own_R[slowest]),
-            "perf/slowest_rank": slowest,
-            "perf/stragglers": len(self._named),
+            names.OWN_S: middle,
+            names.SLOWEST_OWN_S: float(own_R[slowest]),
+            names.SLOWEST_RANK: slowest,
+            names.STRAGGLERS: len(self._named),
         }
         if before != self._named:
             self._write(own_R / middle)

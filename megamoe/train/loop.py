@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import ExitCode
-from megamoe.metrics import ProgressLine, Recorder, print_summary
+from megamoe.metrics import ProgressLine, Recorder, names, print_summary
 from megamoe.moe.timers import LocalComputeTimer
 from megamoe.parallel import launch
 from megamoe.parallel.consensus import CollectiveError, catch_error, gather_from_ranks, raise_any_error
@@ -92,7 +92,7 @@ class Loop:
             self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, folder.path)
         trainer.callbacks.call("on_train_begin", trainer)
         if self.config.evaluation.at_start and trainer.progress.step == 0:
-            self._record({"step": 0, "tokens": 0, **self._evaluate()})
+            self._record({names.STEP: 0, names.TOKENS: 0, **self._evaluate()})
         reason = None
         try:
             while trainer.progress.step < trainer.run.steps and reason is None:

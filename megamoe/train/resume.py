@@ -66,7 +66,7 @@ SAME_FUNCTION = (
     *(f"attention.{key}" for key in ("query_key_norm", "window", "window_blocks", "soft_cap", "scale")),
 )
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
-AHEAD = "multi_token_prediction"  # whose loss may get another weight
+MTP = "multi_token_prediction"  # whose loss may get another weight
 RESUME_WAY_OUT = "resume with the configuration that saved it"
 FUNCTION_WAY_OUT = (
     "the model would compute another function: resume with the configuration that saved it, or say "
@@ -90,8 +90,8 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> list[str]:
     for key, before, after in changes:
         if rule_of(key) == "same":
             _same(path, key, before, after)
-    depths = [(tree["model"].get(AHEAD) or {}).get("depth", 0) for tree in (saved, current)]
-    _same(path, f"model.{AHEAD}.depth", *depths)
+    depths = [(tree["model"].get(MTP) or {}).get("depth", 0) for tree in (saved, current)]
+    _same(path, f"model.{MTP}.depth", *depths)
     if moe_layer_numbers(config):
         now = part_shapes(config, vocabulary)
         _same_state(path, saved["moe"], current["moe"], _saved_part_shapes(read_index(path)), now)

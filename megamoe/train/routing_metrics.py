@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from megamoe.metrics import names
+from megamoe.metrics.names import GRADIENT_SHARE, LAYER_LOSS, fill
 from megamoe.train.step_record import LayerRecord
 
 Floats = NDArray[np.float64]
@@ -65,25 +67,26 @@ def routing_metrics(
     wanted_LE = _stacked([layer.wanted_E.numpy() for layer in layers.values()])
     by_name = {
         **load_metrics(load_LE),
-        "dropped": 1 - _ratio(load_LE.sum(1), wanted_LE.sum(1), where_none=1.0),
-        "max_vio_run": _violation(_max_over_mean(history.load_LE)),
-        "dead": history.dead_L(),
+        names.DROPPED: 1 - _ratio(load_LE.sum(1), wanted_LE.sum(1), where_none=1.0),
+        names.MAX_VIO_RUN: _violation(_max_over_mean(history.load_LE)),
+        names.DEAD: history.dead_L(),
         **_token_metrics(layers),
         **_rank_metrics(load_LE, expert_ranks),
     }
     metrics: dict[str, Any] = {}
     for place, (number, layer) in enumerate(layers.items()):
-        prefix = f"moe/layer_{number:02d}"
-        metrics[f"{prefix}/load"] = layer.load_E.tolist()
-        metrics[f"{prefix}/width_histogram"] = _trimmed(layer.width_D.tolist())
+        keys = names.of_layer(number)
+        metrics[keys[names.LOAD]] = layer.load_E.tolist()
+        metrics[keys[names.WIDTH_HISTOGRAM]] = _trimmed(layer.width_D.tolist())
         if expert_ranks > 1:
-            metrics[f"{prefix}/rank_load"] = _by_rank(load_LE, expert_ranks)[place].tolist()
-        metrics |= {f"{prefix}/{name}": found_L[place].item() for name, found_L in by_name.items()}
-        metrics |= {f"{prefix}/loss/{name}": it / micro_batches for name, it in layer.losses.items()}
-        metrics |= {f"{prefix}/gradient_share/{name}": it for name, it in layer.gradient_shares.items()}
-        metrics |= {f"{prefix}/{name}": it for name, it in layer.part_metrics.items()}
+            metrics[keys[names.RANK_LOAD]] = _by_rank(load_LE, expert_ranks)[place].tolist()
+        metrics |= {keys[name]: found_L[place].item() for name, found_L in by_name.items()}
+        metrics |= {keys[fill(LAYER_LOSS, name)]: it / micro_batches for name, it in layer.losses.items()}
+        metrics |= {keys[fill(GRADIENT_SHARE, name)]: it for name, it in layer.gradient_shares.items()}
+        metrics |= {keys[name]: it for name, it in layer.part_metrics.items()}
     for name, found_L in by_name.items():
-        metrics[f"moe/{name}"] = found_L.sum().item() if name == "dead" else found_L.mean().item()
+        whole = found_L.sum() if name == names.DEAD else found_L.mean()
+        metrics[names.over_layers(name)] = whole.item()
     return metrics
 
 
@@ -91,16 +94,16 @@ def load_metrics(load_LE: Ints) -> dict[str, Floats]:
     """Return imbalance, MaxVio and coefficient of variation of each layer, fp64 [L]; 0 without any load."""
     imbalance_L = _max_over_mean(load_LE)
     variation_L = _ratio(load_LE.std(1), load_LE.mean(1))
-    return {"imbalance": imbalance_L, "max_vio": _violation(imbalance_L), "load_cv": variation_L}
+    return {names.IMBALANCE: imbalance_L, names.MAX_VIO: _violation(imbalance_L), names.LOAD_CV: variation_L}
 
 
 def _token_metrics(layers: dict[int, LayerRecord]) -> dict[str, Floats]:
     width_LD = _stacked([layer.width_D.numpy() for layer in layers.values()])
     tokens_L = width_LD.sum(1)
     return {
-        "experts_per_token": _ratio(width_LD @ np.arange(width_LD.shape[1]), tokens_L),
-        "gate_entropy": _ratio(np.array([layer.entropy for layer in layers.values()]), tokens_L),
-        "top1_prob": _ratio(np.array([layer.top_1 for layer in layers.values()]), tokens_L),
+        names.EXPERTS_PER_TOKEN: _ratio(width_LD @ np.arange(width_LD.shape[1]), tokens_L),
+        names.GATE_ENTROPY: _ratio(np.array([layer.entropy for layer in layers.values()]), tokens_L),
+        names.TOP1_PROB: _ratio(np.array([layer.top_1 for layer in layers.values()]), tokens_L),
     }
 
 
@@ -111,7 +114,7 @@ def _rank_metrics(load_LE: Ints, ranks: int) -> dict[str, Floats]:
     load_LR = _by_rank(load_LE, ranks)
     above_LR = np.maximum(load_LR - load_LR.mean(1, keepdims=True), 0)
     overload_L = _ratio(above_LR.sum(1), load_LR.sum(1))
-    return {"rank_imbalance": _max_over_mean(load_LR), "rank_overload": overload_L}
+    return {names.RANK_IMBALANCE: _max_over_mean(load_LR), names.RANK_OVERLOAD: overload_L}
 
 
 def _by_rank(load_LE: Ints, ranks: int) -> Ints:

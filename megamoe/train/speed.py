@@ -10,6 +10,7 @@ import torch
 
 from megamoe.config.schema import ProfilerConfig, RunConfig
 from megamoe.errors import UserError
+from megamoe.metrics import names
 from megamoe.metrics.gpus import peak_of_device
 from megamoe.model.size import ModelFlops, model_flops
 from megamoe.moe.timers import StageTimers
@@ -49,16 +50,16 @@ class Speed:
         pairs = sum(int(layer.load_E.sum()) for layer in record.layers.values())
         rate = self.flops.of_step(samples * self.length, pairs) / seconds / self.ranks
         metrics = {
-            "perf/tokens_per_s": samples * self.counted / seconds,
-            "perf/step_s": seconds,
-            "perf/tflops_per_rank": rate / 1e12,
+            names.TOKENS_PER_S: samples * self.counted / seconds,
+            names.STEP_S: seconds,
+            names.TFLOPS_PER_RANK: rate / 1e12,
         }
-        return metrics if self.peak is None else {**metrics, "perf/mfu": rate / self.peak}
+        return metrics if self.peak is None else {**metrics, names.MFU: rate / self.peak}
 
 
 def stage_metrics(timers: StageTimers | None) -> dict[str, float]:
     """Return the seconds of the MoE layers' stages in this step, on this rank, if they are measured."""
-    return {} if timers is None else {f"perf/{name}_s": s for name, s in timers.seconds().items()}
+    return {} if timers is None else {names.STAGES[name]: s for name, s in timers.seconds().items()}
 
 
 class ProfilerWindow:

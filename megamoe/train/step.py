@@ -18,6 +18,7 @@ from torch import Tensor
 from megamoe.data.batches import Batch
 from megamoe.data.pairs import positions
 from megamoe.kernels.attention.documents import Documents, SourceLengths
+from megamoe.metrics.names import GRAD_NORM
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.context import Padding, SourceTokens
 from megamoe.moe.observation import Observation
@@ -224,7 +225,7 @@ def _update(engine: Engine, record: StepRecord, lr: float) -> None:
             where = f" at loss scale {scale:g}"
         else:
             where = _name_not_finite(record, gather_from_ranks(engine.not_finite))
-        record.problem = Problem(f"train/grad_norm is {record.grad_norm}{where}", counts=not can_fall)
+        record.problem = Problem(f"{GRAD_NORM} is {record.grad_norm}{where}", counts=not can_fall)
 
 
 def _name_not_finite(record: StepRecord, found: list[dict[str, str]]) -> str:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.data.batches import Batch
+from megamoe.metrics.names import AUXILIARY_LOSS, GRAD_NORM, LM_LOSS, LOSS, MTP_LOSS, WEIGHTED_LOSS, fill
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.heads.multi_token_prediction import prediction_masks
 from megamoe.moe.layer import MoELayer
@@ -80,13 +81,13 @@ class StepRecord:
 
     def metrics(self) -> dict[str, Any]:
         """Return the losses and the gradient norm under metrics.jsonl's names."""
-        values: dict[str, Any] = {"train/lm_loss": self.lm_loss, "train/loss": self.loss}
+        values: dict[str, Any] = {LM_LOSS: self.lm_loss, LOSS: self.loss}
         for depth, mtp in enumerate(self.mtp, 1):
-            values[f"train/lm_loss/ahead_{depth}"] = mtp
+            values[fill(MTP_LOSS, depth)] = mtp
         for name, total in self.losses.items():
-            values[f"train/{name}"] = total / (self.micro_batches * len(self.layers))
-            values[f"train/{name}/weighted"] = self.loss_weights[name] * total / self.micro_batches
-        values["train/grad_norm"] = self.grad_norm
+            values[fill(AUXILIARY_LOSS, name)] = total / (self.micro_batches * len(self.layers))
+            values[fill(WEIGHTED_LOSS, name)] = self.loss_weights[name] * total / self.micro_batches
+        values[GRAD_NORM] = self.grad_norm
         return values
 
 
@@ -154,7 +155,7 @@ class StepSums:
         self._names: list[str] = []  # of the auxiliary losses, the same in every layer
         self._weights: dict[str, float] = {}
         self._sums: Tensor | None = None  # fp64: lm loss, tokens, and the losses of _names
-        self._ahead: Tensor | None = None  # fp64 [2 * depths]: losses of multi-token prediction, tokens
+        self._mtp: Tensor | None = None  # fp64 [2 * depths]: losses of multi-token prediction, tokens
         self._values: Tensor | None = None  # fp64 [layers, losses of _names + GATE_SUMS]
         self._squares: Tensor | None = None  # fp64 [layers, losses of _names + 1], see `gradient_share`
 
@@ -179,7 +180,7 @@ class StepSums:
             sums = torch.stack([of_loss.lm_sum.detach().double(), of_loss.tokens.double()])
         if of_loss is not None and of_loss.mtp is not None:
             both = torch.cat([values.detach().double() for values in of_loss.mtp])
-            self._ahead = both if self._ahead is None else self._ahead + both
+            self._mtp = both if self._mtp is None else self._mtp + both
         by_layer: list[Tensor] = []
         squares: list[Tensor] = []
         counted: list[Tensor] = []
@@ -237,14 +238,14 @@ class StepSums:
             squares = batches.new_full((len(layers), len(names) + 1), float("nan"))
         ranks = dist.get_world_size(stage)
         pieces = [batches, self._sums, values.view(-1), squares.view(-1)]
-        pieces += [] if self._ahead is None else [self._ahead]
+        pieces += [] if self._mtp is None else [self._mtp]
         pieces += [numbers * (copies / ranks) for numbers in own.values()]
         pieces.append(_one_hot_by_rank(compute_seconds * copies, device))
         packed = torch.cat(pieces if self._counts is None else [*pieces, self._counts.double()])
         dist.all_reduce(packed, group=stage)
         packed = packed / copies
         before = [3 + len(names), values.numel(), squares.numel()]
-        before += [0 if self._ahead is None else len(self._ahead), *[len(layers)] * len(own)]
+        before += [0 if self._mtp is None else len(self._mtp), *[len(layers)] * len(own)]
         before.append(dist.get_world_size())
         sizes = [*before, *self._sizes.values()]
         parts = iter(packed.cpu().split(sizes))

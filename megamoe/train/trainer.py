@@ -16,7 +16,7 @@ from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
-from megamoe.metrics import check_record
+from megamoe.metrics import check_record, names
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.backends import widen_products
 from megamoe.moe.part import StepContext
@@ -191,16 +191,15 @@ class Trainer:
         self.progress.samples += size
         self.progress.micro_batches += record.micro_batches
         seconds = time.perf_counter() - started
-        tokens = self.run.sample_tokens
         metrics = {
-            "step": self.progress.step,
-            "tokens": self.progress.samples * tokens,
-            "time": time.time(),
+            names.STEP: self.progress.step,
+            names.TOKENS: self.progress.samples * self.run.sample_tokens,
+            names.TIME: time.time(),
             **record.metrics(),
             **routing_metrics(record.layers, record.micro_batches, self.routing_history, self.layout.expert),
             **self._skipping_metrics(scale),
-            "train/lr": lr,
-            "train/batch_size": size,
+            names.LR: lr,
+            names.BATCH_SIZE: size,
             **self.speed.metrics(record, size, seconds),
             **stage_metrics(self.context.timers),
         }
@@ -209,18 +208,16 @@ class Trainer:
     def _skipping_metrics(self, scale: float) -> dict[str, float]:
         """Return the fp16 loss scale of the step and the number of skipped steps, where they apply."""
         fp16 = self.engine.precision == "fp16"
-        metrics: dict[str, float] = {"train/loss_scale": scale} if fp16 else {}
+        metrics: dict[str, float] = {names.LOSS_SCALE: scale} if fp16 else {}
         if fp16 or self.progress.skipped_steps:
-            metrics["train/skipped_steps"] = self.progress.skipped_steps
+            metrics[names.SKIPPED_STEPS] = self.progress.skipped_steps
         return metrics
 
     def evaluate(self, at_end: bool = False) -> dict[str, float]:
         """Return the loss of every validation set (at the end also of the test set), and the objective's
         further metrics, by their names in metrics.jsonl.
         """
-        sets = {
-            "val" if name == "valid" else f"val/{name}": d for name, d in self.datasets.validation.items()
-        }
+        sets = {names.of_validation_set(name): d for name, d in self.datasets.validation.items()}
         if at_end and self.datasets.test is not None:
             sets["test"] = self.datasets.test
         found = {name: self._means_on(name, dataset) for name, dataset in sets.items()}

@@ -223,29 +223,29 @@ def test_evaluation_is_without_dropout(one_rank: None) -> None:
     assert losses[0] != losses[1]
 
 
-def test_losses_of_tokens_ahead_are_means_of_their_own(one_rank: None) -> None:
+def test_losses_of_multi_token_prediction_are_means_of_their_own(one_rank: None) -> None:
     """Each depth's, over its own unmasked tokens of all micro batches; the weight is divided over depths."""
     config = tiny("moe.layers=none", "model.multi_token_prediction={depth: 2, weight: 0.6}")
     model = tiny_gpt(config)
     lm_sum, tokens, sums_D, counts_D = (torch.zeros(()), torch.zeros(()), torch.zeros(2), torch.zeros(2))
     for batch in BATCHES:
         losses_BS, mask_BS = model(**model_inputs(batch)), batch.loss_mask_BS
-        ahead_DBS = model.take_multi_token_losses()
-        assert ahead_DBS is not None
+        mtp_DBS = model.take_multi_token_losses()
+        assert mtp_DBS is not None
         lm_sum, tokens = lm_sum + (losses_BS * mask_BS).sum(), tokens + mask_BS.sum()
         for k in (1, 2):  # position i predicts token i + 1 + k, whose mask stands at i + k
-            losses, mask = ahead_DBS[k - 1, :, : 8 - k], mask_BS[:, k:]
+            losses, mask = mtp_DBS[k - 1, :, : 8 - k], mask_BS[:, k:]
             sums_D = sums_D + (losses * mask).sum() * functional.one_hot(torch.tensor(k - 1), 2)
             counts_D[k - 1] += mask.sum()
     assert counts_D.tolist() == [1 + 1 + 7 + 3, 1 + 1 + 6 + 2]
-    ahead_D = sums_D / counts_D
-    loss = lm_sum / tokens + 0.3 * ahead_D.sum()
+    mtp_D = sums_D / counts_D
+    loss = lm_sum / tokens + 0.3 * mtp_D.sum()
     loss.backward()
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
     record = train_step(*engine_of(config), BATCHES, lr=0.0, label_smoothing=0.0)
-    assert record.mtp == pytest.approx(ahead_D.tolist(), rel=1e-6)
+    assert record.mtp == pytest.approx(mtp_D.tolist(), rel=1e-6)
     assert record.loss == pytest.approx(float(loss.detach()), rel=1e-6)
     assert record.grad_norm == pytest.approx(float(norm), rel=1e-5)
     metrics = record.metrics()
-    found = [metrics["train/lm_loss/ahead_1"], metrics["train/lm_loss/ahead_2"]]
+    found = [metrics["train/lm_loss/mtp_1"], metrics["train/lm_loss/mtp_2"]]
     assert found == record.mtp and metrics["train/loss"] == record.loss

@@ -11,6 +11,7 @@ from typing import Any, Literal
 from megamoe.checkpoint.format.folder import candidates
 from megamoe.errors import UserError, printable
 from megamoe.io import open_plain, read_plain
+from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_duration
 from megamoe.resilience.run_status import FAILURES, HEARTBEAT, INTERVAL_S, LAUNCHES, STACKS
 from megamoe.resilience.stragglers import STRAGGLERS
@@ -146,16 +147,16 @@ def _judge(report: RunReport, beat: dict[str, Any], now: float) -> None:
 
 
 def _add_metrics(report: RunReport, records: list[dict[str, Any]]) -> None:
-    steps = [record for record in records if isinstance(record.get("perf/step_s"), float)]
+    steps = [record for record in records if isinstance(record.get(names.STEP_S), float)]
     if not steps:
         return
     last = steps[-1]
-    report.step = int(last["step"])
-    loss = last.get("train/lm_loss")
+    report.step = int(last[names.STEP])
+    loss = last.get(names.LM_LOSS)
     report.loss = float(loss) if isinstance(loss, int | float | str) else None
-    report.tokens_per_s = statistics.median(float(it["perf/tokens_per_s"]) for it in steps[-RECENT:])
-    report.step_s = statistics.median(float(it["perf/step_s"]) for it in steps[-RECENT:])
-    report.skipped_steps = int(last.get("train/skipped_steps", 0))
+    report.tokens_per_s = statistics.median(float(it[names.TOKENS_PER_S]) for it in steps[-RECENT:])
+    report.step_s = statistics.median(float(it[names.STEP_S]) for it in steps[-RECENT:])
+    report.skipped_steps = int(last.get(names.SKIPPED_STEPS, 0))
 
 
 def _add_checkpoint(report: RunReport, now: float) -> None:

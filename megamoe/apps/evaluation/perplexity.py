@@ -15,6 +15,7 @@ from megamoe.config.shapes import expert_activation, expert_ffn_size, ffn_size
 from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
+from megamoe.metrics.names import of_validation_set
 from megamoe.moe.experts.activations import up_width
 from megamoe.parallel.consensus import raise_any_error_fast
 from megamoe.parallel.groups import replica_group
@@ -123,8 +124,7 @@ def perplexity_on(trained: TrainedModel, dataset: Any, samples: int, name: str =
     """
     sums = _Sums()
     started = time.perf_counter()
-    phase = "val" if name == "valid" else f"val/{name}"
-    with trained.routing.evaluation_of(trained.step, phase, samples):
+    with trained.routing.evaluation_of(trained.step, of_validation_set(name), samples):
         for number, batch in micro_batches(trained, dataset, samples):
             trained.routing.check_batches([batch])
             _evaluate(trained, batch, number, sums)

@@ -1,5 +1,7 @@
 """Write every key of a run's YAML: the tables of docs/configuration.md, and a JSON Schema for editors.
 
+Also the tables of docs/metrics.md.
+
 python tools/list_keys.py
 python tools/list_keys.py --plugin my_router.py --schema my_schema.json
 """
@@ -20,9 +22,11 @@ from megamoe.apps.reference.parts import meanings, summary, yaml_value
 from megamoe.config import RunConfig
 from megamoe.config.parts import STRICT, PartChoice, Section
 from megamoe.errors import UserError
+from megamoe.metrics import names
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE, SCHEMA = ROOT / "docs/configuration.md", ROOT / "docs/configuration.schema.json"
+METRICS_PAGE = ROOT / "docs/metrics.md"
 THE_RUN = "The run"  # the page's heading of the keys without a section
 HEAD = ("| key | values | default | meaning |", "|---|---|---|---|")
 TABLE = re.compile(r"^(\|.*\n)+", flags=re.MULTILINE)
@@ -46,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         files = {options.schema or SCHEMA: as_text(schema)}
         if options.schema is None:
             files[PAGE] = with_tables(PAGE.read_text(encoding="utf-8"), schema)
+            files[METRICS_PAGE] = with_metrics(METRICS_PAGE.read_text(encoding="utf-8"))
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
     except UserError as error:
@@ -194,6 +199,19 @@ def with_tables(page: str, schema: Schema) -> str:
         table = "".join(f"{row}\n" for row in (*HEAD, *rows[heading]))
         written += f"## {heading}\n" + re.sub(TABLE, lambda _, table=table: table, text, count=1)
     return written
+
+
+def with_metrics(page: str) -> str:
+    """The page of the metrics with the tables of `megamoe/metrics/names.py`; the prose stays as it is."""
+    head = "| key | unit | formula | logged at, or with |\n|---|---|---|---|\n"
+    tables = iter(names.TABLES)
+    return TABLE.sub(
+        lambda _: (
+            head
+            + "".join(f"| `{it.key}` | {it.unit} | {it.formula} | {it.logged} |\n" for it in next(tables))
+        ),
+        page,
+    )
 
 
 def keys_of(section: Any, defaults: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:

@@ -9,27 +9,29 @@ import numpy as np
 
 from megamoe.apps.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
 from megamoe.apps.report.run_statistics import Run, further_sets, series
+from megamoe.apps.report.sections import axis
+from megamoe.metrics import names
 from megamoe.metrics.formats import format_number, readable
 
 NAMES = {"name", "output", "overwrite", "differences", "checkpoint.resume"}  # say nothing about training
 PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
 LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a run's name
-SINGLE = {  # key: (title, y axis)
-    "train/lm_loss": ("Training loss (smoothed)", "loss (nats/token)"),
-    "train/grad_norm": ("Gradient norm (smoothed)", "L2 norm (1)"),
-    "perf/tokens_per_s": ("Tokens per second (smoothed)", "speed (tokens/s)"),
-    "perf/tflops_per_rank": ("FLOPs per rank (smoothed)", "speed (TFLOP/s)"),
+SINGLE = {  # key: (title, quantity)
+    names.LM_LOSS: ("Training loss (smoothed)", "loss"),
+    names.GRAD_NORM: ("Gradient norm (smoothed)", "L2 norm"),
+    names.TOKENS_PER_S: ("Tokens per second (smoothed)", "speed"),
+    names.TFLOPS_PER_RANK: ("FLOPs per rank (smoothed)", "speed"),
 }
-ROUTING = {
-    "moe/imbalance": ("Imbalance (smoothed)", "max / mean load (1)"),
-    "moe/max_vio_run": ("MaxVio of the whole run", "max / mean load - 1 (1)"),
-    "moe/load_cv": ("Variation of the load (smoothed)", "deviation / mean load (1)"),
-    "moe/dead": ("Dead experts, all layers", "without a pair (experts)"),
-    "moe/dropped": ("Dropped pairs (smoothed)", "share of chosen pairs (1)"),
-    "moe/experts_per_token": ("Experts per token (smoothed)", "experts per token (experts)"),
-    "moe/gate_entropy": ("Entropy of the gate (smoothed)", "entropy (nats)"),
-    "moe/top1_prob": ("Highest probability (smoothed)", "mean probability (1)"),
-    "moe/rank_imbalance": ("Imbalance of the all-to-all (smoothed)", "max / mean load of ranks (1)"),
+ROUTING = {  # of a layer; its mean over layers is drawn
+    names.IMBALANCE: ("Imbalance (smoothed)", "max / mean load"),
+    names.MAX_VIO_RUN: ("MaxVio of the whole run", "max / mean load - 1"),
+    names.LOAD_CV: ("Variation of the load (smoothed)", "deviation / mean load"),
+    names.DEAD: ("Dead experts, all layers", "without a pair"),
+    names.DROPPED: ("Dropped pairs (smoothed)", "share of chosen pairs"),
+    names.EXPERTS_PER_TOKEN: ("Experts per token (smoothed)", "experts per token"),
+    names.GATE_ENTROPY: ("Entropy of the gate (smoothed)", "entropy"),
+    names.TOP1_PROB: ("Highest probability (smoothed)", "mean probability"),
+    names.RANK_IMBALANCE: ("Imbalance of the all-to-all (smoothed)", "max / mean load of ranks"),
 }
 
 
@@ -99,34 +101,34 @@ def comparison_sections(runs: list[Run]) -> list[Section]:
     """Return the sections of the metrics that at least one run has recorded."""
     groups = grouped(runs)
     sets = sorted({name for run in runs for name in further_sets(run.rows)})
-    keys = {"val/lm_loss": "Validation loss"} | {
-        f"val/{name}/lm_loss": f"Validation: {name}" for name in sets
-    }
-    loss = _panels(groups, {key: (readable(title, 40), "loss (nats/token)") for key, title in keys.items()})
+    keys = {names.VAL_LM_LOSS: "Validation loss"}
+    keys |= {names.fill(names.SET_LM_LOSS, name): f"Validation: {name}" for name in sets}
+    loss = _panels(groups, {key: (readable(title, 40), "loss") for key, title in keys.items()})
+    routing = {names.over_layers(name): drawn for name, drawn in ROUTING.items()}
     first = next((key for key in keys if any(series(run.rows, key)[0] for run in runs)), "")
     by_tokens = [_by_tokens(panel, groups, first) for panel in loss[:1]]
     found = [
         Section("Loss", "Of the language model, without auxiliary losses.", [*loss, *by_tokens]),
         Section("Training and speed", "Each on its own scale.", _panels(groups, SINGLE)),
-        Section("Routing", "Means over the MoE layers; dead experts are summed.", _panels(groups, ROUTING)),
+        Section("Routing", "Means over the MoE layers; dead experts are summed.", _panels(groups, routing)),
     ]
     return [section for section in found if section.panels]
 
 
 def _panels(groups: list[Group], metrics: dict[str, tuple[str, str]]) -> list[Panel]:
     panels = []
-    for key, (title, label) in metrics.items():
-        curves = _curves(groups, key, "step", smoothed=title.endswith("(smoothed)"))
+    for key, (title, quantity) in metrics.items():
+        curves = _curves(groups, key, names.STEP, smoothed=title.endswith("(smoothed)"))
         if curves:
             has_band = any(curve.low is not None for curve in curves)
             limits = None if has_band else spike_limits([value for curve in curves for value in curve.y])
-            panels.append(Panel(title, label, curves, limits=limits))
+            panels.append(Panel(title, axis(quantity, key), curves, limits=limits))
     return panels
 
 
 def _by_tokens(panel: Panel, groups: list[Group], key: str) -> Panel:
     """Return the first panel of a loss, whose values have this key, over the tokens."""
-    curves = _curves(groups, key, "tokens", smoothed=False)
+    curves = _curves(groups, key, names.TOKENS, smoothed=False)
     return Panel(f"{panel.title} by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits)
 
 

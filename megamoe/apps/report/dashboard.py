@@ -3,76 +3,90 @@
 Their panels show the names that `sinks/summaries.py` sends, see docs/metrics.md.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megamoe.errors import UserError
+from megamoe.metrics import names
+from megamoe.metrics.sinks.summaries import EXTREMES, FIVE, PICTURES
 
 Tree = dict[str, Any]
-FIVE = ("min", "p25", "median", "p75", "max")
-HEAT_MAPS = [f"load/heat_map_{number}" for number in (1, 2, 3, 4)]
+HEAT_MAPS = [names.fill(names.HEAT_MAP, number) for number in range(1, PICTURES + 1)]
 
 
 @dataclass(frozen=True)
 class Chart:
-    """A line chart over the steps. names: metrics; pattern: or a regular expression of their names."""
+    """A line chart over the steps. keys: of metrics with one unit, or patterns of keys."""
 
     title: str
-    unit: str
-    names: list[str] = field(default_factory=list)
-    pattern: str | None = None
+    keys: list[str]
     log: bool = False
 
+    @property
+    def pattern(self) -> str | None:
+        """A regular expression of the keys, if some are patterns."""
+        if not any(names.WORD.search(key) for key in self.keys):
+            return None
+        return f"^({'|'.join(names.WORD.sub('.+', key) for key in self.keys)})$"
 
-def _over_layers(name: str, title: str, unit: str) -> Chart:
-    return Chart(f"{title}, over layers", unit, [f"layers/{name}/{quantile}" for quantile in FIVE])
+
+def _over_layers(name: str, title: str) -> Chart:
+    return Chart(f"{title}, over layers", [names.fill(names.OVER_LAYERS, name, it) for it in FIVE])
+
+
+def _medians(*metrics: str) -> list[str]:
+    return [names.fill(names.OVER_LAYERS, name, "median") for name in metrics]
+
+
+def _extremes(extreme: str) -> list[str]:
+    return [names.fill(names.EXTREME, extreme, rank) for rank in range(1, EXTREMES + 1)]
+
+
+def _means(*metrics: str) -> list[str]:
+    return [names.over_layers(name) for name in metrics]
 
 
 SECTIONS: dict[str, list[Chart]] = {
     "loss": [
-        Chart("cross entropy", "nats", ["train/lm_loss"]),
-        Chart("with auxiliary losses", "nats", ["train/loss"]),
-        Chart("auxiliary losses, weighted", "nats", pattern="^train/.+/weighted$"),
-        Chart("share of the scores' gradient", "1", pattern="^layers/gradient_share/.+/median$"),
-        Chart("learning rate", "1", ["train/lr"]),
+        Chart("cross entropy", [names.LM_LOSS]),
+        Chart("with auxiliary losses", [names.LOSS]),
+        Chart("auxiliary losses, weighted", [names.WEIGHTED_LOSS]),
+        Chart("share of the scores' gradient", _medians(names.GRADIENT_SHARE)),
+        Chart("learning rate", [names.LR]),
     ],
     "load": [
-        Chart("load / mean, all experts", "1", [f"load/{quantile}" for quantile in FIVE]),
-        Chart("MaxVio of the step and of the run", "1", ["moe/max_vio", "moe/max_vio_run"]),
-        _over_layers("imbalance", "imbalance, max / mean", "1"),
-        _over_layers("load_cv", "coefficient of variation", "1"),
-        Chart("most loaded experts / mean", "1", [f"load/most_{rank}" for rank in (1, 2, 3)]),
-        Chart("least loaded experts / mean", "1", [f"load/least_{rank}" for rank in (1, 2, 3)]),
-        Chart("imbalance over expert-parallel ranks", "1", ["moe/rank_imbalance"]),
-        Chart("overload of ranks, share of pairs", "1", ["moe/rank_overload"]),
+        Chart("load / mean, all experts", [names.fill(names.LOAD_QUANTILE, it) for it in FIVE]),
+        Chart("MaxVio of the step and of the run", _means(names.MAX_VIO, names.MAX_VIO_RUN)),
+        _over_layers(names.IMBALANCE, "imbalance, max / mean"),
+        _over_layers(names.LOAD_CV, "coefficient of variation"),
+        Chart("most loaded experts / mean", _extremes("most")),
+        Chart("least loaded experts / mean", _extremes("least")),
+        Chart("imbalance over expert-parallel ranks", _means(names.RANK_IMBALANCE)),
+        Chart("overload of ranks, share of pairs", _means(names.RANK_OVERLOAD)),
     ],
     "routing": [
-        _over_layers("gate_entropy", "gate entropy", "nats"),
-        _over_layers("top1_prob", "top-1 probability", "1"),
-        _over_layers("experts_per_token", "experts per token", "experts"),
-        Chart("dropped pairs", "1", ["moe/dropped"]),
-        Chart("parts' own numbers", "1", pattern="^layers/(scorer|score_function)/.+/median$"),
+        _over_layers(names.GATE_ENTROPY, "gate entropy"),
+        _over_layers(names.TOP1_PROB, "top-1 probability"),
+        _over_layers(names.EXPERTS_PER_TOKEN, "experts per token"),
+        Chart("dropped pairs", _means(names.DROPPED)),
+        Chart("parts' own numbers", _medians("scorer/<number>", "score_function/<number>")),
     ],
     "speed": [
-        Chart("tokens per second", "tokens/s", ["perf/tokens_per_s"]),
-        Chart("duration of a step", "s", ["perf/step_s"]),
-        Chart("model FLOPs of a rank", "TFLOP/s", ["perf/tflops_per_rank"]),
-        Chart("model FLOP utilisation", "1", ["perf/mfu"]),
-        Chart(
-            "stages of the MoE layers",
-            "s",
-            [f"perf/{stage}_s" for stage in ("route", "dispatch", "experts", "combine")],
-        ),
+        Chart("tokens per second", [names.TOKENS_PER_S]),
+        Chart("duration of a step", [names.STEP_S]),
+        Chart("model FLOPs of a rank", [names.TFLOPS_PER_RANK]),
+        Chart("model FLOP utilisation", [names.MFU]),
+        Chart("stages of the MoE layers", list(names.STAGES.values())),
     ],
     "health": [
-        Chart("gradient norm", "1", ["train/grad_norm"], log=True),
-        Chart("dead experts", "experts", ["moe/dead"]),
-        Chart("skipped steps", "steps", ["train/skipped_steps"]),
-        Chart("loss scale", "1", ["train/loss_scale"], log=True),
+        Chart("gradient norm", [names.GRAD_NORM], log=True),
+        Chart("dead experts", _means(names.DEAD)),
+        Chart("skipped steps", [names.SKIPPED_STEPS]),
+        Chart("loss scale", [names.LOSS_SCALE], log=True),
     ],
     "evaluation": [
-        Chart("validation loss", "nats", pattern="^val/.*lm_loss$"),
-        Chart("test loss", "nats", ["test/lm_loss"]),
+        Chart("validation loss", [names.VAL_LM_LOSS, names.SET_LM_LOSS]),
+        Chart("test loss", [names.TEST_LM_LOSS]),
     ],
 }
 OPEN_SECTIONS = 2  # the first ones
@@ -111,7 +125,7 @@ class Dashboard:
                 ws.Section(name=name, panels=self._panels(name), is_open=place < OPEN_SECTIONS)
                 for place, name in enumerate(SECTIONS)
             ],
-            settings=ws.WorkspaceSettings(x_axis="step"),
+            settings=ws.WorkspaceSettings(x_axis=names.STEP),
             runset_settings=ws.RunsetSettings(groupby=[ws.Config(key) for key in self._group_by]),
         )
 
@@ -133,11 +147,11 @@ class Dashboard:
         panels = [
             wr.LinePlot(
                 title=chart.title,
-                x="step",
-                y=chart.names,
+                x=names.STEP,
+                y=[] if chart.pattern else chart.keys,
                 metric_regex=chart.pattern,
-                title_x="step",
-                title_y=f"{chart.title} [{chart.unit}]",
+                title_x=names.STEP,
+                title_y=f"{chart.title} [{names.unit_of(chart.keys[0])}]",
                 log_y=chart.log or None,
             )
             for chart in SECTIONS[section]

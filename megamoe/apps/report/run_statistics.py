@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 import stat
 import statistics
 from collections.abc import Iterator
@@ -17,12 +16,14 @@ import yaml
 from megamoe.config.yaml_text import parse_yaml
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
+from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_number, readable
-from megamoe.metrics.reader import FURTHER_LOSS, LOAD, Record
+from megamoe.metrics.reader import Record
 from megamoe.metrics.recorder import METRICS_FILE
 
 Rows = list[dict[str, Any]]
 CONFIG_FILE = "config.yaml"
+FURTHER_LOSS = names.keys_like(names.SET_LM_LOSS)
 LARGEST_SUMMARY, LARGEST_CONFIG = 1 << 20, 1 << 24  # bytes
 COMPARED = [
     "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
@@ -171,7 +172,7 @@ def _read_summary(path: Path) -> dict[str, Any]:
     return summary
 
 
-def series(rows: Rows, key: str, x: str = "step") -> tuple[list[int], list[Any]]:
+def series(rows: Rows, key: str, x: str = names.STEP) -> tuple[list[int], list[Any]]:
     """Return the values of `x` in the rows that recorded both, and the values of `key`."""
     recorded = [(row[x], row[key]) for row in rows if row.get(key) is not None and row.get(x) is not None]
     return [at for at, _ in recorded], [value for _, value in recorded]
@@ -179,44 +180,39 @@ def series(rows: Rows, key: str, x: str = "step") -> tuple[list[int], list[Any]]
 
 def moe_layers(rows: Rows) -> list[str]:
     """Return the MoE layers of the record (`layer_02`, ...), in the order of the blocks."""
-    return sorted(_named_by(LOAD, rows), key=lambda name: (len(name), name))
+    found = {of[1] for key in recorded(rows) if (of := names.IN_LAYER.fullmatch(key)) and of[2] == names.LOAD}
+    return sorted(found, key=lambda name: (len(name), name))
 
 
 def further_sets(rows: Rows) -> list[str]:
     """Return the validation sets other than the main one."""
-    return sorted(_named_by(FURTHER_LOSS, rows))
+    return sorted(of[1] for key in recorded(rows) if (of := FURTHER_LOSS.fullmatch(key)))
 
 
-def validation_key(rows: Rows) -> str:
-    """Return the key of the main validation set's loss, or of the first further one if there is no main."""
-    names = further_sets(rows)
-    has_main = any(row.get("val/lm_loss") is not None for row in rows)
-    return "val/lm_loss" if has_main or not names else f"val/{names[0]}/lm_loss"
-
-
-def _named_by(pattern: re.Pattern[str], rows: Rows) -> set[str]:
-    """Return the names at the pattern's place in the keys that have a value."""
-    keys = {key for row in rows for key, value in row.items() if value is not None}
-    return {found[1] for key in keys if (found := pattern.fullmatch(key))}
+def recorded(rows: Rows) -> set[str]:
+    """Return the keys that have a value."""
+    return {key for row in rows for key, value in row.items() if value is not None}
 
 
 def compute_statistics(rows: Rows) -> RunStatistics:
     """Compute the statistics of a run's records."""
-    val_key = validation_key(rows)
+    val_key = names.validation_key(recorded(rows)) or names.VAL_LM_LOSS
     val_losses = series(rows, val_key)[1]
     val_set = FURTHER_LOSS.fullmatch(val_key)
-    speeds = series(rows, "perf/tokens_per_s")[1]
-    imbalances = (_worst_imbalance(row) for row in reversed(rows))
+    speeds = series(rows, names.TOKENS_PER_S)[1]
+    imbalances = (names.worst_imbalance(row) for row in reversed(rows))
     return RunStatistics(
-        steps=rows[-1]["step"] if rows else 0,
-        tokens=_last(series(rows, "tokens")[1]),
+        steps=rows[-1][names.STEP] if rows else 0,
+        tokens=_last(series(rows, names.TOKENS)[1]),
         time_s=_time_in_steps(rows),
-        train_loss=_last(series(rows, "train/lm_loss")[1]),
+        train_loss=_last(series(rows, names.LM_LOSS)[1]),
         val_set=None if val_set is None else val_set[1],
         val_loss_first=val_losses[0] if val_losses else None,
         val_loss_last=_last(val_losses),
         val_loss_best=min(val_losses, default=None),
-        further_val_losses={name: series(rows, f"val/{name}/lm_loss")[1][-1] for name in further_sets(rows)},
+        further_val_losses={
+            name: series(rows, names.fill(names.SET_LM_LOSS, name))[1][-1] for name in further_sets(rows)
+        },
         tokens_per_s=statistics.median(speeds) if speeds else None,
         max_imbalance=next((value for value in imbalances if value is not None), None),
         never_used=_never_used(rows),
@@ -227,14 +223,9 @@ def _last(values: list[Any]) -> Any:
     return values[-1] if values else None
 
 
-def _worst_imbalance(row: dict[str, Any]) -> float | None:
-    found = (row[key] for key in row if key.startswith("moe/") and key.endswith("/imbalance"))
-    return max((value for value in found if value is not None), default=None)
-
-
 def _time_in_steps(rows: Rows) -> float | None:
     """Sum the time of all steps: each record counts for the steps since the record before it."""
-    steps, seconds = series(rows, "perf/step_s")
+    steps, seconds = series(rows, names.STEP_S)
     spans = [(step - before) * s for step, before, s in zip(steps, [0, *steps], seconds, strict=False)]
     return sum(spans) if spans else None
 
@@ -242,7 +233,7 @@ def _time_in_steps(rows: Rows) -> float | None:
 def _never_used(rows: Rows) -> dict[str, list[int]]:
     never_used = {}
     for layer in moe_layers(rows):
-        loads = series(rows, f"moe/{layer}/load")[1]
+        loads = series(rows, names.of_layer(layer)[names.LOAD])[1]
         idle = np.flatnonzero(~np.asarray(loads, dtype=float).any(axis=0))
         if len(idle):
             never_used[layer] = idle.tolist()

@@ -3,7 +3,6 @@
 docs/metrics.md defines every metric. A metric that was not recorded has no panel.
 """
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -20,49 +19,46 @@ from megamoe.apps.report.panels import (
     spike_limits,
     thin,
 )
-from megamoe.apps.report.run_statistics import Rows, further_sets, moe_layers, series
+from megamoe.apps.report.run_statistics import Rows, further_sets, moe_layers, recorded, series
+from megamoe.metrics import names
 from megamoe.metrics.formats import readable
+from megamoe.metrics.names import of_layer
 
 NAMED_LAYERS = 8  # more of them share a few names in the legend
 MOST_BINS, FEWEST_BINS = 100, 20  # columns of a heat map
 MOST_CELLS = 400_000  # of all heat maps of a section
 MOST_MAPS, MOST_PANELS = 100, 30  # of a section
 VALIDATION_COLOURS = ("orange", "further_0", "further_1", "further_2", "further_3")
-NO_LOSS = re.compile(r"lm_loss|loss|grad_norm|lr|batch_size|loss_scale|skipped_steps|.*/weighted")
-OPTIMISATION = {  # key: (title, y axis)
-    "train/grad_norm": ("Gradient norm, before clipping", "L2 norm (1)"),
-    "train/lr": ("Learning rate", "learning rate (1)"),
-    "train/batch_size": ("Global batch", "batch size (sequences)"),
-    "train/loss_scale": ("Loss scale of fp16", "factor (1)"),
-    "train/skipped_steps": ("Skipped steps since the start", "skipped (steps)"),
+OPTIMISATION = {  # key: (title, quantity)
+    names.GRAD_NORM: ("Gradient norm, before clipping", "L2 norm"),
+    names.LR: ("Learning rate", "learning rate"),
+    names.BATCH_SIZE: ("Global batch", "batch size"),
+    names.LOSS_SCALE: ("Loss scale of fp16", "factor"),
+    names.SKIPPED_STEPS: ("Skipped steps since the start", "skipped"),
 }
 SPEED = {
-    "perf/tokens_per_s": ("Tokens per second, all ranks", "speed (tokens/s)"),
-    "perf/tflops_per_rank": ("FLOPs of the model, per rank", "speed (TFLOP/s)"),
-    "perf/mfu": ("Model FLOP utilisation", "share of the peak (1)"),
+    names.TOKENS_PER_S: ("Tokens per second, all ranks", "speed"),
+    names.TFLOPS_PER_RANK: ("FLOPs of the model, per rank", "speed"),
+    names.MFU: ("Model FLOP utilisation", "share of the peak"),
 }
-STAGES = {
-    "perf/route_s": ("route", "blue"),
-    "perf/dispatch_s": ("dispatch", "orange"),
-    "perf/experts_s": ("experts", "further_0"),
-    "perf/combine_s": ("combine", "further_1"),
-}
-BALANCE = {  # of a layer: (title, y axis, level of an even load)
-    "imbalance": ("Imbalance", "max / mean load (1)", 1.0),
-    "max_vio_run": ("MaxVio of the whole run", "max / mean load - 1 (1)", 0.0),
-    "load_cv": ("Coefficient of variation", "deviation / mean load (1)", 0.0),
-    "dead": ("Dead experts", "without a pair (experts)", None),
-    "dropped": ("Dropped pairs", "share of chosen pairs (1)", None),
+STAGES: tuple[Colour, ...] = ("blue", "orange", "further_0", "further_1")  # in the order of names.STAGES
+BALANCE = {  # of a layer: (title, quantity, level of an even load)
+    names.IMBALANCE: ("Imbalance", "max / mean load", 1.0),
+    names.MAX_VIO_RUN: ("MaxVio of the whole run", "max / mean load - 1", 0.0),
+    names.LOAD_CV: ("Coefficient of variation", "deviation / mean load", 0.0),
+    names.DEAD: ("Dead experts", "without a pair", None),
+    names.DROPPED: ("Dropped pairs", "share of chosen pairs", None),
 }
 RANKS = {
-    "rank_imbalance": ("Imbalance of the all-to-all", "max / mean load of ranks (1)", 1.0),
-    "rank_overload": ("Overload of the ranks", "pairs above the mean / pairs (1)", 0.0),
+    names.RANK_IMBALANCE: ("Imbalance of the all-to-all", "max / mean load of ranks", 1.0),
+    names.RANK_OVERLOAD: ("Overload of the ranks", "pairs above the mean / pairs", 0.0),
 }
-WIDTH = {"experts_per_token": ("Mean number of experts", "experts per token (experts)", None)}
+WIDTH = {names.EXPERTS_PER_TOKEN: ("Mean number of experts", "experts per token", None)}
 GATE = {
-    "gate_entropy": ("Entropy of the gate", "entropy (nats)", None),
-    "top1_prob": ("Highest probability", "mean probability (1)", None),
+    names.GATE_ENTROPY: ("Entropy of the gate", "entropy", None),
+    names.TOP1_PROB: ("Highest probability", "mean probability", None),
 }
+QUANTITIES = {"loss": "unweighted loss", "gradient_share": "share of the gradient's norm"}
 
 
 def run_sections(rows: Rows) -> list[Section]:
@@ -96,46 +92,57 @@ def run_sections(rows: Rows) -> list[Section]:
 
 
 def _loss(rows: Rows) -> list[Panel]:
-    steps, values = series(rows, "train/lm_loss")
+    steps, values = series(rows, names.LM_LOSS)
     curves = raw_and_smoothed(steps, values, "blue", "training") if steps else []
     shown = list(values)
-    sets = [("validation", "val/lm_loss")] + [
-        (f"validation: {readable(name, 30)}", f"val/{name}/lm_loss") for name in further_sets(rows)
-    ]
-    for place, (label, key) in enumerate([*sets, ("test", "test/lm_loss")]):
+    sets = {"validation": names.VAL_LM_LOSS}
+    sets |= {
+        f"validation: {readable(name, 30)}": names.fill(names.SET_LM_LOSS, name)
+        for name in further_sets(rows)
+    }
+    for place, (label, key) in enumerate([*sets.items(), ("test", names.TEST_LM_LOSS)]):
         steps, values = series(rows, key)
         if steps:
             colour = VALIDATION_COLOURS[place % len(VALIDATION_COLOURS)]
             curves.append(Curve(label, *thin(steps, values), colour, points=True))
             shown += values
-    return [Panel("Loss", "loss (nats/token)", curves, limits=spike_limits(shown))] if curves else []
+    return [Panel("Loss", axis("loss", names.LM_LOSS), curves, limits=spike_limits(shown))] if curves else []
 
 
 def auxiliary_losses(rows: Rows) -> list[str]:
-    """Return the names of the auxiliary losses in the records: the other keys of `train/`."""
-    names = {key.removeprefix("train/") for row in rows for key in row if key.startswith("train/")}
-    return sorted(name for name in names if NO_LOSS.fullmatch(name) is None)
+    """Return the keys of the losses beside the main one: auxiliary ones, and of multi-token prediction."""
+    others = (names.AUXILIARY_LOSS, names.MTP_LOSS)
+    found = (key for key in recorded(rows) if key.startswith("train/"))
+    return sorted(key for key in found if (of := names.metric_of(key)) is None or of.key in others)
 
 
 def _auxiliary(rows: Rows) -> list[Panel]:
-    names = auxiliary_losses(rows)[:MOST_PANELS]
-    found = {f"train/{name}": (readable(name, 30), "unweighted loss (1)") for name in names}
+    found = {key: readable(key.removeprefix("train/"), 30) for key in auxiliary_losses(rows)[:MOST_PANELS]}
     weighted = []
-    for place, name in enumerate(names):
+    for place, (key, name) in enumerate(found.items()):
         colour = VALIDATION_COLOURS[place % len(VALIDATION_COLOURS)]
-        weighted += _smoothed(rows, f"train/{name}/weighted", readable(name, 30), colour)
-    panels = _single(rows, found)
-    return [*panels, Panel("Weighted", "weight x loss (nats/token)", weighted)] if weighted else panels
+        loss = key.removeprefix("train/")
+        weighted += _smoothed(rows, names.fill(names.WEIGHTED_LOSS, loss), name, colour)
+    panels = _single(rows, {key: (name, "unweighted loss") for key, name in found.items()})
+    label = axis("weight x loss", names.WEIGHTED_LOSS)
+    return [*panels, Panel("Weighted", label, weighted)] if weighted else panels
+
+
+def axis(quantity: str, key: str) -> str:
+    """Return the title of an axis: the quantity with the unit of a metric."""
+    metric = names.metric_of(key)
+    return f"{quantity} ({'1' if metric is None else metric.unit})"
 
 
 def _single(rows: Rows, metrics: dict[str, tuple[str, str]], from_zero: bool = False) -> list[Panel]:
     """Return a panel for each metric of the run, by key."""
     panels = []
-    for key, (title, label) in metrics.items():
+    for key, (title, quantity) in metrics.items():
         steps, values = series(rows, key)
         if not steps:
             continue
-        if key == "train/lr":
+        label = axis(quantity, key)
+        if key == names.LR:
             panels.append(Panel(title, label, [Curve("learning rate", *thin(steps, values), "blue")]))
             continue
         limits = spike_limits([*values, 0.0] if from_zero else values)
@@ -150,17 +157,20 @@ def _smoothed(rows: Rows, key: str, name: str, colour: Colour, named: bool = Tru
 
 
 def _stages(rows: Rows) -> list[Panel]:
-    curves = [it for key, (name, colour) in STAGES.items() for it in _smoothed(rows, key, name, colour)]
-    return [Panel("Stages of the MoE layers (smoothed)", "time of a step (s)", curves)] if curves else []
+    stages = zip(names.STAGES.items(), STAGES, strict=True)
+    curves = [it for (name, key), colour in stages for it in _smoothed(rows, key, name, colour)]
+    label = axis("time of a step", names.STEP_S)
+    return [Panel("Stages of the MoE layers (smoothed)", label, curves)] if curves else []
 
 
 def _by_layer(
     rows: Rows, layers: list[str], metrics: Mapping[str, tuple[str, str, float | None]]
 ) -> list[Panel]:
     panels = []
-    for name, (title, label, level) in metrics.items():
+    for name, (title, quantity, level) in metrics.items():
         curves = layer_curves(rows, layers, name)
         if curves:
+            label = axis(quantity, names.over_layers(name))
             panels.append(Panel(title, label, curves, limits=_flat(curves), level=level))
     return panels
 
@@ -179,26 +189,28 @@ def layer_curves(rows: Rows, layers: list[str], name: str) -> list[Curve]:
     for place, layer in enumerate(layers):
         named = place % named_every == 0 or place == len(layers) - 1
         depth = place / max(1, len(layers) - 1)
-        curves += _smoothed(rows, f"moe/{layer}/{name}", _title(layer), depth, named)
+        curves += _smoothed(rows, of_layer(layer)[name], _title(layer), depth, named)
     return curves
 
 
 def _further(rows: Rows, layers: list[str]) -> list[Panel]:
     """Return a panel for each metric of layers whose name has a slash: losses, shares, numbers of parts."""
-    pattern = re.compile("moe/[^/]+/(.+/.+)")
-    keys = dict.fromkeys(key for row in rows for key, value in row.items() if value is not None)
-    names = sorted({found[1] for key in keys if (found := pattern.fullmatch(key))})[:MOST_PANELS]
-    labels = {"loss": "unweighted loss (1)", "gradient_share": "share of the gradient's norm (1)"}
+    found = {of[2] for key in recorded(rows) if (of := names.IN_LAYER.fullmatch(key)) and "/" in of[2]}
     return [
-        Panel(readable(name, 40), labels.get(name.split("/")[0], "value (the part's unit)"), curves)
-        for name in names
+        Panel(readable(name, 40), _label(name), curves)
+        for name in sorted(found)[:MOST_PANELS]
         if (curves := layer_curves(rows, layers, name))
     ]
 
 
+def _label(name: str) -> str:
+    quantity = QUANTITIES.get(name.split("/")[0], "value")
+    return axis(quantity, of_layer(1)[name])
+
+
 def _widths(rows: Rows, layers: list[str]) -> list[Panel]:
     """Return a heat map of experts per token for each layer, if the number differs between tokens."""
-    found = {layer: series(rows, f"moe/{layer}/width_histogram") for layer in layers[:MOST_MAPS]}
+    found = {layer: series(rows, of_layer(layer)[names.WIDTH_HISTOGRAM]) for layer in layers[:MOST_MAPS]}
     if not any(sum(count > 0 for count in counts) > 1 for _, lists in found.values() for counts in lists):
         return []
     panels = []
@@ -218,7 +230,9 @@ def _expert_load(rows: Rows, every_layer: list[str]) -> Section:
     note = "Each expert's load over the mean load of its layer: 0 is idle, 1 is even."
     if len(every_layer) > MOST_MAPS:
         note += f" The first {MOST_MAPS} of {len(every_layer)} layers."
-    experts = sum(len(found[0]) for layer in layers if (found := series(rows, f"moe/{layer}/load")[1][:1]))
+    experts = sum(
+        len(found[0]) for layer in layers if (found := series(rows, of_layer(layer)[names.LOAD])[1][:1])
+    )
     bins = int(np.clip(MOST_CELLS // max(1, experts), FEWEST_BINS, MOST_BINS))
     maps = [(layer, *load_shares(rows, layer, bins)) for layer in layers]
     finite = [shares_EB[np.isfinite(shares_EB)] for _, _, shares_EB in maps]
@@ -243,7 +257,7 @@ def load_shares(rows: Rows, layer: str, most_bins: int = MOST_BINS) -> tuple[np.
         shares_EB (float, experts x bins): the expert's load in the bin / the mean load of the layer's experts
             in it; NaN where a bin has no pair at all.
     """
-    steps, loads = series(rows, f"moe/{layer}/load")
+    steps, loads = series(rows, of_layer(layer)[names.LOAD])
     edges_B, shares_EB = binned_shares(steps, np.asarray(loads, dtype=float), most_bins)
     return edges_B, len(shares_EB) * shares_EB
 

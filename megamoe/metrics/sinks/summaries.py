@@ -2,7 +2,6 @@
 load picture.
 """
 
-import re
 from collections import defaultdict, deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +9,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-GROUPS = 4  # pictures; each shows neighbouring layers
+from megamoe.metrics import names
+
+PICTURES = 4  # each shows neighbouring layers
 COLUMNS = 200  # logged steps
 ROWS = 256
 LIMIT = 3.0  # of the colours: 8 times above and below the mean
@@ -36,11 +37,11 @@ class HeatMap:
         if step % self._every:
             return {}
         pictures = {}
-        for number, places in enumerate(np.array_split(np.arange(len(layers)), GROUPS), start=1):
+        for number, places in enumerate(np.array_split(np.arange(len(layers)), PICTURES), start=1):
             if len(places):
                 rows_RS = log_rows(np.stack([load[places].ravel() for _, load in self._steps], axis=1))
-                names = f"{layers[places[0]]} to {layers[places[-1]]}"
-                pictures[f"load/heat_map_{number}"] = self._draw(rows_RS, names)
+                shown = f"{layers[places[0]]} to {layers[places[-1]]}"
+                pictures[names.fill(names.HEAT_MAP, number)] = self._draw(rows_RS, shown)
         return pictures
 
     def _draw(self, rows_RS: NDArray[np.float32], layers: str) -> NDArray[np.uint8]:
@@ -80,7 +81,6 @@ def log_rows(relative_RS: NDArray[np.float32]) -> NDArray[np.float32]:
     return rows
 
 
-OF_LAYER = re.compile(r"moe/layer_(\d+)/(.+)")
 FIVE = {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "max": 1.0}
 THREE = {name: FIVE[name] for name in ("min", "median", "max")}
 MOST_FURTHER = 16  # names with a slash (losses, parts' own numbers) that are summarised
@@ -111,43 +111,45 @@ class Summaries:
 
     def of(self, metrics: dict[str, Any]) -> Shown:
         """Return what is shown of a step; metrics: by their names in metrics.jsonl."""
-        shown = Shown(metrics["step"], metrics.get("time"))
+        shown = Shown(metrics[names.STEP], metrics.get(names.TIME))
         layers: dict[str, dict[int, Any]] = defaultdict(dict)
         for key, value in metrics.items():
-            found = OF_LAYER.fullmatch(key)
+            found = names.IN_LAYER.fullmatch(key)
             if found is not None:
-                layers[found[2]][int(found[1])] = value
-            elif isinstance(value, int | float) and key != "step":
+                layers[found[2]][int(found[1].removeprefix("layer_"))] = value
+            elif isinstance(value, int | float) and key != names.STEP:
                 shown.scalars[key] = value
-        loads = layers.pop("load", {})
-        layers.pop("rank_load", None)
-        widths = layers.pop("width_histogram", {})
+        loads = layers.pop(names.LOAD, {})
+        layers.pop(names.RANK_LOAD, None)
+        widths = layers.pop(names.WIDTH_HISTOGRAM, {})
         further = sorted(name for name in layers if "/" in name)[:MOST_FURTHER]
         for name, of_layer in layers.items():
             if "/" not in name or name in further:
                 quantiles = THREE if "/" in name else FIVE
-                shown.scalars |= _quantiles(f"layers/{name}", list(of_layer.values()), quantiles)
+                for quantile, value in _quantiles(list(of_layer.values()), quantiles).items():
+                    shown.scalars[names.fill(names.OVER_LAYERS, name, quantile)] = value
         if widths:
-            shown.histograms["experts_per_token"] = _widths(list(widths.values()))
+            shown.histograms[names.WIDTHS] = _widths(list(widths.values()))
         if loads:
             self._show_load(shown, loads)
         return shown
 
     def _show_load(self, shown: Shown, loads: dict[int, list[int]]) -> None:
-        numbers = list(loads)
+        numbers, fill = list(loads), names.fill
         relative_LE = relative_load(list(loads.values()))
-        shown.scalars |= _quantiles("load", relative_LE.ravel().tolist(), FIVE)
+        for quantile, value in _quantiles(relative_LE.ravel().tolist(), FIVE).items():
+            shown.scalars[fill(names.LOAD_QUANTILE, quantile)] = value
         order = np.argsort(relative_LE, axis=None, kind="stable")
         for name, places in (("least", order), ("most", order[::-1])):
             for rank, place in enumerate(places[:EXTREMES].tolist(), start=1):
                 layer, expert = divmod(place, relative_LE.shape[1])
                 shown.scalars |= {
-                    f"load/{name}_{rank}": float(relative_LE[layer, expert]),
-                    f"load/{name}_{rank}_layer": numbers[layer],
-                    f"load/{name}_{rank}_expert": expert,
+                    fill(names.EXTREME, name, rank): float(relative_LE[layer, expert]),
+                    fill(names.EXTREME_LAYER, name, rank): numbers[layer],
+                    fill(names.EXTREME_EXPERT, name, rank): expert,
                 }
         counts, _ = np.histogram(np.minimum(relative_LE, LOAD_EDGES[-1]), LOAD_EDGES)
-        shown.histograms["load/histogram"] = counts.tolist(), LOAD_EDGES.tolist()
+        shown.histograms[names.LOAD_HISTOGRAM] = counts.tolist(), LOAD_EDGES.tolist()
         shown.images |= self._heat_map.add(shown.step, numbers, relative_LE)
 
 
@@ -158,9 +160,9 @@ def relative_load(loads: list[list[int]]) -> NDArray[np.float64]:
     return np.divide(load_LE, mean_L1, out=np.zeros_like(load_LE), where=mean_L1 > 0)
 
 
-def _quantiles(prefix: str, values: list[float], quantiles: dict[str, float]) -> dict[str, float]:
+def _quantiles(values: list[float], quantiles: dict[str, float]) -> dict[str, float]:
     found = np.quantile(np.array(values, dtype=np.float64), list(quantiles.values())).tolist()
-    return {f"{prefix}/{name}": value for name, value in zip(quantiles, found, strict=True)}
+    return dict(zip(quantiles, found, strict=True))
 
 
 def _widths(histograms: list[list[int]]) -> tuple[list[int], list[float]]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.errors import UserError
+from megamoe.metrics import names
 from megamoe.metrics.sinks.summaries import Shown
 
 
@@ -36,7 +37,7 @@ class TensorBoardSink:
             # From this step on, an earlier file of the same run is superseded.
             self._writer = self._make_writer(str(self._folder), purge_step=step)
         for key, value in shown.scalars.items():
-            if key != "time":
+            if key != names.TIME:
                 self._writer.add_scalar(key, value, step, walltime=when)
         for key, (counts, edges) in shown.histograms.items():
             self._add_histogram(key, counts, edges, step)

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import numpy as np
 
 from megamoe.config.schema import WandbConfig
+from megamoe.metrics import names
 from megamoe.metrics.sinks.summaries import Shown
 from megamoe.redaction import without_secrets
 
@@ -44,12 +45,12 @@ class Alerts:
 
     def of(self, metrics: dict[str, Any]) -> list[Alert]:
         """Return the alerts that a step's metrics (by their names in metrics.jsonl) give rise to."""
-        where = f"step {metrics['step']}: "
+        where = f"step {metrics[names.STEP]}: "
         found = (self._divergence(metrics), self._dead_experts(metrics), self._stall(metrics))
         return [Alert(alert.title, where + alert.text) for alert in found if alert is not None]
 
     def _divergence(self, metrics: dict[str, Any]) -> Alert | None:
-        loss = metrics.get("train/lm_loss")
+        loss = metrics.get(names.LM_LOSS)
         if loss is None:
             return None
         before, self._diverged = self._diverged, not loss <= DIVERGED * self._lowest
@@ -57,17 +58,17 @@ class Alerts:
             self._lowest = min(self._lowest, loss)
         else:
             self._diverged = True
-        text = f"train/lm_loss is {loss:.4g}, the lowest so far was {self._lowest:.4g}"
+        text = f"{names.LM_LOSS} is {loss:.4g}, the lowest so far was {self._lowest:.4g}"
         return Alert("divergence", text) if self._diverged and not before else None
 
     def _dead_experts(self, metrics: dict[str, Any]) -> Alert | None:
-        before, self._dead = self._dead, int(metrics.get("moe/dead", self._dead))
+        before, self._dead = self._dead, int(metrics.get(names.over_layers(names.DEAD), self._dead))
         if self._dead <= before:
             return None
         return Alert("dead experts", f"{self._dead} experts get no token, {before} before")
 
     def _stall(self, metrics: dict[str, Any]) -> Alert | None:
-        seconds = metrics.get("perf/step_s")
+        seconds = metrics.get(names.STEP_S)
         if seconds is None:
             return None
         usual = statistics.median(self._seconds) if len(self._seconds) == WINDOW else math.inf
@@ -133,8 +134,8 @@ class WandbSink:
                         finish_timeout=FINISH_LIMIT_S,
                     ),
                 )
-            self._run.define_metric("step")
-            self._run.define_metric("*", step_metric="step")
+            self._run.define_metric(names.STEP)
+            self._run.define_metric("*", step_metric=names.STEP)
         except Exception as error:
             self._give_up(error)
 
@@ -207,7 +208,7 @@ def _for_wandb(shown: Shown) -> dict[str, Any]:
     """Return the step with W&B's own types for histograms and pictures."""
     import wandb
 
-    logged: dict[str, Any] = {"step": shown.step, **shown.scalars}
+    logged: dict[str, Any] = {names.STEP: shown.step, **shown.scalars}
     for key, (counts, edges) in shown.histograms.items():
         logged[key] = wandb.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))
     for key, picture in shown.images.items():

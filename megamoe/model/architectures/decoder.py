@@ -45,7 +45,7 @@ class GPT(LanguageModel):
         self.prediction = prediction
         self.stage: PipelineStage | None = None
         self._last: list[tuple[Tensor, Any]] | None = None  # state and rotary positions, if wanted
-        self._ahead_DBS: Tensor | None = None
+        self._mtp_DBS: Tensor | None = None
         if prediction is not None:
             model.decoder.register_forward_hook(self._keep, with_kwargs=True)
 
@@ -80,7 +80,7 @@ class GPT(LanguageModel):
         if self.prediction is not None and self._last is not None:
             ((last_SBH, rotary),) = self._last
             inputs = DepthInputs(tokens_BS, position_ids_BS, labels_BS, label_smoothing)
-            self._ahead_DBS = self.prediction(self.model, last_SBH, inputs, documents, rotary)
+            self._mtp_DBS = self.prediction(self.model, last_SBH, inputs, documents, rotary)
         self._last = None
         return losses_BS
 
@@ -135,7 +135,7 @@ class GPT(LanguageModel):
 
     def take_multi_token_losses(self) -> Tensor | None:
         """See `LanguageModel`."""
-        found, self._ahead_DBS = self._ahead_DBS, None
+        found, self._mtp_DBS = self._mtp_DBS, None
         return found
 
     def logits(
