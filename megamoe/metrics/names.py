@@ -43,7 +43,7 @@ TIME = TRAINING.add("time", "s", "seconds since the epoch")
 LM_LOSS = TRAINING.add(
     "train/lm_loss",
     "nats",
-    "mean cross entropy of the unmasked tokens of the global batch; smoothed with `train.label_smoothing`",
+    "mean cross entropy of the unmasked tokens; smoothed with `train.label_smoothing`",
 )
 MTP_LOSS = TRAINING.add(
     "train/lm_loss/mtp_<k>",
@@ -95,10 +95,7 @@ STAGES = {  # of the MoE layers, by their names in `moe/timers.py`
     "combine": SPEED.add("perf/combine_s", "s", "rows sent back and summed", TIMERS),
 }
 OWN_S = SPEED.add(
-    "perf/own_s",
-    "s",
-    "median over ranks and steps of a rank's own time, see [stragglers](#stragglers)",
-    RANKS,
+    "perf/own_s", "s", "median over ranks and steps of a rank's own time ([stragglers](#stragglers))", RANKS
 )
 SLOWEST_OWN_S = SPEED.add("perf/slowest_own_s", "s", "the same of the slowest rank", RANKS)
 SLOWEST_RANK = SPEED.add(
@@ -122,14 +119,10 @@ EXPERTS_PER_TOKEN = LAYERS.add(
     "experts_per_token", "experts", "mean over tokens of the number of experts that compute the token"
 )
 WIDTH_HISTOGRAM = LAYERS.add(
-    "width_histogram",
-    "tokens",
-    "number of tokens that are computed by 0, 1, 2, ... experts, a list without zeros at its end",
+    "width_histogram", "tokens", "tokens computed by 0, 1, 2, ... experts, a list without zeros at its end"
 )
 GATE_ENTROPY = LAYERS.add(
-    "gate_entropy",
-    "nats",
-    "mean over tokens of -sum_i q_i ln q_i, with q_i = p_i / sum_j p_j over the candidates",
+    "gate_entropy", "nats", "mean over tokens of -sum_i q_i ln q_i, q_i = p_i / sum_j p_j over candidates"
 )
 TOP1_PROB = LAYERS.add("top1_prob", "1", "mean over tokens of max_i q_i")
 RANK_LOAD = LAYERS.add(
@@ -176,9 +169,7 @@ EXTREME = SHOWN.add(
 EXTREME_LAYER = SHOWN.add("load/<extreme>_<n>_layer", "block", "the block of that expert")
 EXTREME_EXPERT = SHOWN.add("load/<extreme>_<n>_expert", "index", "that expert")
 LOAD_HISTOGRAM = SHOWN.add(
-    "load/histogram",
-    "experts",
-    "number of experts by load / mean, in 32 bins up to 4; the last has all above",
+    "load/histogram", "experts", "experts by load / mean, in 32 bins up to 4; the last has all above"
 )
 HEAT_MAP = SHOWN.add(
     "load/heat_map_<n>",
@@ -187,9 +178,7 @@ HEAT_MAP = SHOWN.add(
     "every `log.heat_map_every` steps",
 )
 LOAD_QUANTILE = SHOWN.add(
-    "load/<quantile>",
-    "1",
-    "the five quantiles over all experts of all layers of load / mean load of the layer",
+    "load/<quantile>", "1", "quantiles over all experts of all layers of load / mean load of the layer"
 )
 WIDTHS = SHOWN.add(
     "experts_per_token", "tokens", "the sum of `width_histogram` over layers, up to 32 experts or more"
