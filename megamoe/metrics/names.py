@@ -57,9 +57,7 @@ LOSS = TRAINING.add(
     "`train/lm_loss` + the sum of all `train/<loss>/weighted` + `model.multi_token_prediction.weight` times "
     f"the mean of `{MTP_LOSS}`",
 )
-AUXILIARY_LOSS = TRAINING.add(
-    "train/<loss>", "1", "each auxiliary loss, unweighted, mean over layers and micro batches"
-)
+AUXILIARY_LOSS = TRAINING.add("train/<loss>", "1", "unweighted, mean over layers and micro batches")
 WEIGHTED_LOSS = TRAINING.add(
     "train/<loss>/weighted", "nats", "its weight x its mean over micro batches, summed over layers"
 )
@@ -85,9 +83,7 @@ TFLOPS_PER_RANK = SPEED.add(
     "TFLOP/s",
     "(tokens x FLOPs of a token + computed pairs x FLOPs of a pair) / `perf/step_s` / ranks / 10^12",
 )
-MFU = SPEED.add(
-    "perf/mfu", "1", "`perf/tflops_per_rank` / peak of a rank's device", "where the peak is known"
-)
+MFU = SPEED.add("perf/mfu", "1", "`perf/tflops_per_rank` / peak of a rank's device", "known peak")
 STAGES = {  # of the MoE layers, by their names in `moe/timers.py`
     "route": SPEED.add("perf/route_s", "s", "forward passes of scorer, masks, selector and capacity", TIMERS),
     "dispatch": SPEED.add("perf/dispatch_s", "s", "rows sorted and sent to the experts", TIMERS),
@@ -98,22 +94,16 @@ OWN_S = SPEED.add(
     "perf/own_s", "s", "median over ranks and steps of a rank's own time ([stragglers](#stragglers))", RANKS
 )
 SLOWEST_OWN_S = SPEED.add("perf/slowest_own_s", "s", "the same of the slowest rank", RANKS)
-SLOWEST_RANK = SPEED.add(
-    "perf/slowest_rank", "rank", "the rank with the largest median over the steps", RANKS
-)
+SLOWEST_RANK = SPEED.add("perf/slowest_rank", "rank", "the rank with the largest median", RANKS)
 STRAGGLERS = SPEED.add("perf/stragglers", "ranks", "the number of ranks that are named as stragglers", RANKS)
 
 LAYERS = Table()  # names within a layer: `of_layer` and `over_layers` make keys of them
 LOAD = LAYERS.add("load", "pairs", "n_i, a list over the experts")
 IMBALANCE = LAYERS.add("imbalance", "1", "max_i n_i / mean_i n_i; 0 without any pair")
 MAX_VIO = LAYERS.add("max_vio", "1", "max_i n_i / mean_i n_i - 1 (Wang et al. 2024, 2408.15664, eq. 4)")
-MAX_VIO_RUN = LAYERS.add(
-    "max_vio_run", "1", "the same of the pairs of all applied steps of the run; kept in checkpoints"
-)
+MAX_VIO_RUN = LAYERS.add("max_vio_run", "1", "the same of all applied steps of the run; kept in checkpoints")
 LOAD_CV = LAYERS.add("load_cv", "1", "standard deviation / mean of n_i, over the experts")
-DEAD = LAYERS.add(
-    "dead", "experts", "number of experts without a pair in the last `log.dead_window` applied steps"
-)
+DEAD = LAYERS.add("dead", "experts", "experts without a pair in the last `log.dead_window` applied steps")
 DROPPED = LAYERS.add("dropped", "1", "1 - pairs computed / pairs chosen by the selector")
 EXPERTS_PER_TOKEN = LAYERS.add(
     "experts_per_token", "experts", "mean over tokens of the number of experts that compute the token"
