@@ -273,6 +273,15 @@ FAULTS = (
         ("tests/distributed/parity/test_routing_metrics.py",),
     ),
     Fault(
+        "metric-names",
+        "every key that a run logs is in the tables",
+        "metrics.md",
+        "megamoe/train/trainer.py",
+        "            names.LR: lr,\n",
+        '            names.LR: lr,\n            "train/planted": lr,\n',
+        ("tests/test_metrics_page.py",),
+    ),
+    Fault(
         "replay",
         "a replay chooses what was recorded, bit for bit",
         "runs.md",

@@ -43,7 +43,7 @@ TIME = TRAINING.add("time", "s", "seconds since the epoch")
 LM_LOSS = TRAINING.add(
     "train/lm_loss",
     "nats",
-    "mean cross entropy of the unmasked tokens of the global batch; smoothed with `train.label_smoothing`",
+    "mean cross entropy of the unmasked tokens; smoothed with `train.label_smoothing`",
 )
 MTP_LOSS = TRAINING.add(
     "train/lm_loss/mtp_<k>",
@@ -57,9 +57,7 @@ LOSS = TRAINING.add(
     "`train/lm_loss` + the sum of all `train/<loss>/weighted` + `model.multi_token_prediction.weight` times "
     f"the mean of `{MTP_LOSS}`",
 )
-AUXILIARY_LOSS = TRAINING.add(
-    "train/<loss>", "1", "each auxiliary loss, unweighted, mean over layers and micro batches"
-)
+AUXILIARY_LOSS = TRAINING.add("train/<loss>", "1", "unweighted, mean over layers and micro batches")
 WEIGHTED_LOSS = TRAINING.add(
     "train/<loss>/weighted", "nats", "its weight x its mean over micro batches, summed over layers"
 )
@@ -85,9 +83,7 @@ TFLOPS_PER_RANK = SPEED.add(
     "TFLOP/s",
     "(tokens x FLOPs of a token + computed pairs x FLOPs of a pair) / `perf/step_s` / ranks / 10^12",
 )
-MFU = SPEED.add(
-    "perf/mfu", "1", "`perf/tflops_per_rank` / peak of a rank's device", "where the peak is known"
-)
+MFU = SPEED.add("perf/mfu", "1", "`perf/tflops_per_rank` / peak of a rank's device", "known peak")
 STAGES = {  # of the MoE layers, by their names in `moe/timers.py`
     "route": SPEED.add("perf/route_s", "s", "forward passes of scorer, masks, selector and capacity", TIMERS),
     "dispatch": SPEED.add("perf/dispatch_s", "s", "rows sorted and sent to the experts", TIMERS),
@@ -95,41 +91,28 @@ STAGES = {  # of the MoE layers, by their names in `moe/timers.py`
     "combine": SPEED.add("perf/combine_s", "s", "rows sent back and summed", TIMERS),
 }
 OWN_S = SPEED.add(
-    "perf/own_s",
-    "s",
-    "median over ranks and steps of a rank's own time, see [stragglers](#stragglers)",
-    RANKS,
+    "perf/own_s", "s", "median over ranks and steps of a rank's own time ([stragglers](#stragglers))", RANKS
 )
 SLOWEST_OWN_S = SPEED.add("perf/slowest_own_s", "s", "the same of the slowest rank", RANKS)
-SLOWEST_RANK = SPEED.add(
-    "perf/slowest_rank", "rank", "the rank with the largest median over the steps", RANKS
-)
+SLOWEST_RANK = SPEED.add("perf/slowest_rank", "rank", "the rank with the largest median", RANKS)
 STRAGGLERS = SPEED.add("perf/stragglers", "ranks", "the number of ranks that are named as stragglers", RANKS)
 
 LAYERS = Table()  # names within a layer: `of_layer` and `over_layers` make keys of them
 LOAD = LAYERS.add("load", "pairs", "n_i, a list over the experts")
 IMBALANCE = LAYERS.add("imbalance", "1", "max_i n_i / mean_i n_i; 0 without any pair")
 MAX_VIO = LAYERS.add("max_vio", "1", "max_i n_i / mean_i n_i - 1 (Wang et al. 2024, 2408.15664, eq. 4)")
-MAX_VIO_RUN = LAYERS.add(
-    "max_vio_run", "1", "the same of the pairs of all applied steps of the run; kept in checkpoints"
-)
+MAX_VIO_RUN = LAYERS.add("max_vio_run", "1", "the same of all applied steps of the run; kept in checkpoints")
 LOAD_CV = LAYERS.add("load_cv", "1", "standard deviation / mean of n_i, over the experts")
-DEAD = LAYERS.add(
-    "dead", "experts", "number of experts without a pair in the last `log.dead_window` applied steps"
-)
+DEAD = LAYERS.add("dead", "experts", "experts without a pair in the last `log.dead_window` applied steps")
 DROPPED = LAYERS.add("dropped", "1", "1 - pairs computed / pairs chosen by the selector")
 EXPERTS_PER_TOKEN = LAYERS.add(
     "experts_per_token", "experts", "mean over tokens of the number of experts that compute the token"
 )
 WIDTH_HISTOGRAM = LAYERS.add(
-    "width_histogram",
-    "tokens",
-    "number of tokens that are computed by 0, 1, 2, ... experts, a list without zeros at its end",
+    "width_histogram", "tokens", "tokens computed by 0, 1, 2, ... experts, a list without zeros at its end"
 )
 GATE_ENTROPY = LAYERS.add(
-    "gate_entropy",
-    "nats",
-    "mean over tokens of -sum_i q_i ln q_i, with q_i = p_i / sum_j p_j over the candidates",
+    "gate_entropy", "nats", "mean over tokens of -sum_i q_i ln q_i, q_i = p_i / sum_j p_j over candidates"
 )
 TOP1_PROB = LAYERS.add("top1_prob", "1", "mean over tokens of max_i q_i")
 RANK_LOAD = LAYERS.add(
@@ -176,9 +159,7 @@ EXTREME = SHOWN.add(
 EXTREME_LAYER = SHOWN.add("load/<extreme>_<n>_layer", "block", "the block of that expert")
 EXTREME_EXPERT = SHOWN.add("load/<extreme>_<n>_expert", "index", "that expert")
 LOAD_HISTOGRAM = SHOWN.add(
-    "load/histogram",
-    "experts",
-    "number of experts by load / mean, in 32 bins up to 4; the last has all above",
+    "load/histogram", "experts", "experts by load / mean, in 32 bins up to 4; the last has all above"
 )
 HEAT_MAP = SHOWN.add(
     "load/heat_map_<n>",
@@ -187,9 +168,7 @@ HEAT_MAP = SHOWN.add(
     "every `log.heat_map_every` steps",
 )
 LOAD_QUANTILE = SHOWN.add(
-    "load/<quantile>",
-    "1",
-    "the five quantiles over all experts of all layers of load / mean load of the layer",
+    "load/<quantile>", "1", "quantiles over all experts of all layers of load / mean load of the layer"
 )
 WIDTHS = SHOWN.add(
     "experts_per_token", "tokens", "the sum of `width_histogram` over layers, up to 32 experts or more"

@@ -6,23 +6,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megamoe.metrics import names
 from megamoe.metrics.sinks.summaries import ROWS, HeatMap, Shown, Summaries, log_rows
 from megamoe.metrics.sinks.wandb_sink import STALL, WINDOW, Alerts
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
 from tests.train.test_routing_metrics import layer_of
 
 LOSSES = dict.fromkeys(("switch_balance", "z_loss", "importance", "load"), 0.5)
-TRAINING = ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "loss_scale", "skipped_steps", *LOSSES)
-SPEED = (
-    "tokens_per_s",
-    "step_s",
-    "tflops_per_rank",
-    "mfu",
-    "route_s",
-    "dispatch_s",
-    "experts_s",
-    "combine_s",
-)
 
 
 def step_of(layers: int, experts: int, step: int = 100) -> dict[str, Any]:
@@ -44,10 +34,9 @@ def step_of(layers: int, experts: int, step: int = 100) -> dict[str, Any]:
     history = RoutingHistory(layers, experts, window=1)
     history.update(record)
     metrics = routing_metrics(record, 1, history, expert_ranks=2)
-    plain = {f"train/{name}": 1.0 for name in TRAINING} | {f"perf/{name}": 1.0 for name in SPEED}
-    weighted = {f"train/{name}/weighted": 1.0 for name in LOSSES}
-    rest = {"step": step, "tokens": 1, "time": 0.0, "val/lm_loss": 1.0, "val/code/lm_loss": 1.0}
-    return rest | plain | weighted | metrics
+    plain = {it.key: 1.0 for it in (*names.TRAINING, *names.SPEED) if "<" not in it.key}
+    losses = {key.format(name): 1.0 for key in ("train/{}", "train/{}/weighted") for name in LOSSES}
+    return plain | losses | metrics | {"step": step, "time": 0.0, "val/code/lm_loss": 1.0}
 
 
 def keys(shown: Shown) -> list[str]:

@@ -3,36 +3,25 @@
 import json
 import os
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from megamoe.apps.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
 from megamoe.apps.report.run_statistics import Run, further_sets, series
-from megamoe.apps.report.sections import axis
+from megamoe.apps.report.sections import BALANCE, GATE, OPTIMISATION, RANKS, SPEED, WIDTH, axis
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_number, readable
+from megamoe.metrics.names import GRAD_NORM, TFLOPS_PER_RANK, TOKENS_PER_S
 
 NAMES = {"name", "output", "overwrite", "differences", "checkpoint.resume"}  # say nothing about training
 PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
 LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a run's name
-SINGLE = {  # key: (title, quantity)
-    names.LM_LOSS: ("Training loss (smoothed)", "loss"),
-    names.GRAD_NORM: ("Gradient norm (smoothed)", "L2 norm"),
-    names.TOKENS_PER_S: ("Tokens per second (smoothed)", "speed"),
-    names.TFLOPS_PER_RANK: ("FLOPs per rank (smoothed)", "speed"),
-}
-ROUTING = {  # of a layer; its mean over layers is drawn
-    names.IMBALANCE: ("Imbalance (smoothed)", "max / mean load"),
-    names.MAX_VIO_RUN: ("MaxVio of the whole run", "max / mean load - 1"),
-    names.LOAD_CV: ("Variation of the load (smoothed)", "deviation / mean load"),
-    names.DEAD: ("Dead experts, all layers", "without a pair"),
-    names.DROPPED: ("Dropped pairs (smoothed)", "share of chosen pairs"),
-    names.EXPERTS_PER_TOKEN: ("Experts per token (smoothed)", "experts per token"),
-    names.GATE_ENTROPY: ("Entropy of the gate (smoothed)", "entropy"),
-    names.TOP1_PROB: ("Highest probability (smoothed)", "mean probability"),
-    names.RANK_IMBALANCE: ("Imbalance of the all-to-all (smoothed)", "max / mean load of ranks"),
-}
+SINGLE = {names.LM_LOSS: ("Training loss", "loss")}
+SINGLE |= {key: (OPTIMISATION | SPEED)[key] for key in (GRAD_NORM, TOKENS_PER_S, TFLOPS_PER_RANK)}
+ROUTING = {names.over_layers(it): drawn[:2] for it, drawn in (BALANCE | WIDTH | GATE | RANKS).items()}
+AS_RECORDED = [names.over_layers(it) for it in (names.MAX_VIO_RUN, names.DEAD)]  # change slowly
 
 
 @dataclass(frozen=True)
@@ -104,25 +93,25 @@ def comparison_sections(runs: list[Run]) -> list[Section]:
     keys = {names.VAL_LM_LOSS: "Validation loss"}
     keys |= {names.fill(names.SET_LM_LOSS, name): f"Validation: {name}" for name in sets}
     loss = _panels(groups, {key: (readable(title, 40), "loss") for key, title in keys.items()})
-    routing = {names.over_layers(name): drawn for name, drawn in ROUTING.items()}
     first = next((key for key in keys if any(series(run.rows, key)[0] for run in runs)), "")
     by_tokens = [_by_tokens(panel, groups, first) for panel in loss[:1]]
     found = [
         Section("Loss", "Of the language model, without auxiliary losses.", [*loss, *by_tokens]),
         Section("Training and speed", "Each on its own scale.", _panels(groups, SINGLE)),
-        Section("Routing", "Means over the MoE layers; dead experts are summed.", _panels(groups, routing)),
+        Section("Routing", "Means over the MoE layers; dead experts are summed.", _panels(groups, ROUTING)),
     ]
     return [section for section in found if section.panels]
 
 
-def _panels(groups: list[Group], metrics: dict[str, tuple[str, str]]) -> list[Panel]:
+def _panels(groups: list[Group], metrics: Mapping[str, tuple[str, str]]) -> list[Panel]:
     panels = []
     for key, (title, quantity) in metrics.items():
-        curves = _curves(groups, key, names.STEP, smoothed=title.endswith("(smoothed)"))
+        smooths = not (key in AS_RECORDED or key.startswith("val/"))
+        curves = _curves(groups, key, names.STEP, smooths)
         if curves:
             has_band = any(curve.low is not None for curve in curves)
             limits = None if has_band else spike_limits([value for curve in curves for value in curve.y])
-            panels.append(Panel(title, axis(quantity, key), curves, limits=limits))
+            panels.append(Panel(title + smooths * " (smoothed)", axis(quantity, key), curves, limits=limits))
     return panels
 
 

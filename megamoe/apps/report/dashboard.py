@@ -8,10 +8,12 @@ from typing import Any
 
 from megamoe.errors import UserError
 from megamoe.metrics import names
-from megamoe.metrics.sinks.summaries import EXTREMES, FIVE, PICTURES
+from megamoe.metrics.names import MAX_VIO, MAX_VIO_RUN, fill, over_layers
+from megamoe.metrics.sinks.summaries import FIVE, PICTURES
 
 Tree = dict[str, Any]
-HEAT_MAPS = [names.fill(names.HEAT_MAP, number) for number in range(1, PICTURES + 1)]
+HEAT_MAPS = [fill(names.HEAT_MAP, number) for number in range(1, PICTURES + 1)]
+OF_PARTS = ("scorer/<number>", "score_function/<number>")
 
 
 @dataclass(frozen=True)
@@ -31,19 +33,7 @@ class Chart:
 
 
 def _over_layers(name: str, title: str) -> Chart:
-    return Chart(f"{title}, over layers", [names.fill(names.OVER_LAYERS, name, it) for it in FIVE])
-
-
-def _medians(*metrics: str) -> list[str]:
-    return [names.fill(names.OVER_LAYERS, name, "median") for name in metrics]
-
-
-def _extremes(extreme: str) -> list[str]:
-    return [names.fill(names.EXTREME, extreme, rank) for rank in range(1, EXTREMES + 1)]
-
-
-def _means(*metrics: str) -> list[str]:
-    return [names.over_layers(name) for name in metrics]
+    return Chart(f"{title}, over layers", [fill(names.OVER_LAYERS, name, it) for it in FIVE])
 
 
 SECTIONS: dict[str, list[Chart]] = {
@@ -51,25 +41,25 @@ SECTIONS: dict[str, list[Chart]] = {
         Chart("cross entropy", [names.LM_LOSS]),
         Chart("with auxiliary losses", [names.LOSS]),
         Chart("auxiliary losses, weighted", [names.WEIGHTED_LOSS]),
-        Chart("share of the scores' gradient", _medians(names.GRADIENT_SHARE)),
+        Chart("share of the scores' gradient", [fill(names.OVER_LAYERS, names.GRADIENT_SHARE, "median")]),
         Chart("learning rate", [names.LR]),
     ],
     "load": [
-        Chart("load / mean, all experts", [names.fill(names.LOAD_QUANTILE, it) for it in FIVE]),
-        Chart("MaxVio of the step and of the run", _means(names.MAX_VIO, names.MAX_VIO_RUN)),
+        Chart("load / mean, all experts", [fill(names.LOAD_QUANTILE, it) for it in FIVE]),
+        Chart("MaxVio of the step and of the run", [over_layers(it) for it in (MAX_VIO, MAX_VIO_RUN)]),
         _over_layers(names.IMBALANCE, "imbalance, max / mean"),
         _over_layers(names.LOAD_CV, "coefficient of variation"),
-        Chart("most loaded experts / mean", _extremes("most")),
-        Chart("least loaded experts / mean", _extremes("least")),
-        Chart("imbalance over expert-parallel ranks", _means(names.RANK_IMBALANCE)),
-        Chart("overload of ranks, share of pairs", _means(names.RANK_OVERLOAD)),
+        Chart("most loaded experts / mean", [fill(names.EXTREME, "most", rank) for rank in (1, 2, 3)]),
+        Chart("least loaded experts / mean", [fill(names.EXTREME, "least", rank) for rank in (1, 2, 3)]),
+        Chart("imbalance over expert-parallel ranks", [over_layers(names.RANK_IMBALANCE)]),
+        Chart("overload of ranks, share of pairs", [over_layers(names.RANK_OVERLOAD)]),
     ],
     "routing": [
         _over_layers(names.GATE_ENTROPY, "gate entropy"),
         _over_layers(names.TOP1_PROB, "top-1 probability"),
         _over_layers(names.EXPERTS_PER_TOKEN, "experts per token"),
-        Chart("dropped pairs", _means(names.DROPPED)),
-        Chart("parts' own numbers", _medians("scorer/<number>", "score_function/<number>")),
+        Chart("dropped pairs", [over_layers(names.DROPPED)]),
+        Chart("parts' own numbers", [fill(names.OVER_LAYERS, it, "median") for it in OF_PARTS]),
     ],
     "speed": [
         Chart("tokens per second", [names.TOKENS_PER_S]),
@@ -80,7 +70,7 @@ SECTIONS: dict[str, list[Chart]] = {
     ],
     "health": [
         Chart("gradient norm", [names.GRAD_NORM], log=True),
-        Chart("dead experts", _means(names.DEAD)),
+        Chart("dead experts", [over_layers(names.DEAD)]),
         Chart("skipped steps", [names.SKIPPED_STEPS]),
         Chart("loss scale", [names.LOSS_SCALE], log=True),
     ],

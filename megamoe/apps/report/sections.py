@@ -22,7 +22,7 @@ from megamoe.apps.report.panels import (
 from megamoe.apps.report.run_statistics import Rows, further_sets, moe_layers, recorded, series
 from megamoe.metrics import names
 from megamoe.metrics.formats import readable
-from megamoe.metrics.names import of_layer
+from megamoe.metrics.names import fill, of_layer
 
 NAMED_LAYERS = 8  # more of them share a few names in the legend
 MOST_BINS, FEWEST_BINS = 100, 20  # columns of a heat map
@@ -95,12 +95,9 @@ def _loss(rows: Rows) -> list[Panel]:
     steps, values = series(rows, names.LM_LOSS)
     curves = raw_and_smoothed(steps, values, "blue", "training") if steps else []
     shown = list(values)
-    sets = {"validation": names.VAL_LM_LOSS}
-    sets |= {
-        f"validation: {readable(name, 30)}": names.fill(names.SET_LM_LOSS, name)
-        for name in further_sets(rows)
-    }
-    for place, (label, key) in enumerate([*sets.items(), ("test", names.TEST_LM_LOSS)]):
+    sets = [(f"validation: {readable(it, 30)}", fill(names.SET_LM_LOSS, it)) for it in further_sets(rows)]
+    sets = [("validation", names.VAL_LM_LOSS), *sets, ("test", names.TEST_LM_LOSS)]
+    for place, (label, key) in enumerate(sets):
         steps, values = series(rows, key)
         if steps:
             colour = VALIDATION_COLOURS[place % len(VALIDATION_COLOURS)]
@@ -121,8 +118,7 @@ def _auxiliary(rows: Rows) -> list[Panel]:
     weighted = []
     for place, (key, name) in enumerate(found.items()):
         colour = VALIDATION_COLOURS[place % len(VALIDATION_COLOURS)]
-        loss = key.removeprefix("train/")
-        weighted += _smoothed(rows, names.fill(names.WEIGHTED_LOSS, loss), name, colour)
+        weighted += _smoothed(rows, fill(names.WEIGHTED_LOSS, key.removeprefix("train/")), name, colour)
     panels = _single(rows, {key: (name, "unweighted loss") for key, name in found.items()})
     label = axis("weight x loss", names.WEIGHTED_LOSS)
     return [*panels, Panel("Weighted", label, weighted)] if weighted else panels

@@ -21,6 +21,7 @@ from megamoe.apps.report.panels import MOST_POINTS, MOST_RAW, envelope, smooth, 
 from megamoe.apps.report.run_statistics import comparison_table, compute_statistics, read_run
 from megamoe.apps.report.sections import load_shares, run_sections
 from megamoe.errors import UserError
+from megamoe.metrics import names
 from tests.support.tiny import ROOT, one_line
 
 
@@ -65,28 +66,15 @@ def content_of(page: str) -> dict[str, Any]:
 
 def full_rows() -> list[dict[str, Any]]:
     """Four steps with every kind of metric of docs/metrics.md."""
-    names = "max_vio max_vio_run load_cv dead experts_per_token gate_entropy top1_prob imbalance dropped"
-    own: dict[str, Any] = {
-        "perf/tflops_per_rank": 1.5,
-        "perf/mfu": 0.25,
-        "train/switch_balance/weighted": 0.01,
-        "train/batch_size": 8,
-        "train/loss_scale": 512.0,
-        "train/skipped_steps": 1,
-        "test/lm_loss": 4.75,
-        **{f"perf/{stage}_s": 0.5 for stage in ("route", "dispatch", "experts", "combine")},
-    }
-    for prefix in ("moe/", "moe/layer_02/", "moe/layer_10/"):
-        own |= {prefix + name: 0.5 for name in (*names.split(), "rank_imbalance", "rank_overload")}
-    for layer in ("moe/layer_02", "moe/layer_10"):
-        own |= {
-            f"{layer}/loss/switch_balance": 1.5,
-            f"{layer}/gradient_share/switch_balance": 0.125,
-            f"{layer}/width_histogram": [0, 3, 1],
-            f"{layer}/rank_load": [7, 5],
-            f"{layer}/scorer/temperature": 0.07,
-        }
-    return [row | own for row in moe_rows()]
+    own: dict[str, Any] = {it.key: 0.5 for it in (*names.TRAINING, *names.SPEED) if "<" not in it.key}
+    del own[names.VAL_LM_LOSS]
+    own |= {"train/switch_balance/weighted": 0.01, "train/lm_loss/mtp_1": 7.0, "test/lm_loss": 4.75}
+    for keys in (names.of_layer(2), names.of_layer(10)):
+        own |= {keys[it.key]: 0.5 for it in names.LAYERS if it.unit not in ("pairs", "tokens")}
+        own |= {keys["loss/switch_balance"]: 1.5, keys["gradient_share/switch_balance"]: 0.125}
+        own |= {keys["width_histogram"]: [0, 3, 1], keys["rank_load"]: [7, 5]}
+        own |= {keys["scorer/temperature"]: 0.07, keys["losses.own/norm"]: 2.0}
+    return [own | row for row in moe_rows()]
 
 
 def make_run(folder: Path, rows: list[dict[str, Any]], **summary: Any) -> Path:
@@ -190,7 +178,8 @@ def test_every_metric_of_the_docs_has_a_panel_and_every_axis_its_unit() -> None:
     sections = run_sections(rows)
     drawn = {f"{section.title}: {panel.title}" for section in sections for panel in section.panels}
     assert {
-        "Loss: Loss", "Auxiliary losses: switch_balance", "Auxiliary losses: Weighted",
+        "Loss: Loss", "Auxiliary losses: lm_loss/mtp_1", "Auxiliary losses: switch_balance",
+        "Auxiliary losses: Weighted",
         "Optimisation: Loss scale of fp16", "Optimisation: Skipped steps since the start",
         "Speed: Model FLOP utilisation", "Speed: Stages of the MoE layers (smoothed)", "Balance: Imbalance",
         "Balance: MaxVio of the whole run", "Balance: Coefficient of variation", "Balance: Dead experts",
@@ -201,6 +190,9 @@ def test_every_metric_of_the_docs_has_a_panel_and_every_axis_its_unit() -> None:
         "Numbers of layers and parts: loss/switch_balance", "Numbers of layers and parts: scorer/temperature",
         "Expert load: layer 02",
     } <= drawn  # fmt: skip
+    units = {panel.title: panel.y for section in sections for panel in section.panels}
+    assert units["lm_loss/mtp_1"].endswith("(nats)") and units["switch_balance"].endswith("(1)")
+    assert units["losses.own/norm"] == "value (the part's unit)"
     named = re.compile(r".{3,} \(.+\)")  # a name and its unit; (1) has none
     for panel in (panel for section in sections for panel in section.panels):
         assert named.fullmatch(panel.x) and named.fullmatch(panel.y), panel.title
