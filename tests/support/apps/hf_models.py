@@ -75,6 +75,13 @@ YARN = {
     }
 }
 ALL_HEADS = {**SHAPE, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}
+ERNIE = {
+    "intermediate_size": 40,
+    "moe_intermediate_size": 16,
+    "moe_num_experts": 6,
+    "moe_num_shared_experts": 2,
+    "moe_k": 3,
+}
 ROUTED_LITE = {name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"}
 LITE = {**SHAPE, **ROUTED_LITE}
 # Two configurations of each class: the first has grouped queries and an output layer of its own, the second
@@ -179,6 +186,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Dots1Config",
         {**SHAPE, **ROUTED, "attention_bias": True, "norm_topk_prob": True},
         {**OTHER, **ROUTED, "n_group": 2, "topk_group": 1},
+    ),
+    "ernie4_5_moe": (
+        "Ernie4_5_MoeConfig",
+        {**SHAPE, **ERNIE, "tie_word_embeddings": False},
+        {**OTHER, **ERNIE, "moe_num_shared_experts": 0, "moe_layer_interval": 2},
     ),
     "minimax_m2": (
         "MiniMaxM2Config",

@@ -9,7 +9,6 @@ REFUSED = {
     "gemma2": ("llama", "norms after the sub-layers too, and a soft cap of the output logits"),
     "olmo2": ("llama", "norms of what the sub-layers return instead of what they get"),
     "flex_olmo": ("olmoe", "norms of what the sub-layers return instead of what they get"),
-    "ernie4_5_moe": ("qwen2_moe", "softmax scores that are chosen with a bias"),
     "hunyuan_v1_moe": ("qwen2_moe", "norms of queries and keys after the rotary positions"),
     "phimoe": ("mixtral", "the router's masked softmax for each of the two experts (SparseMixer)"),
 }

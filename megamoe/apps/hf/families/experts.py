@@ -1,4 +1,6 @@
-"""MoE models whose experts are named as in Qwen2-MoE: this, Qwen3-MoE, OLMoE, GLM-4.5, dots.llm1."""
+"""MoE models whose experts are named as in Qwen2-MoE: this, Qwen3-MoE, OLMoE, GLM-4.5, dots.llm1, ERNIE."""
+
+from dataclasses import replace
 
 from megamoe.apps.hf.families.common import (
     BIAS,
@@ -18,12 +20,14 @@ from megamoe.apps.hf.families.common import (
     groups,
     heads,
     norm_and_rotary,
+    rotary,
     shared_experts,
 )
 from megamoe.apps.hf.families.routers import (
     BIASED_TOP_K,
     EVERY_BLOCK,
     TOP_K,
+    block_range,
     dense_first,
     group_limit,
     loss_weight,
@@ -31,7 +35,7 @@ from megamoe.apps.hf.families.routers import (
     sparse_steps,
 )
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import Entry, fixed, ignored, mapped, only, same
+from megamoe.apps.hf.keys import NUM_FURTHER, Entry, fixed, ignored, mapped, only, same
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, row, whole
 
 EXPERT = f"{THEIRS}mlp.experts.{{e}}."
@@ -169,6 +173,45 @@ DOTS1 = Family(
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
 )
 
+ERNIE4_5_MOE = Family(
+    "ernie4_5_moe",
+    "Ernie4_5_MoeForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *TOP_K,
+        fixed(
+            model__rotary__interleaved=True,
+            moe__router__score_function__bias_update=0.001,
+            moe__router__selector__weights="renormalised",
+        ),
+        block_range(),
+        same("intermediate_size", "model.ffn_hidden_size", 12288),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1536),
+        same("moe_num_experts", "moe.num_experts", 64, alias="num_experts"),
+        same("moe_num_shared_experts", "moe.num_shared_experts", 2),
+        same("moe_k", "moe.router.selector.k", 6, alias="num_experts_per_tok"),
+        # The least sum of weights to divide by; here it is 1e-20.
+        only("moe_norm_min", 1e-12, default=1e-12, written=False),
+        only("moe_gate", "topk", default="topk", written=False),
+        only("moe_use_aux_free", True, default=True, written=False),
+        only("use_bias", False, default=False),
+        ignored("moe_capacity", "router_aux_loss_coef", NUM_FURTHER),
+        groups(4),
+        heads(),
+        same("rms_norm_eps", "model.norm_eps", 1e-5),
+        rotary(base=5e5),
+        same("tie_word_embeddings", "model.tie_embeddings", True),
+    ),
+    table=(
+        *DECODER,
+        *DENSE_FFN,
+        ROUTER,
+        replace(BIAS, sources=f"{THEIRS}mlp.moe_statics.e_score_correction_bias", split=row),
+        *EXPERTS,
+        *SHARED,
+    ),
+)
+
 QWEN2_MOE = Family(
     "qwen2_moe",
     "Qwen2MoeForCausalLM",
@@ -191,4 +234,26 @@ QWEN2_MOE = Family(
     ),
 )
 
-FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DOTS1)
+QWEN2_MOE = Family(
+    "qwen2_moe",
+    "Qwen2MoeForCausalLM",
+    keys=(
+        *qwen_keys(dense=5632, expert=1408, experts=60, chosen=4),
+        same("shared_expert_intermediate_size", "moe.shared_expert_ffn_hidden_size", 5632),
+        fixed(moe__num_shared_experts=1, moe__shared_expert_mode="gated"),
+        groups(16),
+        *norm_and_rotary(1e-6),
+        biases("qkv_bias", True, output=False),
+        *UNUSED_WINDOW,
+    ),
+    table=(
+        *DECODER,
+        *DENSE_FFN,
+        ROUTER,
+        *EXPERTS,
+        *shared_experts("shared_expert"),
+        Line(f"{LAYER}shared.gate", "H", f"{THEIRS}mlp.shared_expert_gate.weight", row, blocks="moe"),
+    ),
+)
+
+FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE)

@@ -72,6 +72,25 @@ def dense_first(default: int) -> Entry:
     return Entry({name: default, "num_hidden_layers": REQUIRED}, read, write)
 
 
+def block_range() -> Entry:
+    """Every n-th block from one to another has an MoE layer (Ernie's moe_layer_*_index, from 0)."""
+    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+
+    def read(given: Json) -> Json:
+        first, last, step = (given[name] for name in names)
+        count = given["num_hidden_layers"]
+        last = count if last == -1 else last + 1
+        return {
+            "moe.layers.at": [number for number in range(step, count + 1, step) if first < number <= last]
+        }
+
+    def write(config: RunConfig) -> Json:
+        blocks = moe_block_numbers(config)
+        return dict(zip(names, (min(blocks, default=1) - 1, max(blocks, default=1) - 1, 1), strict=True))
+
+    return Entry({**dict(zip(names, (1, -1, 1), strict=True)), "num_hidden_layers": REQUIRED}, read, write)
+
+
 def normalised(default: bool) -> Entry:
     """Whether the weights of the chosen experts sum to 1 (norm_topk_prob)."""
     return converted(
