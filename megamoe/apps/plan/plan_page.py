@@ -35,11 +35,12 @@ def page(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     cluster, layout, numbers = plan.cluster, plan.run.plan.layout, plan.figures.numbers
+    parts = f"context {layout.context}, " if layout.context > 1 else ""
     return [
         f"{plan.config.name}: {plan.size.total / 1e9:,.2f} B parameters, "
         f"{plan.size.active / 1e9:,.2f} B active, "
         f"on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}",
-        f"tensor {layout.tensor}, sequence {'on' if plan.config.parallel.sequence else 'off'}, "
+        f"{parts}tensor {layout.tensor}, sequence {'on' if plan.config.parallel.sequence else 'off'}, "
         f"expert {layout.expert}, expert_tensor {layout.expert_tensor}, data {layout.data}, "
         f"ZeRO {plan.run.plan.stage}, {plan.run.plan.precision}, recompute {plan.config.model.recompute}",
         f"{plan.micro_batches} micro batches of {plan.config.train.micro_batch_size} sequences of "

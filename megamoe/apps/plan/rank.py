@@ -142,6 +142,11 @@ def simulate_step(
     config.model.cpu_kernels = "plain"
     with fake_torch_cuda() if on_cuda else nullcontext():
         run = resolve_run(config, ranks)
+    if run.plan.layout.pipeline > 1:
+        raise UserError(
+            f"parallel.pipeline: found {run.plan.layout.pipeline}, which is not simulated: a plan knows the "
+            "step of a whole model only; set it to 1"
+        )
     _check_load(load, run.plan.layout.expert)
     sample = sample_batch(run)
     join_fake_group(0, ranks)
@@ -161,14 +166,15 @@ def simulate_step(
         context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
         factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
         with torch.device(device), fakes_are_drawn():
-            model = build_model(config, run.vocabulary.size, factory, _partition(run))
+            model = build_model(config, run.vocabulary.size, factory, _partition(run), groups.context)
         parts = Parts(model)
         for _, layer in model.moe_layers():
             layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[assignment]
         counter = CostCounter(parts, on_cuda)
         router = config.moe.router
-        if config.parallel.tensor > 1 and not router.masks and provides("dropless", router.capacity):
-            counter.kept = 1 / config.parallel.tensor
+        shares = run.plan.layout.batch_ranks  # of a micro batch's tokens
+        if shares > 1 and not router.masks and provides("dropless", router.capacity):
+            counter.kept = 1 / shares
         stack.enter_context(parts.followed())
         stack.enter_context(counter)
         return _count(config, run, sample, world, model, context, counter, micro_batches, load)

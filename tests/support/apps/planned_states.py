@@ -47,6 +47,7 @@ def part(kind: str, name: str) -> dict[str, Any]:
 
 
 # ranks, DeepSpeed file (cut: with ZeRO 3 cutting small parameters too), sizes of `parallel`, other changes
+CONTEXT_HEADS = {"model__num_attention_heads": 4}
 CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (1, "zero0_fp32", {}, part("scorer", "stable")),
     (1, "zero0_bf16", {}, part("scorer", "policy")),
@@ -71,6 +72,8 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (4, "zero3_bf16 cut", {"expert": 2}, AHEAD),
     (4, "zero3_fp32 cut", {"tensor": 2, "sequence": True, "expert": 2, "expert_tensor": 2}, {}),
     (4, "zero3_bf16 cut", {"expert": 4}, {"model__latent": LATENT}),
+    (2, "zero1_fp32", {"context": 2}, {}),
+    (4, "zero1_bf16", {"context": 2, "tensor": 2, "sequence": True, "expert": 4}, CONTEXT_HEADS),
 ]
 QUICK = 7
 # Large enough that activations are most of what a step holds beside the states. DeepSpeed's own sizes of
@@ -90,7 +93,9 @@ def run_of(number: int, folder: str, **further: Any) -> RunConfig:
     run: dict[str, Any] = {
         "data__document_aware": False,
         "model__cpu_kernels": "plain",
-        "train__global_batch_size": SIZES["train__micro_batch_size"] * ranks // sizes.get("tensor", 1),
+        "train__global_batch_size": SIZES["train__micro_batch_size"]
+        * ranks
+        // (sizes.get("tensor", 1) * sizes.get("context", 1)),
         "name": f"run{number}",
         **SIZES,
         **changes,
