@@ -169,31 +169,36 @@ def without_inner_steps(wrapper: Any) -> Iterator[None]:
 def watching_overflow(optimizer: Any, report: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Context of a step in which `report` gets the gradients, by parameter group, if some are not finite.
 
-    optimizer: DeepSpeed's at ZeRO 1, 2 or 3; this rank's parts are reported. Nothing is with
-    offload, and at ZeRO 1 in bf16, which another class does.
+    optimizer: DeepSpeed's at ZeRO 1, 2 or 3; this rank's parts are reported. Nothing is with offload.
 
     Reason: DeepSpeed returns infinity for the norm of such gradients, NaN ones too, and drops them at once.
-    Seen with: DeepSpeed 0.19.8, where `_update_scale` is called between the two.
+    Seen with: DeepSpeed 0.19.8, where `_update_scale` is called between the two, and ZeRO 1 in bf16 drops
+        them in `clear_hp_grads`.
     Without it: a message about a skipped step cannot say whether a gradient was NaN, nor where.
     Canary: test_deepspeed_zero.py::test_gradients_that_are_not_finite_are_reported
     """
-    update = getattr(optimizer, "_update_scale", None)
-    if update is None:
+    in_bf16 = isinstance(optimizer, bf16_optimizer.BF16_Optimizer)
+    name = "clear_hp_grads" if in_bf16 else "_update_scale"
+    plain = getattr(optimizer, name, None)
+    if plain is None:
         yield
         return
 
     def watched(has_overflow: bool = False) -> Any:
-        if has_overflow:
-            for number, gradients in (getattr(optimizer, "averaged_gradients", None) or {}).items():
-                for gradient in gradients or ():
-                    report(number, gradient)
-        return update(has_overflow)
+        if in_bf16:
+            held = dict(enumerate(optimizer.fp32_groups_gradients)) if optimizer.overflow else {}
+        else:
+            held = getattr(optimizer, "averaged_gradients", None) or {} if has_overflow else {}
+        for number, gradients in held.items():
+            for gradient in gradients or ():
+                report(number, gradient)
+        return plain() if in_bf16 else plain(has_overflow)
 
-    optimizer._update_scale = watched
+    setattr(optimizer, name, watched)
     try:
         yield
     finally:
-        del optimizer._update_scale
+        delattr(optimizer, name)
 
 
 def forget_gradients(optimizer: Any) -> None:
