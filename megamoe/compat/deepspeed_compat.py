@@ -169,7 +169,8 @@ def without_inner_steps(wrapper: Any) -> Iterator[None]:
 def watching_overflow(optimizer: Any, report: Callable[[int, Tensor], None]) -> Iterator[None]:
     """Context of a step in which `report` gets the gradients, by parameter group, if some are not finite.
 
-    optimizer: DeepSpeed's at ZeRO 1, 2 or 3; this rank's parts are reported. Nothing is with offload.
+    optimizer: DeepSpeed's at ZeRO 1, 2 or 3; this rank's parts are reported. With offload they lie beside the
+        master weights.
 
     Reason: DeepSpeed returns infinity for the norm of such gradients, NaN ones too, and drops them at once.
     Seen with: DeepSpeed 0.19.8, where `_update_scale` is called between the two, and ZeRO 1 in bf16 drops
@@ -184,14 +185,20 @@ def watching_overflow(optimizer: Any, report: Callable[[int, Tensor], None]) -> 
         yield
         return
 
+    group_of = getattr(optimizer, "sub_group_to_group_id", {})  # ZeRO 3 counts parts of groups
+
     def watched(has_overflow: bool = False) -> Any:
+        masters = getattr(optimizer, "single_partition_of_fp32_groups", None)  # ZeRO 1 and 2
+        masters = getattr(optimizer, "fp32_partitioned_groups_flat", []) if masters is None else masters
+        offloaded = {number: [master.grad] for number, master in enumerate(masters)}
         if in_bf16:
             held = dict(enumerate(optimizer.fp32_groups_gradients)) if optimizer.overflow else {}
         else:
-            held = getattr(optimizer, "averaged_gradients", None) or {} if has_overflow else {}
+            held = (getattr(optimizer, "averaged_gradients", None) or offloaded) if has_overflow else {}
         for number, gradients in held.items():
             for gradient in gradients or ():
-                report(number, gradient)
+                if gradient is not None:
+                    report(group_of.get(number, number), gradient)
         return plain() if in_bf16 else plain(has_overflow)
 
     setattr(optimizer, name, watched)

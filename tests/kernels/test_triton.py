@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.in_subprocess import names_of_checks, output_of, verdicts_of
 
-FILES = ("triton_products", "triton_block", "triton_late", "triton_rows")
+FILES = ("triton_products", "triton_block", "triton_late", "triton_rows", "triton_ties")
 # All run in one process. Those that `make test` leaves out repeat the others in every dtype.
 CHECKS = names_of_checks(*(f"tests/support/kernels/{name}.py" for name in FILES))
 LONG = [

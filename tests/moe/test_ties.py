@@ -44,8 +44,8 @@ def assert_same_pairs(layers: list[MoELayer], hidden_TH: Tensor) -> Routing:
     return first
 
 
-def both(tree: dict[str, Any]) -> list[MoELayer]:
-    return [make_layer(moe_config(**tree), kernels=kernels) for kernels in (PLAIN, COMPILED)]
+def both(tree: dict[str, Any], other: Kernels = COMPILED) -> list[MoELayer]:
+    return [make_layer(moe_config(**tree), kernels=kernels) for kernels in (PLAIN, other)]
 
 
 def permuted(num_experts: int) -> Tensor:
@@ -79,10 +79,14 @@ def test_kernels_choose_alike_where_scores_tie(kind: str, name: str, training: b
 
 @pytest.mark.parametrize("priority", PRIORITIES)
 def test_a_tie_between_hashed_tokens_goes_to_the_earlier_pair(priority: str) -> None:
+    assert_hashed_ties(priority)
+
+
+def assert_hashed_ties(priority: str, other: Kernels = COMPILED) -> None:
     """Three tables give each token its experts; p is the same for all tokens with as many of them."""
     capacity = {"name": "per_expert", "factor": 0.8, "priority": priority}
     router = {"scorer": "hash", "selector": {"name": "table", "k": 3}, "capacity": capacity}
-    layers = both({"num_experts": 12, "router": router, "losses": "none"})
+    layers = both({"num_experts": 12, "router": router, "losses": "none"}, other)
     routing = assert_same_pairs(layers, make_hidden(TOKENS))
     table_TK = routing.extras["table_TK"]
     distinct_T = torch.tensor([len(set(row)) for row in table_TK.tolist()])

@@ -144,12 +144,12 @@ def check_equal(folder: Path, base: str, *overrides: str) -> None:
         expected_BSV = ours(model, context, tokens_BS)
         found_BSV = theirs(tokens_BS).logits
         assert expected_BSV.std() > 0.05
-        assert (found_BSV - expected_BSV).abs().max() < 1e-5
+        assert (found_BSV - expected_BSV).abs().max() < 2e-5
         padded_BS = torch.cat([torch.full((2, 3), 7), tokens_BS[:, :-3]], dim=1)
         mask_BS = (torch.arange(LENGTH) >= 3).long().expand_as(padded_BS)
         padded_BSV = theirs(padded_BS, attention_mask=mask_BS).logits[:, 3:]
         alone_BSV = ours(model, context, tokens_BS[:, :-3])
-        assert (padded_BSV - alone_BSV).abs().max() < 1e-5
+        assert (padded_BSV - alone_BSV).abs().max() < 2e-5
         prompt_BS = tokens_BS[:, :6]
         generated_BS = theirs.generate(
             prompt_BS, attention_mask=torch.ones_like(prompt_BS), max_new_tokens=8, do_sample=False
