@@ -17,6 +17,16 @@ from megamoe.config.values import (
     Small,
 )
 
+RecomputedModule = Literal[
+    "norms",
+    "core_attention",
+    "latent_up",
+    "experts_activation",
+    "shared_experts",
+    "moe",
+    "moe_layer",
+    "block",
+]
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "swiglu_clamped"]
 
 
@@ -199,8 +209,13 @@ class ModelConfig(Section):
     """on what a block adds to the residual stream"""
     attention_dropout: Fraction = 0.0
     """on the attention weights"""
-    recompute: Literal["none", "selective", "full"] = "none"
-    """selective: recompute the MoE layers in the backward pass; full: whole blocks"""
+    recompute: Literal["none", "selective", "full"] | list[RecomputedModule] = "none"
+    """what the backward pass computes again instead of keeping it; selective: the MoE layers, sending
+    included; full: whole blocks; or a list: `norms` (their outputs), `core_attention` (without its
+    projections), `latent_up` (queries, keys and values from latent attention's compressed states),
+    `experts_activation` (its output), `shared_experts`, `moe` (the experts' products, without sending
+    again), `moe_layer` (as selective), `block` (as full)
+    """
     backend: Literal["auto", "torch", "transformer_engine"] = "auto"
     """auto: Transformer Engine if it and CUDA are available, otherwise `torch`"""
     norm_kernel: Literal["auto", "torch", "apex"] = "auto"

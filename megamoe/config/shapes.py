@@ -108,6 +108,13 @@ def has_output_bias(model: ModelConfig) -> bool:
     return model.bias if model.attention.output_bias is None else model.attention.output_bias
 
 
+def recomputed_modules(model: ModelConfig) -> frozenset[str]:
+    """Return the modules that the backward pass computes again (`model.recompute`)."""
+    if isinstance(model.recompute, str):
+        return frozenset({"none": (), "selective": ("moe_layer",), "full": ("block",)}[model.recompute])
+    return frozenset(model.recompute)
+
+
 def window_of(model: ModelConfig, block: int) -> int | None:
     """Return the window of attention in a decoder's block, counted from 1; None: all earlier tokens."""
     attention = model.attention

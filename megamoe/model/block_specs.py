@@ -24,6 +24,7 @@ from megamoe.config.shapes import (
     has_output_bias,
     head_size,
     inserted_has_norm,
+    recomputed_modules,
     window_of,
 )
 from megamoe.kernels.choice import Kernels
@@ -59,6 +60,11 @@ class BlockMaker:
     built: Built
     context: ContextShard | None = None
 
+    @property
+    def computed_again(self) -> frozenset[str]:
+        """Return the modules that the backward pass computes again."""
+        return recomputed_modules(self.config.model)
+
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
         model, parallel, modules = self.config.model, self.config.parallel, self.modules
@@ -67,6 +73,7 @@ class BlockMaker:
         return kind(
             **options,
             kernels=_kernels(model),
+            computed_again=self.computed_again,
             num_layers=num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
@@ -121,7 +128,7 @@ class BlockMaker:
             spec.params["built"] = functools.partial(self.built, names[number - 1])
             shape = self._layer_shape(stack, number, of_source, transformer.num_layers)
             build = functools.partial(self.make_moe_layer, shape)
-            moe: dict[str, Any] = {"build": build, "recompute": self.config.model.recompute == "selective"}
+            moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.computed_again}
             if number in moe_blocks:
                 spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
             if number in stack.layers.insert_after:
@@ -144,7 +151,7 @@ class BlockMaker:
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module = Block
         spec.params = {
-            "recompute": model.recompute == "full",
+            "recompute": "block" in self.computed_again,
             "norm_position": model.norm_position,
             "residual_scale": model.residual_scale,
         }
@@ -193,6 +200,7 @@ class BlockMaker:
             norm_eps=model.norm_eps,
             products=self.modules.products,
             kernels=_kernels(model),
+            computed_again=self.computed_again,
         )
 
 

@@ -28,6 +28,7 @@ from megamoe.model.backends import (
     uses_transformer_engine,
 )
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products
+from megamoe.moe.recompute import drop_output, register_dropped
 
 
 class Norm(nn.Module):
@@ -41,6 +42,7 @@ class Norm(nn.Module):
         super().__init__()
         self.eps = eps
         self.kernels: Kernels = getattr(config, "kernels", DEFAULT_KERNELS)
+        self.drops = "norms" in getattr(config, "computed_again", ())
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
         for parameter in self.parameters():
@@ -55,12 +57,17 @@ class Norm(nn.Module):
 
         with_sum: return (hidden + added, its norm), see `summed_rms_norm`; for RMSNorm.
         """
-        shape = self.weight.shape
         if with_sum:
-            return summed_rms_norm(hidden, added, self.weight, self.eps, self.kernels)
+            total, normed = summed_rms_norm(hidden, added, self.weight, self.eps, self.kernels)
+            if self.drops:
+                register_dropped(normed, self._normed, total)
+            return total, normed
+        return drop_output(self._normed, hidden) if self.drops else self._normed(hidden)
+
+    def _normed(self, hidden: Tensor) -> Tensor:
         if self.bias is None:
             return rms_norm(hidden, self.weight, self.eps, self.kernels)
-        return functional.layer_norm(hidden, shape, self.weight, self.bias, self.eps)
+        return functional.layer_norm(hidden, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class EngineProduct(nn.Module):

@@ -1,8 +1,10 @@
 """The MoE layer in a Megatron-Core block: instead of its MLP, or after the block."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, Literal
 
+import torch
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -12,9 +14,9 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
 
 from megamoe.model.modules import Norm
-from megamoe.model.recompute import recomputed
 from megamoe.model.scales import scale_residual
 from megamoe.moe.layer import MoELayer
+from megamoe.moe.recompute import Dropping, recomputed
 
 
 class MoEBlock(nn.Module):
@@ -96,6 +98,7 @@ class Block(TransformerLayer):
         super().__init__(*args, **kwargs)
         self.inserted = None if build_inserted is None else build_inserted()
         self.computed_again = recompute
+        self.drops = not recompute and bool(self.config.computed_again)
         self.passed_over = False  # set where a pipeline stage computes another of its chunks
         self.norm_position = norm_position
         for branch in (self.self_attention, self.cross_attention, self.mlp, self.inserted):
@@ -110,7 +113,8 @@ class Block(TransformerLayer):
             return kwargs["hidden_states"], kwargs.get("context")
         if self.computed_again:
             return recomputed(self._compute, self.moe_layers(), bool(self.config.fp8), *args, **kwargs)
-        return self._compute(*args, **kwargs)
+        with Dropping() if self.drops and torch.is_grad_enabled() else nullcontext():
+            return self._compute(*args, **kwargs)
 
     def _compute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:
         if self.norm_position == "post":

@@ -21,6 +21,7 @@ from megamoe.moe.objective import Objective
 from megamoe.moe.observation import Observation, measure_gradients, observe
 from megamoe.moe.part import Constraint, Dims, Part, StepContext
 from megamoe.moe.process_groups import ParallelGroups, rank_in, size_of
+from megamoe.moe.recompute import recomputed
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Routing
 from megamoe.moe.token_sharding import TokenSharding
@@ -33,7 +34,8 @@ class LayerShape:
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
     init_scale: see `rng.init_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
     experts that have norms of their own. products: the routed experts'. kernels: the model's choice.
-    of_source: the layer is in the encoder of an encoder_decoder.
+    computed_again: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
+    the encoder of an encoder_decoder.
     """
 
     hidden_size: int
@@ -50,6 +52,7 @@ class LayerShape:
     norm_eps: float = 1e-5
     products: Products = OWN_PRODUCTS
     kernels: Kernels = DEFAULT_KERNELS
+    computed_again: frozenset[str] = frozenset()
 
 
 class MoELayer(nn.Module):
@@ -80,6 +83,7 @@ class MoELayer(nn.Module):
         self.loss_weights = {name: float(choice.options.weight) for name, choice in config.losses.items()}
         self.dispatcher, expert_ids = _place_experts(config.num_experts, groups, shape.kernels)
         self.experts = _routed_experts(config, shape, expert_ids, groups)
+        self.computes_experts_again = "moe" in shape.computed_again
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
         self.observation: Observation | None = None
@@ -113,7 +117,7 @@ class MoELayer(nn.Module):
             rows_NH, counts_E, state = self.dispatcher.dispatch(hidden_TH, own)
         with self._stage("experts"):
             dropout = self._expert_dropout(own, state, context)
-            rows_NH = self.experts(rows_NH, counts_E, dropout)
+            rows_NH = self._of_experts(rows_NH, counts_E, dropout)
             if dropout is not None:
                 rows_NH = dropout.on_output(rows_NH)
         with self._stage("combine"):
@@ -123,6 +127,12 @@ class MoELayer(nn.Module):
         output_TH = self._with_losses(output_TH, routing, context)
         self.context.compute_timer.resume()
         return output_TH
+
+    def _of_experts(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
+        if not self.computes_experts_again:
+            return self.experts(rows_NH, counts_E, dropout)
+        output_NH: Tensor = recomputed(self.experts, [], False, rows_NH, counts_E, dropout)
+        return output_NH
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         """Return the context that measures a stage, if it is to be measured (`log.timers`)."""
@@ -321,4 +331,5 @@ def _expert_options(shape: LayerShape) -> dict[str, Any]:
         "seed": shape.seed,
         "layer": shape.layer,
         "kernels": shape.kernels,
+        "computed_again": shape.computed_again,
     }

@@ -14,6 +14,7 @@ from megamoe.config.shapes import (
     moe_layer_numbers,
     num_blocks,
     query_size,
+    recomputed_modules,
     shared_ffn_size,
     stacks,
 )
@@ -227,7 +228,7 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
     model = config.model
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width, ranks = 4 if plan.precision == "fp32" else 2, plan.layout.tensor
-    if model.recompute == "full":  # the blocks' inputs, and one block's values while it is recomputed
+    if "block" in recomputed_modules(model):  # the blocks' inputs, and one block's values in backward
         inputs = num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
         kept = inputs + _block_width(config) / num_blocks(config)
     else:
@@ -243,15 +244,19 @@ def _block_width(config: RunConfig) -> float:
     layers = len(moe_layer_numbers(config))
     dense = num_blocks(config) - len(moe_block_numbers(config))
     inner: float = _ffn_width(model.activation) * dense * ffn_size(model)
-    if layers and model.recompute != "selective":
+    again = recomputed_modules(model)
+    if layers and "moe_layer" not in again:
         shared = shared_ffn_size(moe, expert_ffn_size(config)) / expert_ffn_size(config)
-        chosen = mean_choices(config) * moe.expert_sublayers + shared
+        shared = 0 if "shared_experts" in again else shared
+        chosen = mean_choices(config) * moe.expert_sublayers
         width = _ffn_width(expert_activation(config)) * expert_ffn_size(config)
-        inner += layers * chosen * (width + 3 * model.hidden_size)
+        hidden = 3 * model.hidden_size
+        inner += layers * (chosen * ((0 if "moe" in again else width) + hidden) + shared * (width + hidden))
     ranks = config.parallel.tensor
     undivided = 0 if config.parallel.sequence else 10 / 34
     share = undivided + (1 - undivided) / ranks
-    return 14 * share * num_blocks(config) * model.hidden_size + inner / ranks
+    vectors = 14 - (2 if "norms" in again else 0)
+    return vectors * share * num_blocks(config) * model.hidden_size + inner / ranks
 
 
 def _ffn_width(activation: Activation) -> int:

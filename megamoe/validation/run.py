@@ -29,6 +29,7 @@ from megamoe.validation.deepspeed import deepspeed_problems
 from megamoe.validation.layout import layout_problems, row_unit
 from megamoe.validation.objective import objective_problems, routing_record_problems
 from megamoe.validation.pipeline import pipeline_problems
+from megamoe.validation.recompute import recompute_problems, recompute_stage_problems
 
 MOST_SIZES = 100_000  # of the batch size's growth
 
@@ -46,6 +47,7 @@ def validate(config: RunConfig, ranks: int, plan: ParallelPlan | None) -> Iterat
         schedule = BatchSchedule.from_config(config.train, plan.layout.data) if fits else None
         yield from deepspeed_problems(config, plan, schedule)
         yield from pipeline_problems(config, plan, schedule)
+        yield from recompute_stage_problems(config, plan)
 
 
 def section_problems(config: RunConfig, ranks: int, precision: Precision | None) -> Iterator[Problem]:
@@ -69,6 +71,7 @@ def section_problems(config: RunConfig, ranks: int, precision: Precision | None)
     yield from _schedule_problems(config)
     yield from _blend_problems(config.data)
     yield from backend_problems(config, precision)
+    yield from recompute_problems(config)
 
 
 def _expert_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:

@@ -185,6 +185,24 @@ struct Collective final : c10d::Work {
   bool blocks_;
 };
 
+// A send or receive of NCCL's. The other rank's part may come later, so that only `wait` waits for gloo's.
+struct PeerToPeer final : c10d::Work {
+  PeerToPeer(c10::intrusive_ptr<c10d::Work> work, Clock clock, std::vector<Moved::Pair> pairs)
+      : work_(std::move(work)), clock_(std::move(clock)), pairs_(std::move(pairs)) {}
+  bool isCompleted() override { return work_->isCompleted(); }
+  bool isSuccess() const override { return work_->isSuccess(); }
+  void synchronize() override { order.wait_for_clock(current_stream, clock_); }
+  bool wait(std::chrono::milliseconds timeout) override {
+    const bool came = work_->wait(timeout);
+    synchronize();
+    pairs_.clear();
+    return came;
+  }
+  c10::intrusive_ptr<c10d::Work> work_;
+  Clock clock_;
+  std::vector<Moved::Pair> pairs_;
+};
+
 Stream stream_of(const c10::IValue& group) {  // of a process group: a negative number
   static std::mutex lock;
   static std::map<void*, Stream> known;
@@ -223,8 +241,14 @@ void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   moved.write_back();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++) {
     auto& value = (*stack)[i];
-    if (value.isObject() && name != "c10d::send" && name.rfind("c10d::recv", 0) != 0) {
+    if (value.isObject()) {
       auto work = value.toCustomClass<c10d::Work>();
+      if (work && (name == "c10d::send" || name.rfind("c10d::recv", 0) == 0)) {
+        c10::intrusive_ptr<c10d::Work> later =
+            c10::make_intrusive<PeerToPeer>(work, order.clock_of(group), moved.pairs);
+        value = c10::IValue(later);
+        continue;
+      }
       if (work) work->wait();
       c10::intrusive_ptr<c10d::Work> done =
           c10::make_intrusive<Collective>(order.clock_of(group), moved.pairs, name == "c10d::barrier");

@@ -13,7 +13,7 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "overlapping", "cut", "tensor_parallel")
+NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "stages", "context")
 OTHERS = ("dropped", "scattered")  # runs of `make test-full`
 FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
@@ -30,9 +30,13 @@ def runs_of_names(folder: Path) -> list[Run]:
         folder, "zero1_bf16", zero_optimization={"overlap_comm": True, "reduce_bucket_size": 1000}
     )
     cut = ds_variant(folder, "zero3_fp32", zero_optimization=CUT_ALL)
+    some = ["norms", "core_attention", "shared_experts", "moe"]
     more = {"moe__num_shared_experts": 1, "data__workers": 1}
     two: dict[str, Any] = {"train__global_batch_size": 8, "parallel__expert": 2, "train__steps": 2}
     tensor = {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}
+    stages = {"pipeline": 2, "pipeline_chunks": 2, "deepspeed": ds_config("zero1_bf16")}
+    context = {"context": 2, "expert": 2, "deepspeed": ds_config("zero1_bf16")}
+    staged: dict[str, Any] = {"model__num_layers": 4, "train__global_batch_size": 8, "train__steps": 2}
     # The experts of gpt-oss, Granite's factors, DeepSeek-V3's multi-token prediction.
     open_models: dict[str, Any] = {
         "moe__expert_bias": True,
@@ -46,9 +50,11 @@ def runs_of_names(folder: Path) -> list[Run]:
         Run(small("plain", checkpoint__every=2, data__workers=1)),
         Run(small("dropped", moe__router=capacity, model__recompute="full", train__global_batch_size=4)),
         Run(small("cut", **two, parallel__deepspeed=cut), 2),  # before the large buckets of others
-        Run(small("overlapping", **two, parallel__deepspeed=overlap, **more), 2),
+        Run(small("overlapping", **two, parallel__deepspeed=overlap, **more, model__recompute=some), 2),
         Run(small("scattered", parallel__deepspeed=scattered, train__global_batch_size=8), 2),
         Run(small("tensor_parallel", parallel=tensor, moe__losses={"switch_balance": 0.1}, **open_models), 2),
+        Run(small("stages", **staged, parallel=stages), 2),
+        Run(small("context", **staged, parallel=context), 2),
         Run(small(FAULT, **two, parallel__deepspeed=overlap), 2, fault="wait_stream"),
     ]
 

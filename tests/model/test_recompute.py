@@ -7,9 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megamoe import registry
 from megamoe.model.architectures.decoder import GPT
+from megamoe.model.modules import Norm
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
@@ -140,7 +143,90 @@ def test_less_is_kept(one_rank: None, recompute: str) -> None:
     assert kept(made(recompute)) < 0.8 * kept(made("none"))
 
 
-@pytest.mark.parametrize("recompute", ["selective", "full"])
+LATENT = [
+    "model.latent={query_rank: 12, key_value_rank: 10, nope_size: 6, rope_size: 4, value_size: 8}",
+    "model.position=rope",
+]
+LISTS = ["norms", "core_attention", "experts_activation", "shared_experts", "moe", "moe_layer", "block"]
+TOGETHER = "norms, core_attention, experts_activation, shared_experts"
+
+
+class Alive(TorchDispatchMode):
+    """Knows the memory of all tensors that operators made inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        for each in torch.utils._pytree.tree_leaves(output):
+            if isinstance(each, Tensor):
+                storage = each.untyped_storage()
+                self._made[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        return output
+
+    def bytes(self) -> int:
+        return sum(size for each, size in self._made.values() if not each.expired())
+
+
+def kept_bytes(model: GPT) -> int:
+    """Return the memory that the graph of a forward pass holds."""
+    with Alive() as alive:
+        losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1))
+    for _, layer in model.moe_layers():
+        layer.observation = None
+    held = alive.bytes()
+    assert losses_BS.requires_grad
+    return held
+
+
+@pytest.mark.parametrize("names", [*LISTS, TOGETHER])
+def test_a_list_of_modules(one_rank: None, names: str) -> None:
+    model, plain = made(f"[{names}]", "model.bias=true"), made("none", "model.bias=true")
+    assert_same(model, plain)
+    assert kept_bytes(model) < kept_bytes(plain)
+
+
+@pytest.mark.parametrize("names", ["latent_up", "latent_up, core_attention", f"latent_up, {TOGETHER}"])
+@pytest.mark.parametrize("ranks", ["12", "null"])
+def test_latent_attention_keeps_its_compressed_states(one_rank: None, names: str, ranks: str) -> None:
+    latent = [each.replace("query_rank: 12", f"query_rank: {ranks}") for each in LATENT]
+    model, plain = made(f"[{names}]", *latent), made("none", *latent)
+    assert_same(model, plain)
+    assert kept_bytes(model) < kept_bytes(plain)
+
+
+def test_one_after_the_other_is_less_and_less(one_rank: None) -> None:
+    """Each further module takes more away; a norm is dropped although the shared experts keep their input."""
+    names = ["norms", "shared_experts", "experts_activation", "moe"]
+    lists = [
+        "none",
+        *(f"[{', '.join(names[:count])}]" for count in (1, 2, 3)),
+        "[norms, shared_experts, moe]",
+    ]
+    held = [kept_bytes(made(each, "moe.expert_bias=true")) for each in lists]
+    assert held == sorted(held, reverse=True) and len(set(held)) == len(held)
+
+
+@pytest.mark.parametrize("recompute", [f"[{TOGETHER}]", "[moe]"])
+def test_dropped_values_are_freed_and_computed_once(
+    one_rank: None, recompute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    given = Norm._normed
+
+    def counted(self: Norm, hidden: Tensor) -> Tensor:
+        calls["grad" if torch.is_grad_enabled() else "again"] += 1
+        return given(self, hidden)
+
+    monkeypatch.setattr(Norm, "_normed", counted)
+    step(made(recompute))
+    in_blocks = calls["grad"] - 1  # the final norm lies in no block
+    assert calls["again"] == (in_blocks if "norms" in recompute else 0)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", f"[{TOGETHER}]", "[moe, norms]"])
 def test_evaluation_and_a_second_backward_pass(one_rank: None, recompute: str) -> None:
     model, plain = made(recompute).eval(), made("none").eval()
     with torch.no_grad():

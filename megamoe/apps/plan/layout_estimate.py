@@ -19,6 +19,7 @@ from megamoe.config.shapes import (
     num_blocks,
     padded_vocab_size,
     query_size,
+    recomputed_modules,
     shared_ffn_size,
 )
 from megamoe.errors import UserError
@@ -82,7 +83,7 @@ def estimate(
         ring = share / _bandwidth(copies, stride, gpu, gpus_per_node, ring=True)
         once += UPDATE_BYTES * parameters / (copies if plan.stage else 1) / memory
         if plan.stage == 3:  # gathered in both passes, and once more where a block is computed again
-            each += ring * (2 * (3 if config.model.recompute == "full" else 2) + 2)
+            each += ring * (2 * (3 if "block" in recomputed_modules(config.model) else 2) + 2)
         elif plan.stage == 2:
             each += ring * 2
             once += ring * 2
@@ -98,7 +99,8 @@ def _micro_batch(
     """Return seconds of both passes, with what is computed again."""
     model, own = config.model, config.train.micro_batch_size * config.data.sequence_length / layout.tensor
     blocks, layers = num_blocks(config), len(moe_layer_numbers(config))
-    whole, again = model.recompute == "full", {"none": 3, "selective": 4, "full": 4}[model.recompute] / 3
+    modules = recomputed_modules(model)
+    whole, again = "block" in modules, (4 if modules & {"block", "moe_layer", "moe"} else 3) / 3
     rest = 4 / 3 if whole else 1.0
     tokens = own * layout.tensor
     here = own if config.parallel.sequence else tokens
@@ -170,9 +172,10 @@ def _activations(config: RunConfig, layout: Layout, sizes: Sizes) -> float:
     of_moe = own * _of_moe(config, sizes.choices)
     of_block = 6 * row + own * _heads(config)
     largest = of_block + (of_moe if layers else own * dense)
-    if model.recompute == "full":
+    modules = recomputed_modules(model)
+    if "block" in modules:
         held = blocks * row + largest
     else:
         held = blocks * of_block + no_moe * own * dense
-        held += layers * of_moe if model.recompute == "none" else of_moe
+        held += of_moe if modules & {"moe", "moe_layer"} else layers * of_moe
     return 2 * held + 4 * own * sizes.vocabulary

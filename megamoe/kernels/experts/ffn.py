@@ -108,6 +108,11 @@ def swiglu_experts(
     return output_NH
 
 
+def is_one_pass(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, kernels: Kernels) -> bool:
+    """Return whether `swiglu_experts` is one pass of kernels, which does not keep the activated rows."""
+    return _library_for(rows_NH.contiguous(), up_EGH, down_EHF, kernels) is not None
+
+
 def plain_swiglu_experts(
     rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor, kernels: Kernels
 ) -> Tensor:

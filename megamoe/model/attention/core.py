@@ -27,6 +27,7 @@ from megamoe.kernels.attention.variants import Variant
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.model.attention.caches import KeyValueCache
 from megamoe.model.attention.context import ContextShard
+from megamoe.moe.recompute import recomputed
 
 
 @dataclass
@@ -38,6 +39,7 @@ class BlockConfig(TransformerConfig):
     own norm and attention. attention_output_bias: whether attention's output projection has a bias, for which
     Megatron-Core has no key of its own. windows, sinks, soft_cap: what `SDPAttention` computes in
     self-attention, see `Variant`; windows by block, empty for none. context: of context parallelism.
+    computed_again: what the backward pass computes again, see `model.recompute`.
     """
 
     own_rotary: Rotary | None = None
@@ -48,6 +50,7 @@ class BlockConfig(TransformerConfig):
     sinks: bool = False
     soft_cap: float | None = None
     context: ContextShard | None = None
+    computed_again: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +101,7 @@ class SDPAttention(nn.Module):
             set_tensor_model_parallel_attributes(self.softmax_offset, ranks > 1, 0, 1)
         self.context: ContextShard | None = getattr(config, "context", None)
         self.exchanges = self.context is not None  # not where the caller does, as latent attention
+        self.computed_again = "core_attention" in getattr(config, "computed_again", ())
 
     def forward(
         self,
@@ -126,6 +130,14 @@ class SDPAttention(nn.Module):
         return self._attended(query, key, value, documents)
 
     def _attended(
+        self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | SourceLengths | None
+    ) -> Tensor:
+        if self.computed_again:
+            attended: Tensor = recomputed(self._compute, [], False, query, key, value, documents)
+            return attended
+        return self._compute(query, key, value, documents)
+
+    def _compute(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | SourceLengths | None
     ) -> Tensor:
         dropout = self.dropout if self.training else 0.0

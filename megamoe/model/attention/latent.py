@@ -33,6 +33,7 @@ from megamoe.model.attention.caches import KeyValueCache
 from megamoe.model.attention.core import BlockConfig, SDPAttention
 from megamoe.model.attention.rotary import rotary_of
 from megamoe.model.modules import Modules
+from megamoe.moe.recompute import drop_output, recomputed
 
 Sides = tuple[Tensor, Tensor, Tensor]
 PLAIN_ROTARY = Rotary(10000.0)
@@ -123,22 +124,60 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         attention_mask: the documents or the cache, as in `SDPAttention`. The cache holds whole keys and
         values, not the compressed state.
         """
-        sides = self.sides(hidden_states, attention_mask)
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(self._attended(*sides, attention_mask))
+        states = self._states(hidden_states)
+        if {"latent_up", "core_attention"} <= self.config.computed_again and torch.is_grad_enabled():
+            attended = recomputed(self._up_and_attended, [], False, *states, attention_mask)
+        else:
+            attended = self._up_and_attended(*states, attention_mask)
+        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
         return output
+
+    def _up_and_attended(
+        self, query_state: Tensor, state: Tensor, shared: Tensor, documents: Documents | KeyValueCache | None
+    ) -> Tensor:
+        sides = self._sides(query_state, state, shared, documents)
+        return self._attended(*sides, documents)
 
     def sides(self, hidden: Tensor, documents: Documents | KeyValueCache | None) -> Sides:
         """Return queries and keys [S, B, N, D], turned, and values [S, B, N, V].
 
         Under context parallelism these are all positions of this rank's heads.
         """
+        return self._sides(*self._states(hidden), documents)
+
+    def _states(self, hidden: Tensor) -> Sides:
+        """Return the compressed states of queries, and of keys and values, and the shared columns [S, B, R].
+
+        Queries that are not compressed have the hidden states.
+        """
+        config = self.config
+        whole_SBC = self._whole(self.linear_kv_down_proj, hidden)
+        state, shared = whole_SBC.split([config.kv_lora_rank, config.qk_pos_emb_head_dim], dim=-1)
+        state = self.kv_layernorm(self._own_positions(state))
+        if config.q_lora_rank is None:
+            return hidden, state, shared
+        query_state = self._own_positions(self._whole(self.linear_q_down_proj, hidden))
+        return self.q_layernorm(query_state), state, shared
+
+    def _sides(
+        self, query_state: Tensor, state: Tensor, shared: Tensor, documents: Documents | KeyValueCache | None
+    ) -> Sides:
+        def up(query_state: Tensor, state: Tensor, shared: Tensor) -> Sides:
+            return self._up(query_state, state, shared, documents)
+
+        if "latent_up" not in self.config.computed_again:
+            return up(query_state, state, shared)
+        sides: Sides = drop_output(up, query_state, state, shared)
+        return sides
+
+    def _up(
+        self, query_state: Tensor, state: Tensor, shared: Tensor, documents: Documents | KeyValueCache | None
+    ) -> Sides:
         config, heads = self.config, self.num_attention_heads_per_partition
         context = config.context
         nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
-        query = self._queries(hidden).unflatten(-1, (heads, nope + rope))
-        whole_SBC = self._whole(self.linear_kv_down_proj, hidden)
-        state, shared = whole_SBC.split([config.kv_lora_rank, rope], dim=-1)
-        state = self.kv_layernorm(self._own_positions(state))
+        linear = self.linear_q_proj if config.q_lora_rank is None else self.linear_q_up_proj
+        query = linear(query_state)[0].unflatten(-1, (heads, nope + rope))
         both = self.linear_kv_up_proj(state)[0].unflatten(-1, (heads, nope + config.v_head_dim))
         if context is not None:
             query, both = context.to_heads(query), context.to_heads(both)
@@ -152,12 +191,6 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         own, turning = query.split([nope, rope], dim=-1)
         query = torch.cat((own, self._turned(turning, documents)), dim=-1)
         return query, torch.cat((fixed, shared_SBNR), dim=-1), value
-
-    def _queries(self, hidden: Tensor) -> Tensor:
-        if self.config.q_lora_rank is None:
-            return self.linear_q_proj(hidden)[0]
-        state = self._own_positions(self._whole(self.linear_q_down_proj, hidden))
-        return self.linear_q_up_proj(self.q_layernorm(state))[0]
 
     def _whole(self, linear: nn.Module, hidden: Tensor) -> Tensor:
         """Return all columns of a column-parallel layer's output, at all positions."""
@@ -177,6 +210,15 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
             return documents.turned(heads_SBNR, rotary, kernels)
         return apply_rotary_with_documents(heads_SBNR, rotary, documents, kernels)
 
+    def _filled(self, side: Tensor, columns: int) -> Tensor:
+        """Return heads of so many columns, the last of them 0."""
+
+        def fill(each: Tensor) -> Tensor:
+            return functional.pad(each, (0, columns - each.shape[-1]))
+
+        filled: Tensor = drop_output(fill, side) if "latent_up" in self.config.computed_again else fill(side)
+        return filled
+
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
         """Return the core attention's output, [S, B, N * V].
 
@@ -185,9 +227,9 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         width, columns = query.shape[-1], value.shape[-1]
         fills = isinstance(self.core_attention, SDPAttention) and not isinstance(documents, KeyValueCache)
         if fills and columns < width:
-            value = functional.pad(value, (0, width - columns))
+            value = self._filled(value, width)
         elif fills and columns > width:
-            query, key = (functional.pad(side, (0, columns - width)) for side in (query, key))
+            query, key = (self._filled(side, columns) for side in (query, key))
         mask_type = self.attn_mask_type
         output: Tensor = self.core_attention(query, key, value, documents, attn_mask_type=mask_type)
         if value.shape[-1] != columns:

@@ -15,11 +15,12 @@ from torch.nn import functional
 
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.kernels.experts.ffn import add_expert_bias, experts_of_rows, swiglu_experts
+from megamoe.kernels.experts.ffn import add_expert_bias, experts_of_rows, is_one_pass, swiglu_experts
 from megamoe.kernels.experts.grouped_gemm import grouped_product, takes_any_count
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
+from megamoe.moe.recompute import drop_output
 
 # For PyTorch's bf16 product on the CPU: oneDNN prepares a kernel for every new row count, and the counts
 # change in every step. Groups padded to a multiple of this have only a few row counts.
@@ -69,7 +70,8 @@ class GroupedExperts(nn.Module):
     An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
     expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
     init_scale: see `rng.init_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
-    two products are worked out. kernels: the model's choice.
+    two products are worked out. kernels: the model's choice. computed_again: with `experts_activation`, the
+    activation's output is not kept for the backward pass.
     """
 
     def __init__(
@@ -89,9 +91,11 @@ class GroupedExperts(nn.Module):
         cut: Slice = Slice(),
         products: Products = OWN_PRODUCTS,
         kernels: Kernels = DEFAULT_KERNELS,
+        computed_again: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.kernels = kernels
+        self.drops = "experts_activation" in computed_again
         for size, what in ((ffn_size, "expert FFN size"), (hidden_size if bias else 0, "hidden size")):
             if size % cut.count:
                 raise ValueError(f"{what} {size} does not divide over {cut.count} slices")
@@ -145,14 +149,20 @@ class GroupedExperts(nn.Module):
             counts_E = counts_E.cpu()
         # The fused form knows SwiGLU without biases alone; all others take the three steps below.
         own_form = self.activation == "swiglu" and dropout is None and expert_N is None
-        if own_form and self.products.make is None:
+        own_form &= self.products.make is None
+        if own_form and (not self.drops or is_one_pass(rows_NH, self.up, self.down, self.kernels)):
             return swiglu_experts(rows_NH, self.up, self.down, counts_E, self.kernels)
         rows_NG = self.up_product(rows_NH, self.up, counts_E)
         if self.up_bias is not None and expert_N is not None:
             rows_NG = add_expert_bias(rows_NG, self.up_bias, expert_N)
-        rows_NF = activate(rows_NG, self.activation, self.kernels)
-        if dropout is not None:
-            rows_NF = dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
+
+        def activated(rows: Tensor) -> Tensor:
+            rows_NF = activate(rows, self.activation, self.kernels)
+            if dropout is None:
+                return rows_NF
+            return dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
+
+        rows_NF = drop_output(activated, rows_NG) if self.drops else activated(rows_NG)
         output_NH = self.down_product(rows_NF, self.down, counts_E)
         if self.down_bias is None or expert_N is None:
             return output_NH

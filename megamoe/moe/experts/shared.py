@@ -15,6 +15,7 @@ from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, up_width
+from megamoe.moe.recompute import drop_output
 
 SharedMode = Literal["sum", "gated", "residual"]
 
@@ -28,7 +29,8 @@ class SharedExperts(nn.Module):
               Residual-MoE). The paper adds the two; the coefficients are from its authors' code.
 
     Gates are computed in fp32. std, output_std: of the first and the second initial weight; init_scale: see
-    `rng.init_weight`. The initial weights depend on (seed, layer) alone.
+    `rng.init_weight`. The initial weights depend on (seed, layer) alone. computed_again: with
+    `shared_experts`, only the input is kept for the backward pass.
     """
 
     def __init__(
@@ -44,8 +46,10 @@ class SharedExperts(nn.Module):
         layer: int,
         init_scale: float | None = None,
         kernels: Kernels = DEFAULT_KERNELS,
+        computed_again: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
+        self.computed_again = "shared_experts" in computed_again
         self.kernels = kernels
         self.activation = activation
         self.mode = mode
@@ -85,8 +89,17 @@ class SharedExperts(nn.Module):
             weight.data.record_stream(side)
 
     def _ffn(self, hidden_TH: Tensor) -> Tensor:
-        rows_TF = activate(functional.linear(hidden_TH, self.up), self.activation, self.kernels)
+        if self.computed_again:
+            rows_TF = drop_output(self._activated, drop_output(self._up, hidden_TH))
+        else:
+            rows_TF = self._activated(self._up(hidden_TH))
         return functional.linear(rows_TF, self.down)
+
+    def _up(self, hidden_TH: Tensor) -> Tensor:
+        return functional.linear(hidden_TH, self.up)
+
+    def _activated(self, rows: Tensor) -> Tensor:
+        return activate(rows, self.activation, self.kernels)
 
     def join(self, hidden_TH: Tensor, shared_TH: Tensor, routed_TH: Tensor) -> Tensor:
         """Combine the shared experts' output (from `forward`) with the routed experts' output, [T, H]."""

@@ -89,6 +89,9 @@ class StageLinks:
         self._under_way.clear()
 
     def _send(self, tensor: Tensor, link: _Link) -> None:
+        for work, _ in self._under_way:
+            if work.is_completed():
+                work.wait()  # the memory can be used again on this stream
         self._under_way = [(work, kept) for work, kept in self._under_way if not work.is_completed()]
         tensor = tensor.contiguous()
         self._under_way.append((dist.isend(tensor, link.peer, group=link.group), tensor))

@@ -126,9 +126,13 @@ class Case:
             "parallel__context": self.context,
             "model__num_layers": self.blocks,
             "parallel__deepspeed": path,
-            "model__recompute": self.recompute,
+            "model__recompute": self._recomputed(),
             "train__global_batch_size": SEQUENCES * self.accumulation * self.data,
         }
+
+    def _recomputed(self) -> str | list[str]:
+        some = ["core_attention", "moe", *(["norms"] if self.zero < 3 else [])]
+        return some if self.recompute == "some" else self.recompute
 
     def alone(self) -> "Case":
         """The plain run with which it must agree."""
@@ -146,7 +150,7 @@ def every_case() -> list[Case]:
         (1, 2, 4),
         (False, True),
         (0, 1, 2, 3),
-        ("none", "selective", "full"),
+        ("none", "selective", "full", "some"),
         (1, 2),
         SYSTEMS,
         ("fp32", "bf16"),
@@ -174,7 +178,7 @@ def staged_cases() -> list[Case]:
         (1, 2),
         (False, True),
         (0, 1, 2),
-        ("none", "selective", "full"),
+        ("none", "selective", "full", "some"),
         (1, 2, 3),
         SYSTEMS,
         ("fp32",),
