@@ -41,7 +41,7 @@ def first_problem(error: ValidationError, schema: Any) -> str:
     problems = error.errors(include_url=False)
     # An unknown key often causes the other errors, such as a missing key: report it first.
     problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
-    steps = [str(step) for step in problem["loc"]]
+    steps = [str(step) for step in problem["loc"] if step not in ("<word>", "<list>")]
     kind, context = problem["type"], problem.get("ctx", {})
     if kind == "unexpected_keyword_argument" and ".".join(steps) in _UNSUPPORTED:
         return _at(steps, _UNSUPPORTED[".".join(steps)])

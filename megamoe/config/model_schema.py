@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from megamoe.config.parts import Section
 from megamoe.config.values import (
@@ -26,6 +26,12 @@ RecomputedModule = Literal[
     "moe",
     "moe_layer",
     "block",
+]
+# The tags make the message of an error one of the word or of the list, not of both.
+Recompute = Annotated[
+    Annotated[Literal["none", "selective", "full"], Tag("<word>")]
+    | Annotated[list[RecomputedModule], Tag("<list>")],
+    Discriminator(lambda value: "<list>" if isinstance(value, list) else "<word>"),
 ]
 Activation = Literal["swiglu", "geglu", "reglu", "gelu", "relu", "swiglu_clamped"]
 
@@ -209,7 +215,7 @@ class ModelConfig(Section):
     """on what a block adds to the residual stream"""
     attention_dropout: Fraction = 0.0
     """on the attention weights"""
-    recompute: Literal["none", "selective", "full"] | list[RecomputedModule] = "none"
+    recompute: Recompute = "none"
     """what the backward pass computes again instead of keeping it; selective: the MoE layers, sending
     included; full: whole blocks; or a list: `norms` (their outputs), `core_attention` (without its
     projections), `latent_up` (queries, keys and values from latent attention's compressed states),

@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megamoe.model.modules import Norm
 from megamoe.model.scales import scale_residual
@@ -51,7 +52,7 @@ class MoEBlock(nn.Module):
     def forward(self, hidden_SBH: Tensor, *unused: Any, **also_unused: Any) -> tuple[Tensor, None]:
         """Run the layer on the micro batch's tokens, ordered by position: token s * B + b."""
         if self.recompute:
-            return recomputed(self._compute, [self.layer], self.fp8, hidden_SBH), None
+            return recomputed(self._compute, [self.layer], hidden_SBH, way=_checkpoint(self.fp8)), None
         return self._compute(hidden_SBH), None
 
     def _compute(self, hidden_SBH: Tensor) -> Tensor:
@@ -112,7 +113,8 @@ class Block(TransformerLayer):
         if self.passed_over:
             return kwargs["hidden_states"], kwargs.get("context")
         if self.computed_again:
-            return recomputed(self._compute, self.moe_layers(), bool(self.config.fp8), *args, **kwargs)
+            way = _checkpoint(bool(self.config.fp8))
+            return recomputed(self._compute, self.moe_layers(), *args, way=way, **kwargs)
         with Dropping() if self.drops and torch.is_grad_enabled() else nullcontext():
             return self._compute(*args, **kwargs)
 
@@ -189,3 +191,15 @@ class Block(TransformerLayer):
     def moe_layers(self) -> list[MoELayer]:
         """Return the layer instead of the MLP and the inserted layer, if they exist."""
         return [module.layer for module in (self.mlp, self.inserted) if isinstance(module, MoEBlock)]
+
+
+def _checkpoint(fp8: bool) -> Callable[..., Any]:
+    """Return PyTorch's function or, for FP8 products, Transformer Engine's.
+
+    That one enters the FP8 context again in backward, and reuses the first computation's `delayed` scales.
+    """
+    if not fp8:
+        return checkpoint
+    from transformer_engine.pytorch import checkpoint as engine_checkpoint
+
+    return engine_checkpoint

@@ -131,7 +131,7 @@ class MoELayer(nn.Module):
     def _of_experts(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
         if not self.computes_experts_again:
             return self.experts(rows_NH, counts_E, dropout)
-        output_NH: Tensor = recomputed(self.experts, [], False, rows_NH, counts_E, dropout)
+        output_NH: Tensor = recomputed(self.experts, [], rows_NH, counts_E, dropout)
         return output_NH
 
     def _stage(self, name: str) -> AbstractContextManager[None]:

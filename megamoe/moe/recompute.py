@@ -5,7 +5,7 @@ of its outputs, for functions whose outputs are what the next operators save: a 
 projection.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megamoe.compat.torch_compat import memory_key
+
 
 class Recomputable(Protocol):
     """What is told that it is being computed again."""
@@ -22,30 +24,30 @@ class Recomputable(Protocol):
     recomputing: bool
 
 
-def recomputed(function: Callable[..., Any], layers: list[Any], fp8: bool, *args: Any, **kwargs: Any) -> Any:
+def recomputed(
+    function: Callable[..., Any],
+    layers: Sequence[Recomputable],
+    *args: Any,
+    way: Callable[..., Any] = checkpoint,
+    **kwargs: Any,
+) -> Any:
     """Return function(*args, **kwargs), recomputed in backward with the same random draws.
 
-    layers: the MoE layers inside, whose `recomputing` is set meanwhile. The non-reentrant form keeps the
-    graph of the first computation, so a routing that an objective uses later still carries gradient. What is
-    recomputed, including collectives, depends on the graph's shape alone and is the same on all ranks.
-
-    fp8: the products are Transformer Engine's in FP8. Its own checkpoint function is then used: it enters the
-    FP8 context again in backward, and reuses the first computation's `delayed` scales.
+    layers: the MoE layers inside, whose `recomputing` is set meanwhile. way: `checkpoint` of PyTorch, or a
+    function with its arguments. The non-reentrant form keeps the graph of the first computation, so a routing
+    that an objective uses later still carries gradient. What is recomputed, including collectives, depends on
+    the graph's shape alone and is the same on all ranks.
     """
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
     options: dict[str, Any] = {"use_reentrant": False, "context_fn": lambda: (nullcontext(), _Again(layers))}
-    if fp8:
-        from transformer_engine.pytorch import checkpoint as engine_checkpoint
-
-        return engine_checkpoint(function, *args, **options, **kwargs)
-    return checkpoint(function, *args, **options, **kwargs)
+    return way(function, *args, **options, **kwargs)
 
 
 class _Again(AbstractContextManager[None]):
     """Marks layers as being recomputed; may be entered again, for a second backward pass."""
 
-    def __init__(self, layers: list[Recomputable]) -> None:
+    def __init__(self, layers: Sequence[Recomputable]) -> None:
         self.layers = layers
 
     def __enter__(self) -> None:
@@ -67,8 +69,6 @@ class Dropping(AbstractContextManager[None]):
     forward pass that save it must lie inside.
     """
 
-    _active: "Dropping | None" = None
-
     def __init__(self) -> None:
         self._outputs: dict[int, tuple[_Call, int]] = {}
         self._alive: list[Tensor] = []  # while inside, no other tensor can take the memory of an output
@@ -77,10 +77,10 @@ class Dropping(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
-        self._outer, Dropping._active = Dropping._active, self
+        _entered.append(self)
 
     def __exit__(self, *raised: object) -> None:
-        Dropping._active = self._outer
+        _entered.pop()
         self._hooks.__exit__(*raised)
         self._outputs.clear()
         self._alive.clear()
@@ -89,15 +89,15 @@ class Dropping(AbstractContextManager[None]):
         self, outputs: tuple[Tensor, ...], function: Callable[..., Any], inputs: tuple[Tensor, ...]
     ) -> None:
         """Drop what `function` computed from `inputs`; an output that is a view of an input is kept."""
-        given = {_memory(each) for each in inputs}
+        given = {memory_key(each) for each in inputs}
         call = _Call(function, tuple(each.detach() for each in inputs))
         for place, output in enumerate(outputs):
-            if _memory(output) not in given:
-                self._outputs[_memory(output)] = call, place
+            if memory_key(output) not in given:
+                self._outputs[memory_key(output)] = call, place
                 self._alive.append(output)
 
     def _pack(self, tensor: Tensor) -> "Tensor | _View":
-        found = self._outputs.get(_memory(tensor))
+        found = self._outputs.get(memory_key(tensor))
         if found is None:
             return tensor
         call, place = found
@@ -106,6 +106,9 @@ class Dropping(AbstractContextManager[None]):
             call.given = ()
         call.saves += 1
         return _View(call, place, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+
+
+_entered: list[Dropping] = []  # the contexts that this pass is in
 
 
 def drop_output(function: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -120,9 +123,9 @@ def drop_output(function: Callable[..., Any], *inputs: Tensor) -> Any:
 
 def register_dropped(output: Any, function: Callable[..., Any], *inputs: Tensor) -> None:
     """Inside `Dropping`, let the backward pass compute `output` as function(*inputs)."""
-    if Dropping._active is not None and torch.is_grad_enabled():
+    if _entered and torch.is_grad_enabled():
         outputs = output if isinstance(output, tuple) else (output,)
-        Dropping._active.add(outputs, function, inputs)
+        _entered[-1].add(outputs, function, inputs)
 
 
 class _Call:
@@ -175,8 +178,3 @@ def _unpack(saved: Tensor | _View) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
     return saved.call.read(saved.place).as_strided(saved.shape, saved.stride, saved.offset)
-
-
-def _memory(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from that of others that are alive; fake tensors have it too."""
-    return int(tensor.untyped_storage()._cdata)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from megamoe.compat.torch_compat import (
     has_bf16_products,
     loader_deaths_raise,
     loader_processes,
+    memory_key,
     sgemm_address,
     shut_down_loader,
     step_with_scaled_gradients,
@@ -238,3 +240,14 @@ def test_widened_products_take_about_as_long_as_fp32() -> None:
     command = [sys.executable, "-W", "ignore", "-c", code]
     found = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert float(found.stdout) < 10, found.stderr
+
+
+def test_memory_has_a_key() -> None:
+    """Views share it; other tensors that are alive have another one, fake and empty ones too."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for context in (nullcontext(), FakeTensorMode()):
+        with context:
+            first, second, empty = torch.zeros(4), torch.zeros(4), torch.zeros(0)
+            assert memory_key(first[1:3].view(2, 1)) == memory_key(first)
+            assert len({memory_key(each) for each in (first, second, empty)}) == 3

@@ -133,7 +133,7 @@ class SDPAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | SourceLengths | None
     ) -> Tensor:
         if self.computed_again:
-            attended: Tensor = recomputed(self._compute, [], False, query, key, value, documents)
+            attended: Tensor = recomputed(self._compute, [], query, key, value, documents)
             return attended
         return self._compute(query, key, value, documents)
 

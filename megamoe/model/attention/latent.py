@@ -126,7 +126,7 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         """
         states = self._states(hidden_states)
         if {"latent_up", "core_attention"} <= self.config.computed_again and torch.is_grad_enabled():
-            attended = recomputed(self._up_and_attended, [], False, *states, attention_mask)
+            attended = recomputed(self._up_and_attended, [], *states, attention_mask)
         else:
             attended = self._up_and_attended(*states, attention_mask)
         output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
