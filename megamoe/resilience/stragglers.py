@@ -2,7 +2,8 @@
 
 Each rank measures the time of its local work in a step (`megamoe.moe.timers.LocalComputeTimer`), and the sums
 of the step carry the times of all ranks. A rank is named when its median over a window of steps exceeds the
-ranks' median by a factor, in IN_A_ROW windows.
+median of the ranks of its pipeline stage by a factor, in IN_A_ROW windows. Stages have different work, so a
+stage of one rank has nothing to be compared with.
 """
 
 import json
@@ -28,10 +29,14 @@ class Stragglers:
         every: steps between two records of the metrics.
         hosts: of each rank.
         folder: of the run, for STRAGGLERS.
+        stage_ranks: the number of ranks of a pipeline stage, which are consecutive; None: all.
     """
 
-    def __init__(self, factor: float, every: int, hosts: list[str], folder: Path) -> None:
+    def __init__(
+        self, factor: float, every: int, hosts: list[str], folder: Path, stage_ranks: int | None = None
+    ) -> None:
         self._factor, self._hosts, self._path = factor, hosts, folder / STRAGGLERS
+        self._stage_ranks = len(hosts) if stage_ranks is None else stage_ranks
         self._steps = every * -(-STEPS // every)
         self._seconds_SR: list[list[float]] = []
         self._slow_windows_R = np.zeros(len(hosts), dtype=np.int64)
@@ -52,28 +57,40 @@ class Stragglers:
             return []
         own_R = np.median(self._seconds_SR, axis=0)
         self._seconds_SR = []
-        middle = float(np.sort(own_R)[(len(own_R) - 1) // 2])  # of two, the faster one
-        slow_R = own_R > self._factor * middle
+        of_stage_R = np.concatenate(
+            [
+                np.full(len(each), _middle(each))
+                for each in np.split(own_R, range(self._stage_ranks, len(own_R), self._stage_ranks))
+            ]
+        )
+        slow_R = own_R > self._factor * of_stage_R
         self._slow_windows_R = np.where(slow_R, self._slow_windows_R + 1, 0)
         before, self._named = self._named, np.flatnonzero(self._slow_windows_R >= IN_A_ROW).tolist()
-        slowest = int(own_R.argmax())
+        slowest = int((own_R / of_stage_R).argmax())
         self.metrics = {
-            names.OWN_S: middle,
+            names.OWN_S: _middle(own_R),
             names.SLOWEST_OWN_S: float(own_R[slowest]),
             names.SLOWEST_RANK: slowest,
             names.STRAGGLERS: len(self._named),
         }
         if before != self._named:
-            self._write(own_R / middle)
+            self._write(own_R / of_stage_R)
         ended = sorted(set(before) - set(self._named))
         return [
-            *(self._line(rank, float(own_R[rank]), middle) for rank in self._named if rank not in before),
+            *(
+                self._line(rank, float(own_R[rank]), float(of_stage_R[rank]))
+                for rank in self._named
+                if rank not in before
+            ),
             *(f"rank {rank} on {self._hosts[rank]} is no longer slow" for rank in ended),
         ]
 
     def _line(self, rank: int, own_s: float, middle: float) -> str:
+        stage = ""
+        if self._stage_ranks < len(self._hosts):
+            stage = f" of pipeline stage {rank // self._stage_ranks}"
         return (
-            f"straggler: for {IN_A_ROW * self._steps} steps, rank {rank} on {self._hosts[rank]} took "
+            f"straggler: for {IN_A_ROW * self._steps} steps, rank {rank}{stage} on {self._hosts[rank]} took "
             f"{own_s / middle:.1f} times the ranks' median for its own work at the beginning of a step "
             f"({own_s:.3g} s and {middle:.3g} s)"
         )
@@ -88,3 +105,8 @@ class Stragglers:
                 replace_file(self._path, json.dumps({"ranks": found}).encode())
             else:
                 self._path.unlink(missing_ok=True)
+
+
+def _middle(seconds_R: "np.ndarray") -> float:
+    """Return the median; of two, the faster one."""
+    return float(np.sort(seconds_R)[(len(seconds_R) - 1) // 2])

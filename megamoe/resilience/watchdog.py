@@ -38,11 +38,12 @@ PRINTING_S = 15.0  # how long a rank waits for the rank that prints
 
 @dataclass(frozen=True)
 class Member:
-    """A rank, with its process and the file of its stacks."""
+    """A rank, with its process and the file of its stacks; stage: of the pipeline, None without one."""
 
     rank: int
     process: Process
     file: str
+    stage: int | None = None
 
     def answered(self) -> bool:
         """Return whether its watchdog has written its stacks.
@@ -54,7 +55,8 @@ class Member:
         return False
 
     def __str__(self) -> str:
-        return f"rank {self.rank} ({self.process.host}, pid {self.process.pid})"
+        stage = "" if self.stage is None else f"pipeline stage {self.stage}, "
+        return f"rank {self.rank} ({stage}{self.process.host}, pid {self.process.pid})"
 
 
 class Watchdog:
@@ -63,13 +65,13 @@ class Watchdog:
     Making it is collective: the ranks exchange their processes' ids.
     """
 
-    def __init__(self, run_folder: Path, rank: int, hang_minutes: float) -> None:
-        """hang_minutes: minutes without progress after which the run is ended; 0: never."""
+    def __init__(self, run_folder: Path, rank: int, hang_minutes: float, stage: int | None = None) -> None:
+        """hang_minutes: minutes without progress after which the run is ended; 0: never. stage: the rank's."""
         self.limit_s = 60 * hang_minutes
         self._stop = threading.Event()
         self._fired = threading.Event()
         self._file, self._path = _open(run_folder, rank)
-        self._me = Member(rank, Process.of(os.getpid()), str(self._path))
+        self._me = Member(rank, Process.of(os.getpid()), str(self._path), stage)
         members = gather_from_ranks(self._me)
         self._local = [m for m in members if m.process.machine == self._me.process.machine]
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)

@@ -68,7 +68,9 @@ class Loop:
             self.stop_rule.listen()
             # The folder exists before any rank writes into it, and no rank continues if it cannot be made.
             raise_any_error(catch_error(lambda: self._open(cleanup, this_launch)) if self.is_first else None)
-            with self._status() as status, Watchdog(folder, self.trainer.world.rank, hang_minutes):
+            rank, layout = self.trainer.world.rank, self.trainer.layout
+            stage = layout.pipeline_rank(rank) if layout.pipeline > 1 else None
+            with self._status() as status, Watchdog(folder, rank, hang_minutes, stage):
                 status.reason = self._run_steps()
         if self.is_first and self.config.log.report:
             print(f"report: {application('report')(self.trainer.folder.path)}")
@@ -89,7 +91,8 @@ class Loop:
         compute_timer = trainer.context.compute_timer = LocalComputeTimer(trainer.world.device)
         hosts, log = gather_from_ranks(host_name()), self.config.log
         if self.is_first and log.straggler_factor is not None:
-            self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, folder.path)
+            ranks = trainer.layout.stage_ranks
+            self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, folder.path, ranks)
         trainer.callbacks.call("on_train_begin", trainer)
         if self.config.evaluation.at_start and trainer.progress.step == 0:
             self._record({names.STEP: 0, names.TOKENS: 0, **self._evaluate()})
@@ -130,6 +133,8 @@ class Loop:
         """Return the configuration, and by what runs are grouped: layout and study (`seed` is in it)."""
         layout, stage = self.trainer.layout, self.trainer.run.plan.stage
         sizes = f"ranks {layout.ranks}, tensor {layout.tensor}, expert {layout.expert}"
+        for name in ("pipeline", "context"):
+            sizes += f", {name} {getattr(layout, name)}" if getattr(layout, name) > 1 else ""
         more = {
             "layout": f"{sizes}, expert tensor {layout.expert_tensor}, ZeRO {stage}",
             "study": self.config.log.wandb.group or self.config.name,

@@ -41,6 +41,15 @@ def test_a_slow_rank_is_named_once_and_its_end_is_told(tmp_path: Path) -> None:
     assert not (tmp_path / STRAGGLERS).exists() and stragglers.metrics["perf/stragglers"] == 0
 
 
+def test_ranks_are_compared_within_their_pipeline_stage(tmp_path: Path) -> None:
+    """The second stage has twice the work, and one of its three ranks is slow."""
+    stragglers = Stragglers(1.5, 1, ["n1"] * 3 + ["n2"] * 3, tmp_path, stage_ranks=3)
+    ((_, line),) = told(stragglers, np.tile([0.1, 0.1, 0.1, 0.2, 0.2, 0.4], (30, 1)))
+    assert "rank 5 of pipeline stage 1 on n2 took 2.0 times" in line
+    alone = Stragglers(1.5, 1, ["n1"] * 2, tmp_path, stage_ranks=1)
+    assert told(alone, np.tile([0.1, 0.4], (60, 1))) == []
+
+
 @pytest.mark.parametrize("every", [1, 4, 25])
 def test_windows_are_multiples_of_the_log_interval(every: int, tmp_path: Path) -> None:
     stragglers = Stragglers(1.5, every, ["a", "b"], tmp_path)
