@@ -66,7 +66,7 @@ class Watchdog:
     """
 
     def __init__(self, run_folder: Path, rank: int, hang_minutes: float, stage: int | None = None) -> None:
-        """hang_minutes: minutes without progress after which the run is ended; 0: never. stage: the rank's."""
+        """hang_minutes: minutes without progress that end the run; 0: never. stage: this rank's."""
         self.limit_s = 60 * hang_minutes
         self._stop = threading.Event()
         self._fired = threading.Event()

@@ -111,6 +111,3 @@ def _zero_problems(config: RunConfig, plan: ParallelPlan) -> Iterator[Problem]:
             f"{stages} with {key} is not possible at zero_optimization.stage 2 ({where}), which cuts the "
             "gradient of the embedding before two stages have summed it; legal stages: 0, 1",
         )
-    for key, value in (("log.routing", config.log.routing), ("moe.router.replay", config.moe.router.replay)):
-        if value is not None:
-            yield Problem(key, f"{value} is not possible with parallel.pipeline {stages}; set that to 1")

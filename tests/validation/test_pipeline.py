@@ -110,12 +110,6 @@ REFUSALS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
         2,
         (*FOUR, "parallel.context=2", "model.architecture=encoder", "train.objective=masked"),
     ),
-    "a routing record": (
-        "log.routing",
-        "is not possible with parallel.pipeline 2",
-        2,
-        (*TWO, "log.routing=x"),
-    ),
     "heads": (
         "parallel.context",
         "x tensor 1 = 4 does not divide model.num_attention_heads 2; legal with tensor 1: 1, 2",

@@ -1,13 +1,15 @@
 """Records of the experts chosen for every token: files that runs write and read.
 
     routing.json                          what the record is of (`fingerprint`)
-    step_00000001.train.00000.choices     the choices of one step for the tokens of one data-parallel rank
+    step_00000001.train.00000.choices     the choices of one step for the tokens of one data-parallel rank, in
+                                          the layers of its pipeline stage
     step_00000001.val.00000.choices       those of a validation set at that step
 
 A file is 8 bytes of magic, the SHA-256 of the rest, and a safetensors file: `ranks` (files of the step);
 `start_R` and `length_R`, the runs of token indices; and for the n-th MoE layer `count_n` (experts of each
-token) and `expert_n` (the experts, token by token, in order of choice). Tokens have their index in the data
-of the run, so a record does not depend on the layout of the ranks.
+token) and `expert_n` (the experts, token by token, in order of choice). The files of the second stage follow
+those of the first. Tokens have their index in the data of the run, so a record does not depend on the layout
+of the ranks.
 """
 
 import hashlib
@@ -153,18 +155,22 @@ def begin_record(folder: Path, meta: dict[str, Any], step: int) -> None:
     replace_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode())
 
 
-def write_rows(path: Path, layers: list[Rows], num_experts: int, ranks: int) -> None:
+def write_rows(path: Path, layers: dict[int, Rows], num_experts: int, ranks: int) -> None:
     """Write the choices of one rank, whole or not at all.
+
+    layers: by their places among the model's MoE layers, from 0; none in a stage without such layers. ranks:
+    the number of files of the step.
 
     Raises:
         OSError: if it cannot be written.
     """
-    index_T = layers[0].index_T
+    none = torch.zeros(0, dtype=torch.int64)
+    index_T = next((rows.index_T for rows in layers.values()), none)
     begins_T = index_T.diff(prepend=index_T[:1] - 2) != 1
     first_R = begins_T.nonzero().squeeze(1)
     ends_R = torch.cat([first_R[1:], torch.tensor([len(index_T)])]) if len(first_R) else first_R
     tensors = {"ranks": torch.tensor([ranks]), "start_R": index_T[first_R], "length_R": ends_R - first_R}
-    for place, rows in enumerate(layers):
+    for place, rows in layers.items():
         tensors[f"count_{place}"] = _compact(rows.count_T, num_experts + 1)
         tensors[f"expert_{place}"] = _compact(rows.expert_N, num_experts)
     payload = save(tensors)
@@ -189,13 +195,14 @@ def read_rows(folder: Path, step: int, phase: str, num_layers: int) -> list[Rows
     parts += [_read_file(folder / file_name(step, phase, rank)) for rank in range(1, ranks)]
     layers = []
     try:
-        index_T = torch.cat([_indices(part["start_R"], part["length_R"]) for part in parts])
         for place in range(num_layers):
+            having = [part for part in parts if f"count_{place}" in part]
+            index_T = torch.cat([_indices(part["start_R"], part["length_R"]) for part in having])
             count_T, expert_N = (
-                torch.cat([part[f"{word}_{place}"].long() for part in parts]) for word in ("count", "expert")
+                torch.cat([part[f"{word}_{place}"].long() for part in having]) for word in ("count", "expert")
             )
             layers.append(Rows.of(index_T, count_T, expert_N))
-    except (KeyError, RuntimeError, IndexError) as error:
+    except (KeyError, ValueError, RuntimeError, IndexError) as error:
         raise ValueError(f"unexpected tensors ({error})") from error
     return layers
 

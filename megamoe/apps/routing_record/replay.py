@@ -43,13 +43,14 @@ class RunRouting:
         config, layout = run.config, run.plan.layout
         self.world, self.num_experts = world, config.moe.num_experts
         self.length = config.data.sequence_length
-        self.ranks, self.rank = layout.data, layout.data_rank(world.rank)
+        self.files = layout.pipeline * layout.data
+        self.file = layout.pipeline_rank(world.rank) * layout.data + layout.data_rank(world.rank)
         self.writes = world.rank % layout.batch_ranks == 0  # the others route the same tokens
         self.record = None if config.log.routing is None else Path(config.log.routing)
         self.replay = None if config.moe.router.replay is None else Path(config.moe.router.replay)
         self.meta = fingerprint(run) if self.record or self.replay else {}
         self.num_layers = len(self.meta.get("moe.layers", []))
-        self.found: list[dict[int, Part]] = []
+        self.found: dict[int, dict[int, Part]] = {}  # by the layer's place and the micro batch
         self.rows: list[Rows] = []
         self.begun_after = 0
         self.is_begun = False
@@ -139,9 +140,9 @@ class RunRouting:
         """Put this between the routers of a model and their selectors."""
         if self.record is None and self.replay is None:
             return
-        layers = [layer for _, layer in model.moe_layers()]
-        self.found = [{} for _ in layers]
-        for place, layer in enumerate(layers):
+        for number, layer in model.moe_layers():
+            place = self.meta["moe.layers"].index(number)
+            self.found[place] = {}
             layer.router.choices = _OfLayer(self, place)
 
     @contextmanager
@@ -222,13 +223,13 @@ class RunRouting:
     def _write(self, step: int, phase: str) -> None:
         assert self.record is not None
         if self.writes:
-            layers = []
-            for found in self.found:
+            layers = {}
+            for place, found in self.found.items():
                 columns = zip(*(found[number] for number in sorted(found)), strict=True)
-                layers.append(Rows.of(*(torch.cat(column).cpu() for column in columns)))
-            path = self.record / file_name(step, phase, self.rank)
-            write_rows(path, layers, self.num_experts, self.ranks)
-        for found in self.found:
+                layers[place] = Rows.of(*(torch.cat(column).cpu() for column in columns))
+            path = self.record / file_name(step, phase, self.file)
+            write_rows(path, layers, self.num_experts, self.files)
+        for found in self.found.values():
             found.clear()
 
 

@@ -195,7 +195,11 @@ def on_two_ranks(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("layout", [{"expert": 2}, {"tensor": 2}, {"expert": 2, "tensor": 2}], ids=str)
+@pytest.mark.parametrize(
+    "layout",
+    [{"expert": 2}, {"tensor": 2}, {"expert": 2, "tensor": 2}, {"pipeline": 2}, {"context": 2}],
+    ids=str,
+)
 def test_another_layout_replays_the_same_choices(
     pool: Pool, folder: Path, alone: dict[str, Any], layout: dict[str, Any]
 ) -> None:
