@@ -7,6 +7,7 @@ import pytest
 
 from megamoe import registry
 from megamoe.config import load_config
+from megamoe.errors import UserError
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 
@@ -18,6 +19,14 @@ SHORT = ["data.sequence_length=32"]  # of the few steps
 MOCK = ["data.mock=true", "data.sources=[]", "data.workers=0", "model.vocab_size=200", "evaluation.batches=0"]
 # Its assignment is over the tokens of all ranks: one rank takes them as one micro batch.
 TOGETHER = {"base": ["train.micro_batch_size=8"]}
+
+# Ranks, and what lays the model out over them.
+STAGED = {
+    "stages": (2, ["parallel.pipeline=2"]),
+    "parts of sequences": (2, ["parallel.context=2"]),
+    "both": (4, ["parallel.pipeline=2", "parallel.context=2", "parallel.expert=2"]),
+}
+NEEDS_TOKEN_LOSSES = {"policy"}
 
 Metrics = list[dict[str, Any]]
 
@@ -81,3 +90,34 @@ def test_thirty_steps(many: dict[str, tuple[Metrics, Metrics]], name: str) -> No
     for losses in (alone, two):
         assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
     assert two[-1] == pytest.approx(alone[-1], abs=1e-3)
+
+
+def train_staged(changes: list[str]) -> list[Metrics | str]:
+    """Job: the metrics of every step of every run, or why it is refused."""
+    zero = f"parallel.deepspeed={ROOT / 'ds_configs/zero1_fp32.json'}"
+    found: list[Metrics | str] = []
+    for path in RUNS:
+        try:
+            trainer = Trainer(load_config(path, [*MOCK, *SHORT, zero, *changes]))
+        except UserError as error:
+            found.append(str(error))
+            continue
+        found.append([trainer.step()[1] for _ in range(QUICK_STEPS)])
+        trainer.release()
+    return found
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", STAGED)
+def test_with_stages_and_parts_of_sequences(pool: Pool, layout: str) -> None:
+    ranks, changes = STAGED[layout]
+    (alone,) = pool.run(train_staged, [], ranks=1, timeout_s=900)
+    first, *_ = pool.run(train_staged, changes, ranks=ranks, timeout_s=900)
+    for name, expected, found in zip(NAMES, alone, first, strict=True):
+        if name in NEEDS_TOKEN_LOSSES:
+            assert "needs the loss of each token" in found
+            continue
+        assert not isinstance(found, str), f"{name}: {found}"
+        for one, other in zip(expected, found, strict=True):
+            for word in ("train/lm_loss", "train/loss", "train/grad_norm"):
+                assert other[word] == pytest.approx(one[word], rel=1e-4), f"{name}: {word}"
