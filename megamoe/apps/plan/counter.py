@@ -35,6 +35,7 @@ PART_OF_CLASS = {
 }
 REST = "step, rest"
 GRADIENTS = "gradients"  # accumulated, and reduced over ranks
+STAGES = "between stages"  # what pipeline stages send each other, beside their passes
 
 
 class Parts:
@@ -133,8 +134,9 @@ class OperatorKey:
 
 @dataclass(frozen=True)
 class CollectiveKey:
-    """kind: the operator of torch.ops.c10d. ranks: the global ranks of the group. is_async: the caller goes
-    on at once, and waits for it later."""
+    """kind: the operator of torch.ops.c10d, also `send` to one of the ranks. ranks: the global ranks of the
+    group. is_async: the caller goes on at once, and waits for it later.
+    """
 
     part: str
     phase: str
@@ -153,8 +155,9 @@ class CollectiveTotal:
 
 @dataclass
 class Counts:
-    """Of one step. syncs: reads of device values by the host, by part. uploads: blocking copies to the
-    device."""
+    """Of a step or a part of it. syncs: reads of device values by the host, by part. uploads: blocking copies
+    to the device.
+    """
 
     operators: dict[OperatorKey, OperatorTotal] = field(default_factory=lambda: defaultdict(OperatorTotal))
     collectives: dict[CollectiveKey, CollectiveTotal] = field(
@@ -162,6 +165,20 @@ class Counts:
     )
     syncs: Counter[str] = field(default_factory=Counter)
     uploads: Counter[str] = field(default_factory=Counter)
+
+    def add(self, other: "Counts") -> None:
+        """Add other counts to these."""
+        for key, operator in other.operators.items():
+            mine = self.operators[key]
+            mine.calls += operator.calls
+            mine.launches += operator.launches
+            mine.bytes += operator.bytes
+            mine.flops += operator.flops
+        for group, collective in other.collectives.items():
+            self.collectives[group].calls += collective.calls
+            self.collectives[group].bytes += collective.bytes
+        self.syncs += other.syncs
+        self.uploads += other.uploads
 
 
 class CostCounter(TorchDispatchMode):
@@ -204,6 +221,17 @@ class CostCounter(TorchDispatchMode):
             if not tensor.is_meta:
                 self.memory_of(tensor).add(tensor, CATEGORY_OF_PHASE.get(self.phase, TEMPORARY), part)
         return result
+
+    @contextmanager
+    def during(self, phase: str) -> Iterator[None]:
+        """Inside, what runs belongs to this phase."""
+        before, self.phase = self.phase, phase
+        self.memory.begin_phase(phase)
+        try:
+            yield
+        finally:
+            self.phase = before
+            self.memory.begin_phase(before)
 
     def memory_of(self, tensor: Tensor) -> MemoryTimeline:
         """Return the device's memory, or the host's."""
@@ -251,7 +279,7 @@ class CostCounter(TorchDispatchMode):
 
     def _count_collective(self, function: Any, args: Any, kwargs: Any, part: str) -> None:
         kind = name_of(function).removeprefix("c10d::").strip("_")
-        if "barrier" in kind:
+        if "barrier" in kind or kind == "recv":  # what is received is counted where it is sent
             return
         ranks = tuple(ranks_of_collective(function, args))
         # An argument of the default value, which is true, is left out of `args`.

@@ -2,11 +2,11 @@
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from megamoe.apps.plan.counter import CollectiveKey
+from megamoe.apps.plan.counter import STAGES, CollectiveKey
 from megamoe.apps.plan.hardware import ASSUMED, Gpu, Topology
 from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from megamoe.apps.plan.rank import StepCosts
@@ -15,15 +15,21 @@ from megamoe.config import RunConfig
 from megamoe.config.schema import LayersConfig, StackLayersConfig
 from megamoe.config.shapes import stacks, window_of
 
+VOCABULARY = "vocabulary and loss"
+FORWARD_VOCABULARY, BACKWARD_VOCABULARY = "forward, vocabulary", "backward, vocabulary"
+
 
 @dataclass(frozen=True)
 class Figures:
     """Numbers by name, in each mapping for one step of one rank.
 
     numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `passed` and `beside` (in
-    seconds, see `roofline.beside_seconds`). states: bytes by category, gradients as the backward pass
-    leaves them. seconds: by part. calls, bytes: of collectives. peaks: by (phase, category), bytes when it
-    holds most. kept: activations at the peak by (phase, part).
+    seconds, see `roofline.beside_seconds`); of one micro batch, `forward` and `backward` (seconds of its
+    passes), FORWARD_VOCABULARY and BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the
+    loss), `kept` (bytes of its activations between the two) and `sent` (bytes to one other stage).
+    states: bytes by category, gradients as the backward pass leaves them. seconds: by part. calls, bytes: of
+    collectives. peaks: by (phase, category), bytes when it holds most. kept: activations at the peak by
+    (phase, part).
     """
 
     numbers: Mapping[str, float]
@@ -100,17 +106,31 @@ def figures_of(costs: StepCosts, gpu: Gpu, topology: Topology) -> Figures:
 def with_micro_batches(costs: StepCosts, gpu: Gpu, topology: Topology, micro_batches: int) -> Figures:
     """Return the figures of a step of more micro batches than the simulated three, all like the second one.
 
-    Memory does not depend on their number, from the second one on.
+    Without pipeline stages memory does not depend on their number, from the second one on.
     """
     whole = figures_of(costs, gpu, topology)
-    if costs.middle is None:
-        return whole
-    first, second = (figures_of(replace(costs, counts=each), gpu, topology) for each in costs.middle)
-    more = micro_batches - 3
-    found = combined([(1, whole), (more, second), (-more, first)])
-    tokens = {"tokens": costs.tokens / 3 * micro_batches, "parameters": whole.numbers["parameters"]}
+    passes = {
+        each.forward: figures_of(replace(costs, counts=counts), gpu, topology)
+        for each, counts in costs.middle().items()
+    }
+    found = combined([(1, whole), *((micro_batches - costs.micro_batches, each) for each in passes.values())])
+    sent = [
+        total.bytes / total.calls
+        for key, total in costs.counts.collectives.items()
+        if key.part == STAGES and total.calls
+    ]
+    numbers = {
+        "tokens": costs.tokens / costs.micro_batches * micro_batches,
+        "parameters": whole.numbers["parameters"],
+        "forward": passes[True].step_seconds,
+        "backward": passes[False].step_seconds,
+        FORWARD_VOCABULARY: passes[True].seconds.get(VOCABULARY, 0.0),
+        BACKWARD_VOCABULARY: passes[False].seconds.get(VOCABULARY, 0.0),
+        "kept": costs.kept_bytes,
+        "sent": max(sent, default=0.0),
+    }
     return replace(
-        found, states=whole.states, peaks=whole.peaks, kept=whole.kept, numbers={**found.numbers, **tokens}
+        found, states=whole.states, peaks=whole.peaks, kept=whole.kept, numbers={**found.numbers, **numbers}
     )
 
 
@@ -190,17 +210,19 @@ def _positions(blocks: list[Kind]) -> StackLayersConfig:
     )
 
 
-def fewer_blocks(config: RunConfig) -> list[tuple[int, list[int]]]:
+def fewer_blocks(config: RunConfig, own: Sequence[int] | None = None) -> list[tuple[int, list[int]]]:
     """Return sets of blocks whose costs, each times its factor, sum to the costs of all.
 
     The first set has one block of each kind, and the others one more of a kind. The last block of each stack
-    is in all.
+    is in all. own: the blocks of a pipeline stage, counted from 0; None: all.
     """
-    all_kinds = kinds(config)
+    all_kinds = dict(enumerate(kinds(config)))
+    if own is not None:
+        all_kinds = {block: all_kinds[block] for block in own}
     places: dict[Kind, list[int]] = {}
-    for block, kind in reversed(list(enumerate(all_kinds))):
+    for block, kind in reversed(all_kinds.items()):
         places.setdefault(kind, []).append(block)
-    counts = Counter(all_kinds)
+    counts = Counter(all_kinds.values())
     base = [block for of_kind in places.values() for block in of_kind[:SIMULATED]]
     terms: list[tuple[int, list[int]]] = []
     further = 0

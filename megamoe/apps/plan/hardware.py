@@ -112,9 +112,11 @@ class Topology:
         size = len(key.ranks)
         here = sum(rank // self.ranks == key.ranks[0] // self.ranks for rank in key.ranks)
         rounds = 2 if key.kind.startswith("allreduce") else 1
-        traffic = rounds * total.bytes * (size - 1) / size
+        traffic = rounds * total.bytes * (1.0 if key.kind == "send" else (size - 1) / size)
         if here == size:
             return Sent(traffic, 0.0)
+        if key.kind == "send":
+            return Sent(0.0, traffic)
         share = (size - here) / (size - 1) if key.kind.startswith("alltoall") else 1 / here
         return Sent(traffic * (1 - share), traffic * share)
 

@@ -81,10 +81,11 @@ class MemoryTimeline:
         for number, allocation in enumerate(self.allocations):
             if allocation.category == ACTIVATIONS and number not in live and number >= self._forward:
                 allocation.category = TEMPORARY
+        self._forward = len(self.allocations)
 
     def begin_forward(self) -> None:
         """What is allocated from here on may be kept for the backward pass."""
-        self._forward = len(self.allocations)
+        self.end_forward()  # of a micro batch whose backward pass is still to come
 
     def live_bytes(self, category: str) -> int:
         """Bytes of a category now."""

@@ -35,7 +35,8 @@ def page(plan: Plan) -> str:
 
 def _head(plan: Plan) -> list[str]:
     cluster, layout, numbers = plan.cluster, plan.run.plan.layout, plan.figures.numbers
-    parts = f"context {layout.context}, " if layout.context > 1 else ""
+    sizes = {"pipeline": layout.pipeline, "context": layout.context}
+    parts = "".join(f"{name} {size}, " for name, size in sizes.items() if size > 1)
     return [
         f"{plan.config.name}: {plan.size.total / 1e9:,.2f} B parameters, "
         f"{plan.size.active / 1e9:,.2f} B active, "
@@ -72,7 +73,7 @@ def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
 def _states_of(plan: Plan, routed: bool, parameters: float) -> dict[str, float]:
     run = plan.run.plan
     trained = 0 if routed and "experts" in plan.config.moe.frozen else parameters
-    share = Share(parameters, trained, run.layout.expert_copies if routed else run.layout.data)
+    share = Share(parameters, trained, run.layout.expert_copies if routed else run.layout.replicas)
     found = state_bytes([share], run.stage, run.precision, run.offload)
     states = {PARAMETERS: found.weights, GRADIENTS: found.gradients, OPTIMIZER: found.optimizer}
     host = found.cpu + found.nvme

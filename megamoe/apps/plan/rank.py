@@ -1,21 +1,28 @@
 """One rank of a training run on fake tensors: the real model, engine and step, counted."""
 
-import copy
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
+from functools import cache, partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
-from torch import Tensor, nn
+import torch.distributed as dist
+from torch import Tensor
 
 from megamoe.apps.plan.counter import GRADIENTS as PART_OF_GRADIENTS
 from megamoe.apps.plan.counter import CostCounter, Counts, Parts
-from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY, Peak
+from megamoe.apps.plan.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY, Peak
 from megamoe.apps.plan.operators import tensors_in
-from megamoe.apps.plan.stand_ins import CountedDispatch, full_sequences, sample_batch, without_values
+from megamoe.apps.plan.stand_ins import (
+    CountedDispatch,
+    full_sequences,
+    sample_batch,
+    stages_that_send,
+    without_values,
+)
 from megamoe.compat.fake_cuda import (
     FakeCudaMode,
     fake_torch_cuda,
@@ -29,19 +36,24 @@ from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.kernels.attention.rotary import angles
+from megamoe.model.architectures.decoder import GPT
 from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
+from megamoe.model.stage import StageBlocks, drop_other_blocks
 from megamoe.moe.layer import device_scalar
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.moe.suggestions import provides
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
+from megamoe.parallel.layout import Layout
+from megamoe.parallel.pipeline.schedule import Pass
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.partition import Partition, num_parameters, weights_of, zero_without_values
 from megamoe.train.resolved import ResolvedRun, resolve_run
-from megamoe.train.step import train_step
+from megamoe.train.step import Passes, train_step
 
 UNKNOWN_SIZES = (
     "simulation: the router's number of pairs depends on the tokens, which have no values here; take a "
@@ -55,15 +67,15 @@ class StepCosts:
 
     parameters: their number on this rank. gradient_bytes: what the backward pass has left when it ends.
     buffer_bytes: what of that is left after the update. host: bytes of offloaded states by category.
-    tokens: of this rank's micro batches. load: see `simulate_step`.
-    peaks: by phase. middle: counts of the step up to the end of its first micro batch, and of its second one,
-    if it has three or more.
+    tokens: of this rank's micro batches. load: see `simulate_step`. peaks: by phase. passes: counts of each
+    pass alone, which those of the step include. kept_bytes: what the forward pass of a micro batch leaves for
+    its backward pass.
     """
 
     counts: Counts
     peak: Peak
     peaks: dict[str, Peak]
-    middle: tuple[Counts, Counts] | None
+    passes: dict[Pass, Counts]
     parameters: int
     parameter_bytes: int
     optimizer_bytes: int
@@ -72,35 +84,49 @@ class StepCosts:
     host: dict[str, int]
     tokens: int
     load: float
+    kept_bytes: int = 0
+
+    @property
+    def micro_batches(self) -> int:
+        """Their number."""
+        return 1 + max(each.micro_batch for each in self.passes)
+
+    def middle(self) -> dict[Pass, Counts]:
+        """Return the passes of one micro batch; of three or more, of one that is neither first nor last."""
+        chosen = 1 if self.micro_batches > 2 else 0
+        return {each: counts for each, counts in self.passes.items() if each.micro_batch == chosen}
 
 
 class CountedEngine(Engine):
     """An engine that tells the counter which phase of the step runs."""
 
     counter: CostCounter
-    before: list[Counts]  # each micro batch of this step
     gradient_bytes: int  # at the end of the last backward pass
 
     def forward(self, **inputs: Any) -> Any:
         """See `Engine`."""
-        self.before.append(copy.deepcopy(self.counter.counts))
         self.counter.memory.begin_forward()
-        with self._phase("forward"):
+        with self.counter.during("forward"):
             return super().forward(**inputs)
 
     def backward(self, loss: Tensor, last: bool, completes: bool | None = None) -> None:
         """See `Engine`."""
         self.counter.memory.end_forward()
-        with self._phase("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
+        with self.counter.during("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
             super().backward(loss, last, completes)
         # What a backward pass leaves are gradients, under whatever name DeepSpeed holds them.
         for memory in (self.counter.memory, self.counter.host):
             memory.name_rest(GRADIENTS, of=TEMPORARY)
         self.gradient_bytes = self.counter.memory.live_bytes(GRADIENTS)
 
+    def finish_gradients(self) -> None:
+        """See `Engine`."""
+        with self.counter.during("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
+            super().finish_gradients()
+
     def step(self, lr: float, apply_update: bool = True) -> float:
         """See `Engine`."""
-        with self._phase("optimizer"), self.counter.parts.inside("optimizer"):
+        with self.counter.during("optimizer"), self.counter.parts.inside("optimizer"):
             return super().step(lr, apply_update)
 
     def name_states(self) -> None:
@@ -113,21 +139,16 @@ class CountedEngine(Engine):
             memory.name(states, OPTIMIZER)
             memory.name(weights_of(self.model), PARAMETERS)
 
-    @contextmanager
-    def _phase(self, phase: str) -> Iterator[None]:
-        before, self.counter.phase = self.counter.phase, phase
-        self.counter.memory.begin_phase(phase)
-        try:
-            yield
-        finally:
-            self.counter.phase = before
-            self.counter.memory.begin_phase(before)
-
 
 def simulate_step(
-    config: RunConfig, ranks: int, load: float = 1.0, micro_batches: int = 1, device: str = "cuda"
+    config: RunConfig,
+    ranks: int,
+    load: float = 1.0,
+    micro_batches: int = 1,
+    device: str = "cuda",
+    stage: int = 0,
 ) -> StepCosts:
-    """Count the second step of rank 0 of so many ranks, on a fake device.
+    """Count the second step of the first rank of a pipeline stage, of so many ranks, on a fake device.
 
     load: rows that the experts of this rank get, over the mean of all ranks. device: cuda, for which
     `cuda_device.load` comes first, or cpu, with the operators of a CPU, as real ranks can be compared with.
@@ -137,27 +158,23 @@ def simulate_step(
         UserError: for a configuration that training would refuse.
     """
     on_cuda = device == "cuda"
-    world = launch.World(0, ranks, 0, torch.device("cuda:0" if on_cuda else "cpu"), "fake")
+    rank = stage * Layout.of(config.parallel, ranks).stage_ranks
+    world = launch.World(rank, ranks, 0, torch.device("cuda:0" if on_cuda else "cpu"), "fake")
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     config.model.cpu_kernels = "plain"
     with fake_torch_cuda() if on_cuda else nullcontext():
         run = resolve_run(config, ranks)
-    if run.plan.layout.pipeline > 1:
-        raise UserError(
-            f"parallel.pipeline: found {run.plan.layout.pipeline}, which is not simulated: a plan knows the "
-            "step of a whole model only; set it to 1"
-        )
     _check_load(load, run.plan.layout.expert)
     sample = sample_batch(run)
-    join_fake_group(0, ranks)
+    join_fake_group(rank, ranks)
     for cached in (angles, tokens_and_choices, device_scalar):
         cached.cache_clear()  # what an earlier simulation has left there would not be counted here
     with ExitStack() as stack:
         stack.enter_context(unknown_sizes_raise(UserError(UNKNOWN_SIZES)))
         # In this thread, whose settings for fakes the threads of the autograd engine do not have.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for patch in (fake_torch_cuda(), fused_operators()) if on_cuda else ():
-            stack.enter_context(patch)
+        for patched in (fake_torch_cuda(), fused_operators()) if on_cuda else ():
+            stack.enter_context(patched)
         for each in (full_sequences(), zero_without_values(), modules_move_fakes(), fake_mode()):
             stack.enter_context(each)
         stack.callback(launch.stop)
@@ -166,7 +183,7 @@ def simulate_step(
         context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
         factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
         with torch.device(device), fakes_are_drawn():
-            model = build_model(config, run.vocabulary.size, factory, _partition(run), groups.context)
+            model = _start_model(config, run, stage, factory, groups.context)
         parts = Parts(model)
         for _, layer in model.moe_layers():
             layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[assignment]
@@ -175,9 +192,11 @@ def simulate_step(
         shares = run.plan.layout.batch_ranks  # of a micro batch's tokens
         if shares > 1 and not router.masks and provides("dropless", router.capacity):
             counter.kept = 1 / shares
+        passes = stack.enter_context(passes_counted(counter))
+        stack.enter_context(stages_that_send(parts, counter))
         stack.enter_context(parts.followed())
         stack.enter_context(counter)
-        return _count(config, run, sample, world, model, context, counter, micro_batches, load)
+        return _count(config, run, sample, world, model, context, counter, passes, micro_batches, load)
 
 
 def _check_load(load: float, expert: int) -> None:
@@ -198,12 +217,59 @@ def _offloaded(run: ResolvedRun, counter: CostCounter) -> dict[str, int]:
     return {name: counter.host.live_bytes(name) for name in (PARAMETERS, GRADIENTS, OPTIMIZER)}
 
 
-def _partition(run: ResolvedRun) -> Callable[[str, nn.Module], None] | None:
-    """Return what cuts each part of a model as soon as it is built, at ZeRO 3."""
+def _start_model(
+    config: RunConfig,
+    run: ResolvedRun,
+    number: int,
+    factory: MoEFactory,
+    context: dist.ProcessGroup | None,
+) -> LanguageModel:
+    """Return the model of a stage, or cut at ZeRO 3, as `megamoe.train.start_model` does."""
+    words = run.vocabulary.size
+    if config.parallel.pipeline > 1:
+        stage = StageBlocks.of(config, number, words)
+        model = build_model(config, words, factory, partial(drop_other_blocks, stage), context)
+        assert isinstance(model, GPT)
+        model.cut(stage)
+        return model
     if run.plan.stage < 3:
-        return None
+        return build_model(config, words, factory, context=context)
     cut = Partition(run.filled, run.plan.precision)
-    return lambda prefix, module: cut(module)
+    return build_model(config, words, factory, lambda prefix, module: cut(module), context)
+
+
+@dataclass
+class CountedPasses:
+    """The counts of each pass of a step, and the bytes that its last forward pass kept."""
+
+    counts: dict[Pass, Counts] = field(default_factory=dict)
+    kept_bytes: int = 0
+
+
+@contextmanager
+def passes_counted(counter: CostCounter) -> Iterator["CountedPasses"]:
+    """Inside, each pass of a step is also counted alone."""
+    found = CountedPasses()
+
+    def alone(run: Callable[..., None]) -> Callable[..., None]:
+        def counted(self: Passes, each: Pass, *arguments: Any, **options: Any) -> None:
+            step, counter.counts = counter.counts, Counts()
+            before = counter.memory.live_bytes(ACTIVATIONS)
+            run(self, each, *arguments, **options)
+            found.counts[each] = counter.counts
+            if each.forward:
+                counter.memory.end_forward()
+                found.kept_bytes = counter.memory.live_bytes(ACTIVATIONS) - before
+            step.add(counter.counts)
+            counter.counts = step
+
+        return counted
+
+    with (
+        patch.object(Passes, "forward", alone(Passes.forward)),
+        patch.object(Passes, "backward", alone(Passes.backward)),
+    ):
+        yield found
 
 
 @cache
@@ -220,6 +286,7 @@ def _count(
     model: LanguageModel,
     context: StepContext,
     counter: CostCounter,
+    passes: CountedPasses,
     micro_batches: int,
     load: float,
 ) -> StepCosts:
@@ -235,9 +302,9 @@ def _count(
     batch = without_values(sample)
     for number in (1, 2):
         context.step = number
-        engine.before = []
         if number == 2:
             counter.counts = Counts()
+            passes.counts.clear()
             memory.start()
         train_step(
             engine,
@@ -254,7 +321,7 @@ def _count(
         counter.counts,
         max(peaks.values(), key=lambda peak: peak.bytes),
         peaks,
-        (engine.before[1], engine.before[2]) if micro_batches > 2 else None,
+        passes.counts,
         num_parameters(model),
         memory.live_bytes(PARAMETERS),
         memory.live_bytes(OPTIMIZER),
@@ -263,4 +330,5 @@ def _count(
         _offloaded(run, counter),
         micro_batches * batch.tokens_BS.numel(),
         load,
+        passes.kept_bytes,
     )

@@ -4,7 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megamoe.apps.plan.counter import CollectiveKey, CollectiveTotal, OperatorKey, OperatorTotal
+from megamoe.apps.plan.counter import STAGES, CollectiveKey, CollectiveTotal, OperatorKey, OperatorTotal
 from megamoe.apps.plan.hardware import ASSUMED, RANKS_OF_A_NODE, Assumptions, Gpu
 from megamoe.apps.plan.rank import StepCosts
 
@@ -58,6 +58,8 @@ def roofline(
 ) -> Roofline:
     """Of one step: operators one after the other, each bound by its FLOPs or its bytes.
 
+    What pipeline stages send each other takes no time of theirs, see `Pipeline`.
+
     seconds_of: the time of collectives; default: `collective_seconds`.
     """
     seconds_of = seconds_of or collective_seconds
@@ -73,6 +75,8 @@ def roofline(
         behind = total.calls * assumed.launch_s - work
         part.seconds["launch"] += max(total.launches * assumed.kernel_s, behind)
     for group, traffic in costs.counts.collectives.items():
+        if group.part == STAGES:
+            continue
         parts[group.part].seconds["link"] += seconds_of(group, traffic, gpu, assumed)
         parts[group.part].launches += traffic.calls
     for name, waits in (costs.counts.syncs + costs.counts.uploads).items():

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megamoe.apps.plan.counter import Parts
+from megamoe.apps.plan.counter import STAGES, CostCounter, Parts
 from megamoe.config import RunConfig
 from megamoe.config.parts import PartChoice
 from megamoe.config.shapes import moe_layer_numbers
@@ -21,7 +21,9 @@ from megamoe.moe.context import Padding
 from megamoe.moe.dispatch import AllToAllDispatch, DispatchState, LocalDispatch
 from megamoe.moe.routing import Routing
 from megamoe.moe.suggestions import provides
+from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part
+from megamoe.train import step
 from megamoe.train.resolved import ResolvedRun
 
 
@@ -107,6 +109,30 @@ def full_sequences() -> Iterator[None]:
         stack.enter_context(patch.object(Padding, "bounds", bounds))
         for kind, name in ((Documents, "of_lengths"), (SourceLengths, "of")):
             stack.enter_context(patch.object(kind, name, lambda lengths_B, size, device="cpu": None))
+        yield
+
+
+@contextmanager
+def stages_that_send(parts: Parts, counter: CostCounter) -> Iterator[None]:
+    """Inside, one pipeline stage sends and receives alone. What it receives are activations.
+
+    What it sends has left when it sends again. The step's record stays the one of this stage.
+    """
+    send, receive = (parts.within(STAGES, getattr(StageLinks, name)) for name in ("_send", "_receive"))
+
+    def sent(self: StageLinks, tensor: Tensor, link: Any) -> None:
+        self._under_way.clear()
+        with counter.during("forward" if link is self.forward_out else "backward"):
+            send(self, tensor, link)
+
+    def received(self: StageLinks, *arguments: Any) -> Any:
+        with counter.during("forward"):
+            return receive(self, *arguments)
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(StageLinks, "_send", sent))
+        stack.enter_context(patch.object(StageLinks, "_receive", received))
+        stack.enter_context(patch.object(step, "merged_over_stages", lambda record, pipeline: record))
         yield
 
 

@@ -27,6 +27,7 @@ from megamoe.apps.plan.stand_ins import without_data
 from megamoe.config import RunConfig
 from megamoe.kernels.experts import grouped_gemm
 from megamoe.moe.experts import grouped
+from megamoe.parallel.layout import Layout
 from tests.support.moe.part_layers import moe_tree
 from tests.support.ranks.runs import CUT_ALL, ds_variant, small_run
 
@@ -46,7 +47,10 @@ def part(kind: str, name: str) -> dict[str, Any]:
     return {"moe": {**moe_tree(kind, name), "layers": {"at": [1, 2]}, "expert_ffn_hidden_size": 32}}
 
 
-# ranks, DeepSpeed file (cut: with ZeRO 3 cutting small parameters too), sizes of `parallel`, other changes
+STAGES = {"train__micro_batch_size": 2, "train__global_batch_size": 6, "model__num_layers": 4}
+CHUNKS = {**STAGES, "train__global_batch_size": 16}  # 4 micro batches on each of two ranks
+# ranks, DeepSpeed file (cut: with ZeRO 3 cutting small parameters too), sizes of `parallel` (stage: the one
+# whose first rank is compared), other changes
 CONTEXT_HEADS = {"model__num_attention_heads": 4}
 CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (1, "zero0_fp32", {}, part("scorer", "stable")),
@@ -74,6 +78,10 @@ CASES: list[tuple[int, str, dict[str, Any], dict[str, Any]]] = [
     (4, "zero3_bf16 cut", {"expert": 4}, {"model__latent": LATENT}),
     (2, "zero1_fp32", {"context": 2}, {}),
     (4, "zero1_bf16", {"context": 2, "tensor": 2, "sequence": True, "expert": 4}, CONTEXT_HEADS),
+    (2, "zero0_fp32", {"pipeline": 2}, STAGES),
+    (2, "zero1_fp32", {"pipeline": 2, "stage": 1}, STAGES),
+    (2, "zero2_bf16", {"pipeline": 2, "stage": 1}, {**STAGES, "model__tie_embeddings": False}),
+    (4, "zero1_bf16", {"pipeline": 2, "pipeline_chunks": 2, "expert": 2}, CHUNKS),
 ]
 QUICK = 7
 # Large enough that activations are most of what a step holds beside the states. DeepSpeed's own sizes of
@@ -86,6 +94,7 @@ STATES = ("parameters", "optimizer", "gradients", "buffers")
 def run_of(number: int, folder: str, **further: Any) -> RunConfig:
     """The configuration of a case, with nothing in it that a plan replaces. folder: for a DeepSpeed file."""
     ranks, file, sizes, changes = CASES[number]
+    sizes = {name: size for name, size in sizes.items() if name != "stage"}
     name, *cut = file.split()
     zero = {**BUCKETS, **(CUT_ALL if cut else {})} if "zero0" not in name else {}
     path = ds_variant(Path(folder), name, zero_optimization=zero)
@@ -117,7 +126,13 @@ def planned(
             stack.enter_context(exchanged(counts))
         if device == "cpu":
             stack.enter_context(counts_are_not_read())
-        costs = rank.simulate_step(run_of(number, folder), CASES[number][0], device=device)
+        config, stage = run_of(number, folder), CASES[number][2].get("stage", 0)
+        layout = Layout.of(config.parallel, CASES[number][0])
+        assert config.train.global_batch_size is not None
+        micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * layout.data)
+        costs = rank.simulate_step(
+            config, layout.ranks, micro_batches=micro_batches, device=device, stage=stage
+        )
     sent: Counter[str] = Counter()
     for key, total in costs.counts.collectives.items():
         sent[f"{key.kind} of {len(key.ranks)}"] += total.bytes

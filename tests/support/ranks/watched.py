@@ -23,7 +23,9 @@ from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.partition import weights_of
+from megamoe.train import step
 from megamoe.train import trainer as trainer_module
+from megamoe.train.step_record import StepRecord, merged_over_stages
 from megamoe.train.trainer import Trainer
 from tests.support.apps.planned_states import rows_are_not_padded
 
@@ -33,7 +35,7 @@ SETTLED = 10  # looks, 20 ms apart, in which nothing was freed
 class Watch(TorchDispatchMode):
     """Storages that operators make, by the phase in which they are made, and bytes of collectives.
 
-    live: (bytes, phase) by storage. sent: by kind and number of ranks.
+    live: (bytes, phase) by storage. sent: by kind and number of ranks, while `counts` says so.
     """
 
     def __init__(self) -> None:
@@ -42,6 +44,7 @@ class Watch(TorchDispatchMode):
         self.live: dict[int, tuple[int, str]] = {}
         self.sent: Counter[str] = Counter()
         self.most = 0
+        self.counts = True
         self._bytes = 0
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +52,7 @@ class Watch(TorchDispatchMode):
         known = {storage_of(value) for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)}
         result = function(*args, **(kwargs or {}))
         name = function.name()
-        if name.startswith("c10d::") and "barrier" not in name:
+        if name.startswith("c10d::") and "barrier" not in name and "recv" not in name and self.counts:
             group = CollectiveOp.get_process_group(function, args)
             kind = name.removeprefix("c10d::").partition(".")[0].strip("_")
             sizes = [sum(t.nbytes for t in tree_leaves(arg) if isinstance(t, Tensor)) for arg in args]
@@ -163,10 +166,19 @@ def _measured(config: RunConfig) -> dict[str, Any]:
         counts.append(read(vectors))
         return counts[-1]
 
+    def merged(*arguments: Any) -> StepRecord:
+        """Objects of an unknown size, which a plan does not count."""
+        watch.counts = False
+        try:
+            return merged_over_stages(*arguments)
+        finally:
+            watch.counts = True
+
     read = dispatch.read_counts
     with (
         patch.object(trainer_module, "Engine", engine_class),
         patch.object(dispatch, "read_counts", read_counts),
+        patch.object(step, "merged_over_stages", merged),
         rows_are_not_padded(),
         watch,
     ):
