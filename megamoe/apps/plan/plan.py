@@ -2,9 +2,11 @@
 
 from dataclasses import dataclass
 
+from megamoe.apps.plan.counter import STAGES, CollectiveTotal
 from megamoe.apps.plan.figures import Figures, extrapolated, is_worth_it, kinds, with_micro_batches
-from megamoe.apps.plan.hardware import Gpu, Topology
+from megamoe.apps.plan.hardware import ASSUMED, Gpu, Topology
 from megamoe.apps.plan.rank import simulate_step
+from megamoe.apps.plan.stages import Pipeline, plan_stages
 from megamoe.apps.plan.stand_ins import without_data
 from megamoe.compat.fake_cuda import fake_torch_cuda
 from megamoe.config import RunConfig
@@ -39,6 +41,7 @@ class Cluster:
 class Plan:
     """What a run costs. micro_batches: of a rank in a step. figures: of one rank's step. changes: what was
     replaced, see `without_data`. simulated: numbers of blocks of the models that were simulated, of `blocks`.
+    pipeline: its stages; figures are then of the stage that holds most. None without stages.
     """
 
     config: RunConfig
@@ -51,6 +54,7 @@ class Plan:
     changes: list[str]
     simulated: list[int]
     blocks: int
+    pipeline: Pipeline | None = None
 
     @property
     def peak_bytes(self) -> float:
@@ -70,7 +74,7 @@ class Plan:
     @property
     def step_seconds(self) -> float:
         """Of one step, with overlap."""
-        return self.figures.overlapped_seconds
+        return self.figures.overlapped_seconds if self.pipeline is None else self.pipeline.step_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -80,8 +84,10 @@ class Plan:
 
     @property
     def utilisation(self) -> float:
-        """Model FLOPs over the bf16 peak of the GPU."""
-        return self.figures.numbers["model_flops"] / (self.step_seconds * self.cluster.gpu.bf16)
+        """Model FLOPs over the bf16 peak of the GPU; with stages, their mean."""
+        stages = [self.figures] if self.pipeline is None else [each.figures for each in self.pipeline.stages]
+        flops = sum(each.numbers["model_flops"] for each in stages) / len(stages)
+        return flops / (self.step_seconds * self.cluster.gpu.bf16)
 
     @property
     def run_seconds(self) -> float:
@@ -95,7 +101,7 @@ class Plan:
 
 
 def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: bool = False) -> Plan:
-    """Simulate a step of rank 0 and return what it costs.
+    """Simulate a step of rank 0, or of the first rank of each pipeline stage, and return what it costs.
 
     load: rows of the fullest expert-parallel rank, over the mean. whole: simulate all blocks, even of a deep
     model. `cuda_device.load` comes first.
@@ -112,14 +118,28 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
     topology = Topology(cluster.gpus_per_node)
     micro_batches = run.schedule.accumulation_at(run.schedule.total_samples(run.steps - 1))
 
-    def simulate(model: RunConfig) -> Figures:
-        costs = simulate_step(model, cluster.ranks, load, min(micro_batches, 3))
+    stage_ranks = run.plan.layout.stage_ranks
+
+    def simulate(model: RunConfig, stage: int = 0) -> Figures:
+        ranks = model.parallel.pipeline * stage_ranks
+        costs = simulate_step(model, ranks, load, min(micro_batches, 3), stage=stage)
         return with_micro_batches(costs, cluster.gpu, topology, micro_batches)
 
+    def send_seconds(figures: Figures) -> float:
+        one = CollectiveTotal(1, round(figures.numbers["sent"]))
+        sends = [key for key in figures.calls if key.part == STAGES]
+        return max((topology.seconds(key, one, cluster.gpu, ASSUMED) for key in sends), default=0.0)
+
     blocks = len(kinds(config))
+    size = model_size(config, run.vocabulary.size)
+    if run.plan.layout.pipeline > 1:
+        pipeline = plan_stages(config, run.vocabulary.size, send_seconds, micro_batches, whole, simulate)
+        figures = pipeline.fullest.figures
+        return Plan(
+            config, run, cluster, load, size, micro_batches, figures, changes, [blocks], blocks, pipeline
+        )
     if whole or blocks <= WHOLE or config.model.architecture == "encoder" or not is_worth_it(config):
         figures, simulated = simulate(config), [blocks]
     else:
         figures, simulated = extrapolated(config, simulate)
-    size = model_size(config, run.vocabulary.size)
     return Plan(config, run, cluster, load, size, micro_batches, figures, changes, simulated, blocks)

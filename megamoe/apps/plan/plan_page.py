@@ -11,6 +11,7 @@ from megamoe.apps.plan.hardware import ASSUMED, Topology
 from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
 from megamoe.model.size import embedding_size
+from megamoe.model.stage import stage_sizes
 from megamoe.parallel.zero.costs import Share, state_bytes
 
 GB = 1e9
@@ -29,7 +30,7 @@ WIDTH, ROW, LEFT, TOP = 640, 36, 150, 36  # of the picture, in pixels
 
 def page(plan: Plan) -> str:
     """Return the page of `tools/plan.py`."""
-    blocks = (_head, _differences, _memory, _collectives, _time, _checkpoint, _assumptions)
+    blocks = (_head, _differences, _stages, _memory, _collectives, _time, _checkpoint, _assumptions)
     return "\n\n".join("\n".join(lines) for block in blocks if (lines := block(plan)))
 
 
@@ -43,11 +44,16 @@ def _head(plan: Plan) -> list[str]:
         f"on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}",
         f"{parts}tensor {layout.tensor}, sequence {'on' if plan.config.parallel.sequence else 'off'}, "
         f"expert {layout.expert}, expert_tensor {layout.expert_tensor}, data {layout.data}, "
-        f"ZeRO {plan.run.plan.stage}, {plan.run.plan.precision}, recompute {plan.config.model.recompute}",
+        f"ZeRO {plan.run.plan.stage}, {plan.run.plan.precision}, recompute {_recomputed(plan)}",
         f"{plan.micro_batches} micro batches of {plan.config.train.micro_batch_size} sequences of "
         f"{plan.config.data.sequence_length} tokens a step; "
         f"{numbers['parameters'] / 1e6:,.1f} M parameters on a rank; expert load {plan.load:g}",
     ]
+
+
+def _recomputed(plan: Plan) -> str:
+    chosen = plan.config.model.recompute
+    return chosen if isinstance(chosen, str) else ", ".join(chosen) or "none"
 
 
 def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
@@ -58,6 +64,14 @@ def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
     layout, size, model = plan.run.plan.layout, plan.size, plan.config.model
     learned = plan.config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
     words = embedding_size(plan.config, plan.run.vocabulary.size) - learned
+    if plan.pipeline is not None:
+        number = plan.pipeline.fullest.number
+        size = stage_sizes(plan.config, plan.run.vocabulary.size)[number]
+        one = words // (1 if model.tie_embeddings else 2)
+        has_both = number == layout.pipeline - 1 and model.multi_token_prediction.depth > 0
+        is_outer = number in (0, layout.pipeline - 1)
+        words = words if has_both else one if is_outer else 0
+        learned = learned if number == 0 or has_both else 0
     parameters = {
         ROUTED: size.expert / layout.expert_ranks,
         "routers and shared experts": float(size.beside),
@@ -97,6 +111,55 @@ def _modules(plan: Plan) -> list[str]:
 def _differences(plan: Plan) -> list[str]:
     lines = [f"  {line}" for line in plan.config.differences]
     return ["differences from the published model:", *lines] if lines else []
+
+
+def stage_rows(plan: Plan) -> list[dict[str, Any]]:
+    """Return a dictionary for each pipeline stage; none without stages.
+
+    blocks: their numbers from 1, by chunk. alive: micro batches whose activations it holds at most. bytes: its
+    peak. forward, backward: seconds of one micro batch. busy: the share of the passes' time that it computes.
+    """
+    if plan.pipeline is None:
+        return []
+    timeline = plan.pipeline.timeline
+    return [
+        {
+            "stage": stage.number,
+            "blocks": [[part.start + 1, part.stop] for part in stage.chunks],
+            "parameters": stage.figures.numbers["parameters"],
+            "alive": stage.alive,
+            "bytes": stage.peak_bytes,
+            "forward": stage.figures.numbers["forward"],
+            "backward": stage.figures.numbers["backward"],
+            "busy": busy / timeline.total,
+        }
+        for stage, busy in zip(plan.pipeline.stages, timeline.busy, strict=True)
+    ]
+
+
+def _stages(plan: Plan) -> list[str]:
+    if plan.pipeline is None:
+        return []
+    pipeline, chunks = plan.pipeline, plan.config.parallel.pipeline_chunks
+    order = f"interleaved 1F1B with {chunks} chunks" if chunks > 1 else "1F1B"
+    heads = ("M parameters", "alive", "peak GB", "forward ms", "backward ms", "busy")
+    lines = [
+        f"pipeline stages, {order}: idle {pipeline.timeline.idle:.1%} of the passes' time; a send to the next "
+        f"stage takes {pipeline.send_seconds * 1e3:.2f} ms, what follows the passes "
+        f"{pipeline.once * 1e3:,.1f} ms",
+        f"  {'stage':>5}  {'blocks':24}" + "".join(f"{head:>14}" for head in heads),
+    ]
+    for row in stage_rows(plan):
+        blocks = ", ".join(f"{first}-{last}" for first, last in row["blocks"])
+        lines.append(
+            f"  {row['stage']:5}  {blocks:24}{row['parameters'] / 1e6:14,.1f}{row['alive']:14g}"
+            f"{row['bytes'] / GB:14.2f}{row['forward'] * 1e3:14.2f}{row['backward'] * 1e3:14.2f}"
+            f"{row['busy']:14.1%}"
+        )
+    lines.append(
+        f"  memory, collectives and parts of the time below are those of stage {pipeline.fullest.number}"
+    )
+    return lines
 
 
 def _memory(plan: Plan) -> list[str]:
@@ -200,9 +263,10 @@ def _time(plan: Plan) -> list[str]:
     figures = plan.figures
     lines = [f"time of a step: {plan.step_seconds * 1e3:,.1f} ms, {plan.tokens_per_second:,.0f} tokens/s"]
     lines[0] += f", model FLOP utilisation {plan.utilisation:.1%}"
-    lines.append(
-        f"  without overlap of collectives and the backward pass: {figures.step_seconds * 1e3:,.1f} ms"
-    )
+    if plan.pipeline is None:
+        lines.append(
+            f"  without overlap of collectives and the backward pass: {figures.step_seconds * 1e3:,.1f} ms"
+        )
     lines.append("  ms by part: " + _listed(figures.seconds, 1e-3, 0.05))
     flops, model = figures.numbers["flops"], figures.numbers["model_flops"]
     lines.append(f"  TFLOP of a rank: {flops / 1e12:,.1f}, of the model alone {model / 1e12:,.1f}")
@@ -233,6 +297,11 @@ def _assumptions(plan: Plan) -> list[str]:
         lines.append(
             f"  expert load {plan.load:g}: this rank's experts get so many times the mean rows, as many from "
             "each rank, and the other ranks' experts as many as each other"
+        )
+    if plan.pipeline is not None:
+        lines.append(
+            "  stages: what is sent runs beside the passes; blocks of a stage are alike; stages of the same kinds "
+            "of blocks are simulated once, with two micro batches under way at most"
         )
     lines.append("  all ranks are as fast as the first, which is planned")
     lines.append(f"  {RESERVED:.0%} of the memory are for CUDA's context, NCCL and fragmentation")
@@ -287,6 +356,8 @@ def record(plan: Plan) -> dict[str, Any]:
             for phase in figures.phase_peaks()
         },
         "collectives": collective_rows(plan),
+        "stages": stage_rows(plan),
+        "idle": 0.0 if plan.pipeline is None else plan.pipeline.timeline.idle,
         "step_seconds": plan.step_seconds,
         "serial_step_seconds": figures.step_seconds,
         "seconds_by_part": dict(figures.seconds),

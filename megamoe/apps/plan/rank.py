@@ -121,6 +121,8 @@ class CountedEngine(Engine):
 
     def finish_gradients(self) -> None:
         """See `Engine`."""
+        self.links.finish()
+        self.gradient_bytes = self.counter.memory.live_bytes(GRADIENTS)
         with self.counter.during("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
             super().finish_gradients()
 

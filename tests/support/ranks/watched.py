@@ -130,6 +130,13 @@ class WatchedEngine(Engine):
             super().backward(loss, last, completes)
         self.gradients = self.held_beside_states()
 
+    def finish_gradients(self) -> None:
+        """See `Engine`; without the gradients of hidden states that are on their way to another stage."""
+        self.links.finish()
+        self.gradients = self.held_beside_states()
+        with self.watch.during("backward"):
+            super().finish_gradients()
+
     def step(self, lr: float, apply_update: bool = True) -> float:
         """See `Engine`."""
         with self.watch.during("optimizer"):
