@@ -28,7 +28,7 @@ def test_example_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     without_data(monkeypatch)
     config = load_config(path)
-    ranks = config.parallel.expert
+    ranks = config.parallel.expert * config.parallel.pipeline
     assert not list(validate(config, ranks, resolve_parallel(config, ranks)))
 
 

@@ -1,8 +1,10 @@
 """A pipeline stage: a decoder without the parts of the other stages. Names stay those of the whole model."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
+from math import inf
 from typing import Any
 
 from torch import Tensor, nn
@@ -67,16 +69,27 @@ class StageBlocks:
 def block_ranges(config: RunConfig, vocab_size: int) -> list[range]:
     """Return the decoder's blocks of each part of the model, as `parallel.blocks_per_stage` says.
 
-    By default the split is the one whose heaviest part has the fewest FLOPs; of equal ones, the one with the
-    fewest blocks in the first parts. The output layer and multi-token prediction are work of the last part.
+    By default the split is `balanced` by FLOPs. The output layer and multi-token prediction are work of the
+    last part.
     """
     parallel = config.parallel
     counts = parallel.blocks_per_stage
     if counts is None:
-        blocks, after = block_flops(config, vocab_size)
-        counts = balanced(blocks, after, parallel.pipeline * parallel.pipeline_chunks)
+        counts = blocks_of_parts(
+            *block_flops(config, vocab_size), parallel.pipeline, parallel.pipeline_chunks
+        )
     ends = list(accumulate(counts, initial=0))
     return [range(start, end) for start, end in pairwise(ends)]
+
+
+def blocks_of_parts(work: list[float], after: float, stages: int, chunks: int) -> list[int]:
+    """Return how many blocks each part of the model gets; part c * stages + s is chunk c of stage s.
+
+    work, after: see `balanced`, which splits the blocks over the stages. The chunks of a stage share its
+    blocks evenly; the last chunk of the last stage, which does more besides, has no more than the others.
+    """
+    of_stages = balanced(work, after, stages, least=chunks)
+    return [count // chunks + (chunk < count % chunks) for chunk in range(chunks) for count in of_stages]
 
 
 def stage_sizes(config: RunConfig, vocab_size: int) -> list[ModelSize]:
@@ -123,24 +136,34 @@ def _with_blocks(config: RunConfig, blocks: list[int], is_last: bool) -> RunConf
     return replace(config, model=model, parallel=parallel, moe=replace(config.moe, layers=layers))
 
 
-def balanced(work: list[float], after: float, parts: int) -> list[int]:
-    """Return how many of the blocks each part gets, at least one each, so that the largest sum is smallest.
+def balanced(work: list[float], after: float, parts: int, least: int = 1) -> list[int]:
+    """Return how many of the blocks each part gets: the largest sum is smallest, and then that of squares.
 
-    work: of each block. after: what the last part does besides. By dynamic programming over (part, first
-    block), from the last part to the first.
+    work: of each block. after: what the last part does besides. least: blocks of each part. Twice by dynamic
+    programming over (part, first block), from the last part to the first.
     """
-    blocks = len(work)
     sums = list(accumulate(work, initial=0.0))
-    best = {first: (sums[blocks] - sums[first] + after, [blocks - first]) for first in range(blocks)}
-    for part in range(parts - 2, -1, -1):
-        best = {
-            first: min(
-                (max(sums[end] - sums[first], best[end][0]), [end - first, *best[end][1]])
-                for end in range(blocks - (parts - 1 - part), first, -1)
-            )
-            for first in range(part, blocks - (parts - 1 - part))
+
+    def best(
+        cost: Callable[[float], float], join: Callable[[float, float], float]
+    ) -> tuple[float, list[int]]:
+        blocks = len(work)
+        found = {
+            first: (cost(sums[blocks] - sums[first] + after), [blocks - first])
+            for first in range(blocks - least + 1)
         }
-    return best[0][1]
+        for part in range(parts - 2, -1, -1):
+            found = {
+                first: min(
+                    (join(cost(sums[end] - sums[first]), found[end][0]), [end - first, *found[end][1]])
+                    for end in range(blocks - least * (parts - 1 - part), first + least - 1, -1)
+                )
+                for first in range(least * part, blocks - least * (parts - part) + 1)
+            }
+        return found[0]
+
+    largest = best(lambda load: load, max)[0] * (1 + 1e-9)
+    return best(lambda load: load * load if load <= largest else inf, lambda one, other: one + other)[1]
 
 
 def drop_other_blocks(stage: StageBlocks, prefix: str, module: nn.Module) -> None:

@@ -5,7 +5,9 @@ Their constants were chosen by the activations and kernels of simulated steps; d
 order.
 """
 
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from functools import cache
+from itertools import accumulate, pairwise
 
 from megamoe.apps.plan.hardware import ASSUMED, Gpu
 from megamoe.config import RunConfig
@@ -23,11 +25,14 @@ from megamoe.config.shapes import (
     shared_ffn_size,
 )
 from megamoe.errors import UserError
-from megamoe.model.size import ModelFlops, ModelSize, mean_choices, model_flops, model_size
+from megamoe.model.size import ModelFlops, ModelSize, block_flops, mean_choices, model_flops, model_size
+from megamoe.model.stage import blocks_of_parts
 from megamoe.moe.experts.activations import up_width
 from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.costs import cut_pair_traffic, moe_traffic
+from megamoe.parallel.pipeline.schedule import alive as alive_passes
+from megamoe.parallel.pipeline.schedule import training_order
+from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.validation.memory import states_of
 
@@ -35,17 +40,23 @@ BLOCK_ROWS = 12  # of the hidden size, that a block reads and writes in its norm
 PASSES = 3  # over a block's activations: forward, and twice as much backward
 LAUNCHES = 50  # of a block's forward pass
 UPDATE_BYTES = 30  # of a parameter: gradient, master weight and moments read, all but the gradient written
+SMALL = 0.02  # of a block's time, to compute one of its small modules again
 SUM_BYTES = 10  # of a parameter in each micro batch: its gradient is added in fp32
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """What all layouts of a model share. choices: a token's experts. vocabulary: padded."""
+    """What all layouts of a model share.
+
+    choices: a token's experts. vocabulary: padded. blocks, after: FLOPs, see `block_flops`.
+    """
 
     size: ModelSize
     flops: ModelFlops
     choices: float
     vocabulary: int
+    blocks: tuple[float, ...]
+    after: float
 
     @classmethod
     def of(cls, config: RunConfig) -> "Sizes":
@@ -55,7 +66,9 @@ class Sizes:
             raise UserError("model.vocab_size: not set; --search needs it")
         padded = padded_vocab_size(words, config.model.vocab_multiple)
         choices = mean_choices(config) if moe_layer_numbers(config) else 0.0
-        return cls(model_size(config, words), model_flops(config, words), choices, padded)
+        blocks, after = block_flops(config, words)
+        flops = model_flops(config, words)
+        return cls(model_size(config, words), flops, choices, padded, tuple(blocks), after)
 
 
 @dataclass(frozen=True)
@@ -70,17 +83,20 @@ def estimate(
     config: RunConfig, plan: ParallelPlan, sizes: Sizes, gpu: Gpu, gpus_per_node: int, load: float
 ) -> Estimate:
     """Return the estimated time and memory of a legal layout; load: as of `simulate_step`."""
-    layout = plan.layout
+    layout, parallel = plan.layout, config.parallel
     schedule = BatchSchedule.from_config(config.train, layout.data)
-    dense, experts = sizes.size.on_rank(layout.tensor, layout.expert_ranks)
+    micro_batches = schedule.final // schedule.unit
+    share, slowest = _largest_stage(sizes.blocks, sizes.after, layout.pipeline, parallel.pipeline_chunks)
+    size = _scaled(sizes.size, share)
+    dense, experts = size.on_rank(layout.tensor, layout.expert_ranks)
     memory = gpu.memory * ASSUMED.bytes
-    each = _micro_batch(config, layout, sizes, gpu, gpus_per_node, load)
+    each = slowest * _micro_batch(config, layout, sizes, gpu, gpus_per_node, load)
     each += SUM_BYTES * (dense + experts) / memory
     once = 0.0
-    shares = (dense, layout.data, layout.tensor), (experts, layout.expert_copies, layout.expert_ranks)
+    shares = (dense, layout.replicas, layout.tensor), (experts, layout.expert_copies, layout.expert_ranks)
     for parameters, copies, stride in shares:
-        share = parameters * (copies - 1) / copies
-        ring = share / _bandwidth(copies, stride, gpu, gpus_per_node, ring=True)
+        part = parameters * (copies - 1) / copies
+        ring = part / _bandwidth(copies, stride, gpu, gpus_per_node, ring=True)
         once += UPDATE_BYTES * parameters / (copies if plan.stage else 1) / memory
         if plan.stage == 3:  # gathered in both passes, and once more where a block is computed again
             each += ring * (2 * (3 if "block" in recomputed_modules(config.model) else 2) + 2)
@@ -89,21 +105,52 @@ def estimate(
             once += ring * 2
         else:  # reduced once in fp32; not scattered with tensor parallelism, nor at ZeRO 0
             once += ring * (6 if plan.stage and layout.tensor == 1 else 10)
-    held = states_of(config, plan, sizes.size).total + _activations(config, layout, sizes)
-    return Estimate(schedule.final // schedule.unit * each + once, held)
+    idle = (layout.pipeline - 1) / parallel.pipeline_chunks  # micro batches
+    alive = _alive(layout.pipeline, parallel.pipeline_chunks, min(micro_batches, 8 * layout.pipeline))
+    held = states_of(config, plan, size).total + _activations(config, layout, sizes, share, alive)
+    return Estimate((micro_batches + idle) * each + once, held)
+
+
+@cache
+def _largest_stage(blocks: tuple[float, ...], after: float, stages: int, chunks: int) -> tuple[float, float]:
+    """Return the shares of the blocks of the largest stage, and of the FLOPs of the slowest one."""
+    if stages == 1:
+        return 1.0, 1.0
+    counts = blocks_of_parts(list(blocks), after, stages, chunks)
+    ends = list(accumulate(counts, initial=0))
+    loads = [sum(blocks[start:end]) for start, end in pairwise(ends)]
+    loads[-1] += after
+    most = max(sum(counts[stage::stages]) for stage in range(stages))
+    return most / len(blocks), max(sum(loads[stage::stages]) for stage in range(stages)) / sum(loads)
+
+
+def _scaled(size: ModelSize, share: float) -> ModelSize:
+    return size if share == 1 else ModelSize(*(round(share * number) for number in astuple(size)))
+
+
+@cache
+def _alive(stages: int, chunks: int, micro_batches: int) -> float:
+    """Return the micro batches whose activations the first stage holds."""
+    if stages == 1:
+        return 1.0
+    whole = micro_batches - micro_batches % stages or micro_batches
+    return alive_passes(training_order(0, stages, chunks, whole)) / chunks
 
 
 def _micro_batch(
     config: RunConfig, layout: Layout, sizes: Sizes, gpu: Gpu, gpus_per_node: int, load: float
 ) -> float:
-    """Return seconds of both passes, with what is computed again."""
-    model, own = config.model, config.train.micro_batch_size * config.data.sequence_length / layout.tensor
+    """Return seconds of both passes of all blocks, with what is computed again."""
+    model, tokens = config.model, config.train.micro_batch_size * config.data.sequence_length
+    own = tokens / layout.batch_ranks
     blocks, layers = num_blocks(config), len(moe_layer_numbers(config))
     modules = recomputed_modules(model)
-    whole, again = "block" in modules, (4 if modules & {"block", "moe_layer", "moe"} else 3) / 3
-    rest = 4 / 3 if whole else 1.0
-    tokens = own * layout.tensor
-    here = own if config.parallel.sequence else tokens
+    again = (4 if modules & {"block", "moe_layer", "moe"} else 3) / 3
+    resent = (4 if modules & {"block", "moe_layer"} else 3) / 3
+    rest = (
+        4 / 3 if "block" in modules else 1.0 + SMALL * len(modules & {"norms", "latent_up", "shared_experts"})
+    )
+    here = own if config.parallel.sequence else own * layout.tensor
     seconds = own * sizes.flops.token * rest / (gpu.bf16 * ASSUMED.matmul)
     seconds += (
         own * sizes.choices * layers * load * sizes.flops.pair * again / (gpu.bf16 * ASSUMED.grouped_matmul)
@@ -133,7 +180,12 @@ def _micro_batch(
         rows = traffic.rows / _bandwidth(layout.expert, layout.expert_tensor, gpu, gpus_per_node, ring=False)
         slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
         beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
-        seconds += again * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)
+        seconds += resent * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)
+    if layout.context > 1:
+        heads = {"query_size": query_size(model), "key_size": key_size(model)}
+        exchanged = context_traffic(layout, tokens=tokens, width=2, **heads)
+        links = _bandwidth(layout.context, layout.tensor, gpu, gpus_per_node, ring=False)
+        seconds += rest * blocks * (exchanged / links + 8 * ASSUMED.collective_s)
     return seconds
 
 
@@ -153,17 +205,20 @@ def _heads(config: RunConfig) -> float:
 
 def _of_moe(config: RunConfig, choices: float) -> float:
     """Return the numbers of one token that an MoE layer keeps: its rows beside the experts, and inside."""
-    size = expert_ffn_size(config)
-    inside = (up_width(size, expert_activation(config)) + size) / size
+    size, inside = expert_ffn_size(config), _inside(config)
     shared = inside * shared_ffn_size(config.moe, size)
     slices = config.parallel.expert_tensor  # each of them gets all rows
     rows = 2 + (slices if slices > 1 else 0)
     return choices * (rows * config.model.hidden_size + inside * size) + shared
 
 
-def _activations(config: RunConfig, layout: Layout, sizes: Sizes) -> float:
-    """Return bytes of activations at the end of the forward pass, in bf16."""
-    model, own = config.model, config.train.micro_batch_size * config.data.sequence_length / layout.tensor
+def _activations(config: RunConfig, layout: Layout, sizes: Sizes, share: float, alive: float) -> float:
+    """Return bytes of activations at the end of a forward pass, in bf16.
+
+    share: of the blocks, that a stage has. alive: the micro batches that it holds.
+    """
+    model = config.model
+    own = config.train.micro_batch_size * config.data.sequence_length / layout.batch_ranks
     here = own if config.parallel.sequence else own * layout.tensor
     blocks, layers = num_blocks(config), len(moe_layer_numbers(config))
     dense = up_width(ffn_size(model), model.activation) + ffn_size(model)
@@ -174,8 +229,28 @@ def _activations(config: RunConfig, layout: Layout, sizes: Sizes) -> float:
     largest = of_block + (of_moe if layers else own * dense)
     modules = recomputed_modules(model)
     if "block" in modules:
-        held = blocks * row + largest
-    else:
-        held = blocks * of_block + no_moe * own * dense
-        held += of_moe if modules & {"moe", "moe_layer"} else layers * of_moe
-    return 2 * held + 4 * own * sizes.vocabulary
+        return 2 * (share * alive * blocks * row + largest) + _logits(layout, own, sizes)
+    kept = of_block - (2 * row if "norms" in modules else 0)
+    kept -= own * _heads(config) if "latent_up" in modules else 0
+    held = share * alive * (blocks * kept + no_moe * own * dense)
+    if "moe_layer" in modules:
+        return 2 * (held + of_moe) + _logits(layout, own, sizes)
+    inside = own * _inside(config)
+    of_layer = of_moe
+    if "shared_experts" in modules:
+        of_layer -= inside * shared_ffn_size(config.moe, expert_ffn_size(config))
+    if "moe" in modules:
+        of_layer -= inside * sizes.choices * expert_ffn_size(config)
+        held += inside * sizes.choices * expert_ffn_size(config)
+    return 2 * (held + share * alive * layers * of_layer) + _logits(layout, own, sizes)
+
+
+def _logits(layout: Layout, own: float, sizes: Sizes) -> float:
+    """Return bytes of the loss. The last of several stages has room for it: it holds one micro batch only."""
+    return 4 * own * sizes.vocabulary if layout.pipeline == 1 else 0.0
+
+
+def _inside(config: RunConfig) -> float:
+    """Return the numbers that an expert's FFN keeps for each of its inner size."""
+    size = expert_ffn_size(config)
+    return (up_width(size, expert_activation(config)) + size) / size

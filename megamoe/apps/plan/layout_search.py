@@ -14,8 +14,10 @@ from megamoe.apps.plan.stand_ins import without_data
 from megamoe.compat.fake_cuda import fake_torch_cuda
 from megamoe.config import RunConfig
 from megamoe.config.shapes import moe_layer_numbers
-from megamoe.errors import UserError
+from megamoe.errors import Problem, UserError
+from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, read_deepspeed_config, resolve_precision
+from megamoe.validation.pipeline import pipeline_problems
 from megamoe.validation.run import section_problems
 
 ZERO_FILES = {
@@ -23,9 +25,11 @@ ZERO_FILES = {
     "fp16": ("zero1_fp16", "zero2_fp16", "zero3_fp16"),
     "fp32": ("zero1_fp32", "zero2_fp32", "zero3_fp32"),
 }
-RECOMPUTE = ("none", "selective", "full")  # each needs less memory than the one before
 SLICES = (1, 2, 4, 8)  # of an expert, and micro batches
 SIMULATED = 8  # layouts, unless the user says how many
+CHUNKS = (1, 2, 4, 8)  # of a pipeline stage
+CONTEXT = (1, 2, 4)  # parts of a sequence
+MOST_STAGES = 32
 NEAR = 1.3  # times the usable memory: larger estimates are not simulated
 
 
@@ -39,14 +43,21 @@ class Candidate:
     @property
     def overrides(self) -> list[str]:
         """What to add to the command line of training."""
-        parallel = self.config.parallel
+        parallel, recompute = self.config.parallel, self.config.model.recompute
+        stages = [f"parallel.pipeline={parallel.pipeline}"]
+        if parallel.pipeline_chunks > 1:
+            stages.append(f"parallel.pipeline_chunks={parallel.pipeline_chunks}")
+        if parallel.context > 1:
+            stages.append(f"parallel.context={parallel.context}")
+        shown = recompute if isinstance(recompute, str) else f"[{','.join(recompute)}]"
         return [
+            *(stages if parallel.pipeline * parallel.context > 1 else []),
             f"parallel.tensor={parallel.tensor}",
             f"parallel.sequence={str(parallel.sequence).lower()}",
             f"parallel.expert={parallel.expert}",
             f"parallel.expert_tensor={parallel.expert_tensor}",
             f"parallel.deepspeed={parallel.deepspeed}",
-            f"model.recompute={self.config.model.recompute}",
+            f"model.recompute={shown}",
             f"train.micro_batch_size={self.config.train.micro_batch_size}",
         ]
 
@@ -54,7 +65,8 @@ class Candidate:
         """Whether it has another's layout, no smaller micro batch, and no more recomputation."""
         same = self.config.parallel == other.config.parallel
         smaller = other.config.train.micro_batch_size <= self.config.train.micro_batch_size
-        mine, its = (RECOMPUTE.index(each.config.model.recompute) for each in (self, other))
+        order = recomputations(self.config)
+        mine, its = (order.index(each.config.model.recompute) for each in (self, other))  # type: ignore[arg-type]
         return same and smaller and its >= mine
 
 
@@ -129,25 +141,53 @@ def variants(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
     chosen = [own, *(each for each in there if each != own)]
     tensors = _divisors(cluster.gpus_per_node)
     experts = _divisors(config.moe.num_experts) if moe else [1]
+    models = [replace(model, recompute=each) for each in recomputations(config)]  # type: ignore[arg-type]
+    trains = [replace(train, micro_batch_size=micro) for micro in SLICES]
     for tensor, expert, cut in product(tensors, experts, SLICES if moe else [1]):
-        if expert * cut > cluster.ranks:
-            continue
-        for file, sequence in product(chosen, [False, True] if tensor > 1 else [False]):
-            parallel = replace(
-                config.parallel,
-                tensor=tensor,
-                sequence=sequence,
-                expert=expert,
-                expert_tensor=cut,
-                deepspeed=file,
-            )
-            for recompute, micro in product(RECOMPUTE if moe else ["none", "full"], SLICES):
-                yield replace(
-                    config,
-                    parallel=parallel,
-                    model=replace(model, recompute=recompute),  # type: ignore[arg-type]
-                    train=replace(train, micro_batch_size=micro),
+        for stages, chunks, context in _stagings(config, cluster):
+            staged = stages * context > 1
+            if expert * cut > cluster.ranks // stages or tensor * context > cluster.gpus_per_node:
+                continue
+            if staged and cut > 2:
+                continue  # more slices of an expert send all rows several times
+            sequences = [tensor > 1] if staged else [False, True] if tensor > 1 else [False]
+            for file, sequence in product([chosen[0]] if staged else chosen, sequences):
+                parallel = replace(
+                    config.parallel,
+                    pipeline=stages,
+                    pipeline_chunks=chunks,
+                    blocks_per_stage=None,
+                    context=context,
+                    tensor=tensor,
+                    sequence=sequence,
+                    expert=expert,
+                    expert_tensor=cut,
+                    deepspeed=file,
                 )
+                for of_model, of_train in product(models, trains[:1] if context > 1 else trains):
+                    yield replace(config, parallel=parallel, model=of_model, train=of_train)
+
+
+def recomputations(config: RunConfig) -> list[str | list[str]]:
+    """Return what is tried for `model.recompute`; each needs less memory than the one before."""
+    moe, model = bool(moe_layer_numbers(config)), config.model
+    few = ["norms", *(["latent_up"] if model.latent is not None else [])]
+    if moe and config.moe.num_shared_experts:
+        few.append("shared_experts")
+    with_experts: list[str | list[str]] = [[*few, "moe"], "selective"] if moe else []
+    return ["none", few, *with_experts, "full"]
+
+
+def _stagings(config: RunConfig, cluster: Cluster) -> Iterator[tuple[int, int, int]]:
+    """Yield (stages, chunks, parts of a sequence); a decoder alone has more than one of them."""
+    yield 1, 1, 1
+    if config.model.architecture != "decoder":
+        return
+    for stages, chunks, context in product(_divisors(cluster.ranks), CHUNKS, CONTEXT):
+        is_staged = stages > 1 or chunks == 1
+        fits = stages <= MOST_STAGES and stages * chunks <= config.model.num_layers
+        if stages * context > 1 and is_staged and fits:
+            yield stages, chunks, context
 
 
 def legal_ones(configs: list[RunConfig], ranks: int) -> list[RunConfig]:
@@ -158,14 +198,21 @@ def legal_ones(configs: list[RunConfig], ranks: int) -> list[RunConfig]:
         for config in configs:
             parallel = config.parallel
             sizes = parallel.tensor, parallel.sequence, parallel.expert, parallel.expert_tensor
-            key = *sizes, config.train.micro_batch_size
+            staging = parallel.pipeline, parallel.pipeline_chunks, parallel.context
+            key = *sizes, *staging, config.train.micro_batch_size
             if key not in verdicts:
-                verdicts[key] = not any(
-                    section_problems(config, ranks, _parallel_plan(config, ranks).precision)
-                )
+                verdicts[key] = not any(_problems(config, ranks))
             if verdicts[key]:
                 found.append(config)
     return found
+
+
+def _problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
+    plan = _parallel_plan(config, ranks)
+    sections = list(section_problems(config, ranks, plan.precision))
+    yield from sections
+    if not sections and plan.layout.pipeline * plan.layout.context > 1:
+        yield from pipeline_problems(config, plan, BatchSchedule.from_config(config.train, plan.layout.data))
 
 
 def ordered(candidates: list[Candidate], usable: float) -> list[Candidate]:

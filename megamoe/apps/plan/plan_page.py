@@ -116,8 +116,9 @@ def _differences(plan: Plan) -> list[str]:
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:
     """Return a dictionary for each pipeline stage; none without stages.
 
-    blocks: their numbers from 1, by chunk. alive: micro batches whose activations it holds at most. bytes: its
-    peak. forward, backward: seconds of one micro batch. busy: the share of the passes' time that it computes.
+    blocks: their numbers from 1, by chunk. alive: micro batches whose activations it holds at most. bytes:
+    its peak. forward, backward: seconds of one micro batch. busy: the share of the passes' time that it
+    computes.
     """
     if plan.pipeline is None:
         return []
@@ -144,8 +145,8 @@ def _stages(plan: Plan) -> list[str]:
     order = f"interleaved 1F1B with {chunks} chunks" if chunks > 1 else "1F1B"
     heads = ("M parameters", "alive", "peak GB", "forward ms", "backward ms", "busy")
     lines = [
-        f"pipeline stages, {order}: idle {pipeline.timeline.idle:.1%} of the passes' time; a send to the next "
-        f"stage takes {pipeline.send_seconds * 1e3:.2f} ms, what follows the passes "
+        f"pipeline stages, {order}: idle {pipeline.timeline.idle:.1%} of the passes' time; a send to the "
+        f"next stage takes {pipeline.send_seconds * 1e3:.2f} ms, what follows the passes "
         f"{pipeline.once * 1e3:,.1f} ms",
         f"  {'stage':>5}  {'blocks':24}" + "".join(f"{head:>14}" for head in heads),
     ]
@@ -300,8 +301,8 @@ def _assumptions(plan: Plan) -> list[str]:
         )
     if plan.pipeline is not None:
         lines.append(
-            "  stages: what is sent runs beside the passes; blocks of a stage are alike; stages of the same kinds "
-            "of blocks are simulated once, with two micro batches under way at most"
+            "  stages: what is sent runs beside the passes; blocks of a stage are alike; stages of the same "
+            "kinds of blocks are simulated once, with two micro batches under way at most"
         )
     lines.append("  all ranks are as fast as the first, which is planned")
     lines.append(f"  {RESERVED:.0%} of the memory are for CUDA's context, NCCL and fragmentation")

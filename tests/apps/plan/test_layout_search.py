@@ -55,8 +55,11 @@ def test_layouts_are_legal_by_the_rules_of_training() -> None:
     assert any(each.parallel.sequence for each in legal)
     assert len({each.parallel.deepspeed for each in legal}) == 4
     # A global batch of 16 is no multiple of 8 sequences on each of 4 ranks.
-    alone = [each for each in legal if each.parallel.tensor == 1]
+    alone = [
+        each for each in legal if each.parallel == replace(each.parallel, pipeline=1, context=1, tensor=1)
+    ]
     assert max(each.train.micro_batch_size for each in alone) == 4
+    assert {(each.parallel.pipeline, each.parallel.context) for each in legal} >= {(2, 1), (1, 2)}
     # A dense model has nothing to cut into experts.
     dense = load_config(None, [*MODEL, "moe.layers.every=null"])
     assert {each.parallel.expert * each.parallel.expert_tensor for each in variants(dense, CLUSTER)} == {1}
@@ -77,7 +80,10 @@ def test_what_needs_as_much_memory_is_known() -> None:
     base = next(each for each in found if each.config == replace(config, parallel=each.config.parallel))
     same = [each for each in found if each.config.parallel == base.config.parallel]
     more = {
-        (it.config.model.recompute, it.config.train.micro_batch_size) for it in same if it.needs_as_much(base)
+        (str(it.config.model.recompute), it.config.train.micro_batch_size)
+        for it in same
+        if it.needs_as_much(base)
     }
-    assert more == {(kind, micro) for kind in ("none", "selective") for micro in (2, 4, 8)}
+    kinds = ("none", "['norms']", "['norms', 'moe']", "selective")
+    assert more == {(kind, micro) for kind in kinds for micro in (2, 4, 8)}
     assert not any(it.needs_as_much(base) for it in found if it not in same)

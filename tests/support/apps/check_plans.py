@@ -23,7 +23,7 @@ def plan_of_example(path: Path) -> str:
     """Plan it on as many GPUs as share its experts; return why it cannot be, or nothing."""
     config = load_config(path, [] if "recipes" in path.parts else UNREAD)
     config.model.vocab_size = config.model.vocab_size or WORDS
-    ranks = max(config.parallel.expert, config.parallel.tensor)
+    ranks = config.parallel.pipeline * max(config.parallel.expert, config.parallel.tensor)
     here = min(ranks, NODE)
     try:
         plan = make_plan(config, Cluster(ranks // here, here, GPUS["h200"]))
