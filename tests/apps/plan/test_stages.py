@@ -14,7 +14,7 @@ FORWARD, BACKWARD = 1.0, 2.0  # seconds of a block
 
 
 def stage_figures(config: RunConfig, stage: int, words_s: float = 0.0) -> Figures:
-    """Figures as a simulation of three micro batches has them, of which a stage holds two and the last one."""
+    """Figures of three simulated micro batches, of which a stage holds two, and the last stage one."""
     counts = config.parallel.blocks_per_stage
     assert counts is not None
     blocks, is_last = counts[stage], stage == len(counts) - 1
