@@ -1,6 +1,4 @@
-"""The files of a checkpoint: names, safe reading and writing, and a SHA-256 of each for `sha256sum
---check`.
-"""
+"""The files of a checkpoint: names, safe reading and writing, a SHA-256 of each for `sha256sum --check`."""
 
 import hashlib
 import json
