@@ -10,7 +10,6 @@ import contextlib
 import copy
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,11 +27,11 @@ from megamoe.data.batches import warn
 from megamoe.data.ranks import first_ranks, raise_any_error, rank
 from megamoe.data.verify import ScanCache, scan
 from megamoe.errors import UserError
+from megamoe.io import TEMPORARY, read_plain, replace_file, replacing
 
 VERSION = 1  # version of the entries' format; it is part of the key
 VERSIONS = {"entry": VERSION, "megatron_core": version("megatron-core")}
 MOST_BYTES_OF_RECORD = 1 << 24
-PARTIAL = ".partial"
 
 Arrays = Sequence[np.ndarray]
 
@@ -78,8 +77,7 @@ class IndexCache:
 
     def _problem(self, record: Path, key: str, paths: dict[str, Path]) -> str | None:
         try:
-            with open(record, "rb") as file:
-                content = json.loads(file.read(MOST_BYTES_OF_RECORD))
+            content = json.loads(read_plain(record, MOST_BYTES_OF_RECORD))
             files = {name: (int(facts["size"]), facts["sha256"]) for name, facts in content["files"].items()}
             found_key = content["key"]
         except FileNotFoundError:
@@ -104,14 +102,10 @@ class IndexCache:
         record.unlink(missing_ok=True)
         files = {}
         for (name, path), array in zip(paths.items(), arrays, strict=True):
-            partial = path.with_name(path.name + PARTIAL)
-            with open(partial, "wb") as file:
+            with replacing(path) as file:
                 np.save(file, array, allow_pickle=False)
-            files[name] = {"size": partial.stat().st_size, **scan(partial)}
-            os.replace(partial, path)
-        partial = record.with_name(record.name + PARTIAL)
-        partial.write_text(json.dumps({"key": key, "files": files}, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, record)
+            files[name] = {"size": path.stat().st_size, **scan(path)}
+        replace_file(record, json.dumps({"key": key, "files": files}, indent=2).encode() + b"\n")
 
 
 @dataclass
@@ -198,6 +192,6 @@ def _locked(folder: Path) -> Iterator[None]:
     """Make and lock the folder for this process, and remove incomplete files of killed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        for path in folder.glob(f"*{PARTIAL}"):
+        for path in folder.glob(f".*{TEMPORARY}"):
             path.unlink(missing_ok=True)
         yield
