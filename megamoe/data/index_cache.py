@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-from megamoe.compat.megatron_datasets import BarrierFreeBuilder, IndexedBlend, IndexedGPTDataset
+from megamoe.compat.megatron_datasets import BarrierFreeBuilder, CachedGPTDataset
 from megamoe.data.batches import warn
 from megamoe.data.ranks import first_ranks, raise_any_error, rank
 from megamoe.data.verify import ScanCache, scan
@@ -115,43 +114,10 @@ class CachedConfig(GPTDatasetConfig):
     index_cache: IndexCache | None = None
 
 
-class CachedGPTDataset(IndexedGPTDataset):
-    """Megatron-Core's dataset of one source and split, its indices from the cache."""
-
-    def make_index(self) -> Any:
-        return self.config.index_cache.arrays(
-            f"{self.unique_description_hash}-GPTDataset-{self.index_split.name}",
-            self.unique_description,
-            ("document_index", "sample_index", "shuffle_index"),
-            self.computed_index,
-        )
-
-
-class CachedBlend(IndexedBlend):
-    """Megatron-Core's blend of several sources, its indices from the cache."""
-
-    def make_index(self) -> Any:
-        return self.config.index_cache.arrays(
-            f"{self.unique_description_hash}-BlendedDataset-{self.split.name}",
-            self.unique_description,
-            ("dataset_index", "dataset_sample_index"),
-            self.computed_index,
-        )
-
-
-class _Builder(BarrierFreeBuilder):
-    """Builds datasets so that an error on one rank reaches the others."""
-
-    @staticmethod
-    def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
-        return (CachedBlend if cls is BlendedDataset else cls)(*args)
-
-
 def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[Any]:
-    """Return a dataset per split, or None for an empty split. Rank 0 builds the indices, the others read
-    them.
+    """Return a dataset per split, or None for an empty split. With torch.distributed every rank must call it.
 
-    With torch.distributed initialised every rank must call it.
+    Rank 0 builds the indices, the others read them.
 
     Raises:
         UserError: on every rank: for a folder that rank 0 cannot write, or that another rank does not see.
@@ -184,7 +150,7 @@ def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[A
 def _build(config: CachedConfig, sizes: list[int], cache: IndexCache) -> list[Any]:
     config = copy.copy(config)
     config.index_cache = cache
-    return list(_Builder(CachedGPTDataset, sizes, lambda: True, config).build())
+    return list(BarrierFreeBuilder(CachedGPTDataset, sizes, lambda: True, config).build())
 
 
 @contextlib.contextmanager
