@@ -25,7 +25,6 @@ class FakeRun:
         self.inits: list[dict[str, Any]] = []
         self.logged: list[dict[str, Any]] = []
         self.counters: list[int] = []
-        self.alerts: list[tuple[str, str]] = []
 
     def init(self, **arguments: Any) -> "FakeRun":
         self.inits.append(arguments)
@@ -38,9 +37,6 @@ class FakeRun:
         assert commit, "a row with a step is otherwise sent with the next one"
         self.logged.append(metrics)
         self.counters.append(step)
-
-    def alert(self, title: str, text: str) -> None:
-        self.alerts.append((title, text))
 
     def finish(self) -> None:
         pass
@@ -98,13 +94,6 @@ def test_a_load_becomes_summaries_a_histogram_and_a_picture(tmp_path: Path, run:
     assert isinstance(picture, wandb.Image)
     assert (logged["step"], logged["train/lr"], logged["load/max"]) == (100, 0.1, 2.0)
     assert run.inits[0]["config"] == {"seed": 7}
-
-
-def test_alerts_reach_wandb(tmp_path: Path, run: FakeRun) -> None:
-    recorder = open_recorder(tmp_path)
-    for step, loss in enumerate((3.0, float("nan"), float("nan")), start=1):
-        recorder.log({"step": step, "train/lm_loss": loss})
-    assert run.alerts == [("divergence", "step 2: train/lm_loss is nan, the lowest so far was 3")]
 
 
 def test_a_resumed_run_continues_the_same_wandb_run(
