@@ -6,8 +6,12 @@ A pipe would block the reader, and a device such as /dev/zero never ends.
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
+
+TEMPORARY = ".tmp"  # the end of the name of a file that is not in place yet
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -42,20 +46,42 @@ def read_plain(path: Path, largest: int) -> bytes:
     return content
 
 
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file and put it in place in one move: a reader meets the old content or the new.
+@contextmanager
+def replacing(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
+    """Yield a new file, and put it in place in one move: a reader meets the old content or the new.
+
+    synced: flush it to the disk before.
 
     Raises:
         OSError: naming the file, if it cannot be written; the old file stays.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{TEMPORARY}")
     try:
-        temporary.write_bytes(content)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            if synced:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except OSError as error:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def replace_file(path: Path, content: bytes, synced: bool = False) -> None:
+    """Write a whole file by `replacing`."""
+    with replacing(path, synced) as file:
+        file.write(content)
+
+
+def sync(path: Path) -> None:
+    """Flush a file, or the entries of a folder, to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def reason(error: Exception) -> str:

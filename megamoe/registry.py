@@ -100,9 +100,7 @@ def label(kind: str) -> str:
 
 
 def is_name(name: object) -> bool:
-    """Whether the text can name a part, a preset or a loss: lower-case letters, digits and _, a letter
-    first.
-    """
+    """Whether the text can name a part, preset or loss: lower-case letters, digits and _, a letter first."""
     return isinstance(name, str) and re.fullmatch("[a-z][a-z0-9_]*", name) is not None
 
 
@@ -169,9 +167,7 @@ def _expect(value: Any, key: str, *types: type) -> None:
 
 
 def get_preset(name: str) -> Preset:
-    """Return the preset registered as `name`; raise UserError with the nearest known name if there is
-    none.
-    """
+    """Return the preset registered as `name`; if there is none, raise UserError with the nearest name."""
     discover()
     if name not in _presets:
         raise UserError(unknown_name_message("preset", name, list(_presets)))
@@ -189,9 +185,7 @@ def _full_name(part: type) -> str:
 
 
 def get_part(kind: str, name: str) -> Any:
-    """Return the class registered as `name`; raise UserError with the nearest known name if there is
-    none.
-    """
+    """Return the class registered as `name`; if there is none, raise UserError with the nearest name."""
     discover()
     known = _parts[kind]
     if name not in known:

@@ -50,10 +50,7 @@ BAD_YAML = {
     "a name that leads out": ("name: ../x", "name: expected the name of a folder inside output"),
     "no name": ("name: ''", "name: expected the name of a folder inside output"),
     "an output too long": (f"output: {'b/' * 3000}", "output: expected a path of at most 3,800 bytes"),
-    "a dataset without a name": (
-        "data: {sources: [/]}",
-        "data.sources.0.path: expected the path",
-    ),
+    "a dataset without a name": ("data: {sources: [/]}", "data.sources.0.path: expected the path"),
     "a plugin with a long name": (f"plugins: [{'a' * 5000}.py]", "plugins: no file 'aaa"),
 }
 

@@ -156,12 +156,6 @@ def test_weights_in_one_file(tool: Tool, step: Path, tmp_path: Path) -> None:
 
 MISTAKES = [
     (["convert", "STEP", "OUT"], "add --consolidated"),
-    (
-        ["convert", "STEP", "OUT", "--ranks", "2"],
-        "convert --ranks: no such conversion any more",
-    ),
-    (["convert", "STEP", "OUT", "--consolidated", "--zero-stage", "0"], "loads at any layout as it"),
-    (["convert", "STEP", "OUT", "--expert-tensor", "2"], "convert --expert-tensor: no such conversion"),
     (["convert", "STEP", "STEP", "--consolidated"], "exists"),
     (["convert", "RUN", "OUT", "--consolidated"], "a run's folder; name one of its checkpoints"),
     (["inspect", "OUT"], "no checkpoint and no run's folder"),

@@ -10,11 +10,9 @@ from megamoe.config import load_config
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.size import model_size
-from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.train import resolved
 from megamoe.train.command import main
 from megamoe.validation import memory
-from megamoe.validation.run import validate
 
 ROOT = Path(__file__).parents[1]
 NO_RUNS = ("wandb", "tasks", "shared", "lm_eval")  # folders of other YAML files
@@ -22,20 +20,10 @@ EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.p
 DEMO_VOCABULARY = 4096
 
 
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_example_can_run(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On as many ranks as share its experts."""
-    monkeypatch.chdir(ROOT)
-    without_data(monkeypatch)
-    config = load_config(path)
-    ranks = config.parallel.expert * config.parallel.pipeline
-    assert not list(validate(config, ranks, resolve_parallel(config, ranks)))
-
-
 def test_every_example_passes_the_check(
     restored_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With data that is taken to be there, on a machine of any size."""
+    """With data that is taken to be there, on as many ranks as the layout needs, on a machine of any size."""
     monkeypatch.chdir(ROOT)
     without_data(monkeypatch)
     made = SimpleNamespace(samples_per_epoch=lambda: 10**9)

@@ -42,11 +42,7 @@ def test_counts_beside_the_published_ones(tmp_path: Path, capsys: pytest.Capture
     ],
 )
 def test_mistakes_of_counting(
-    tmp_path: Path,
-    refused: Callable[..., str],
-    published: str,
-    arguments: tuple[object, ...],
-    message: str,
+    tmp_path: Path, refused: Callable[..., str], published: str, arguments: tuple[object, ...], message: str
 ) -> None:
     (tmp_path / "one.yaml").write_text("name: one")
     (tmp_path / "published.json").write_text(published)
@@ -111,11 +107,7 @@ def test_the_table_of_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ],
 )
 def test_mistakes_of_the_table(
-    tmp_path: Path,
-    refused: Callable[..., str],
-    content: str | None,
-    options: tuple[str, ...],
-    message: str,
+    tmp_path: Path, refused: Callable[..., str], content: str | None, options: tuple[str, ...], message: str
 ) -> None:
     path = results(tmp_path / "one", {"en": [0.5], "de": [0.5]}, 0.4)
     if content is not None:

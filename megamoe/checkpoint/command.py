@@ -20,8 +20,6 @@ from megamoe.checkpoint.tools.stream import DTYPES, consolidate
 from megamoe.errors import UserError
 
 DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
-# Options of `convert` in earlier versions, which wrote a checkpoint's shards anew for another layout.
-REMOVED = ("ranks", "tensor", "expert", "expert-tensor", "zero-stage")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -70,8 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("--consolidated", action="store_true", help="DST/model.safetensors and model.json")
     verb.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: as saved)")
     verb.add_argument("--optimizer", action="store_true", help="also Adam's state, optimizer.safetensors")
-    for option in REMOVED:
-        verb.add_argument(f"--{option}", help=argparse.SUPPRESS)
     verb.set_defaults(run=_convert)
 
     verb = verbs.add_parser("prune", help="delete old checkpoints of a run")
@@ -119,12 +115,6 @@ def _verify(options: argparse.Namespace) -> int:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    for option in REMOVED:
-        if getattr(options, option.replace("-", "_")) is not None:
-            raise UserError(
-                f"convert --{option}: no such conversion any more; a checkpoint loads at any layout as it "
-                f"is, with checkpoint.resume={options.source}"
-            )
     if not options.consolidated:
         raise UserError("convert: add --consolidated, the only form that convert writes")
     if find_checkpoints(options.source)[1]:

@@ -57,13 +57,7 @@ class InitialWeights:
     """
 
     def __init__(
-        self,
-        init: InitConfig,
-        is_moe: bool,
-        layout: Layout,
-        rank: int,
-        new_head: bool = False,
-        seed: int = 0,
+        self, init: InitConfig, is_moe: bool, layout: Layout, rank: int, new_head: bool = False, seed: int = 0
     ) -> None:
         path = Path(str(init.path))
         read_meta(path, KEY)  # has the clearer message for a path that is no checkpoint

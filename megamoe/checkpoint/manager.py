@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.chunks import LocalChunk
-from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sync, write_text
+from megamoe.checkpoint.format.files import FORMAT, INDEX, META
 from megamoe.checkpoint.format.folder import (
     DELETING,
     LATEST,
@@ -34,6 +34,7 @@ from megamoe.checkpoint.planning import Plan, fingerprint, plan_save, shardings
 from megamoe.checkpoint.state import EngineState, load_random
 from megamoe.checkpoint.writer import Save, Staging
 from megamoe.errors import UserError
+from megamoe.io import replace_file, sync
 from megamoe.parallel.consensus import catch_error, first_problem, gather_from_ranks, raise_any_error
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.engine import Engine
@@ -200,7 +201,7 @@ class Checkpoints:
             os.replace(save.final, replaced)
         os.replace(save.folder, save.final)
         sync(self.folder)
-        write_text(self.folder / LATEST, save.final.name)
+        replace_file(self.folder / LATEST, save.final.name.encode(), synced=True)
         sync(self.folder)
         self.damaged.discard(save.final)
         good = [path for path in candidates(self.folder) if path not in self.damaged]

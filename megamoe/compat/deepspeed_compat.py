@@ -1,4 +1,7 @@
-"""DeepSpeed: its start, its process groups, and the engine around an optimiser."""
+"""DeepSpeed: its start, its process groups, and the engine around an optimiser.
+
+Seen with: DeepSpeed 0.19.8, where an entry does not say otherwise.
+"""
 
 import importlib
 import math
@@ -17,7 +20,6 @@ def skip_shared_memory_op() -> None:
     """Let DeepSpeed's CPU backend start without its shared-memory all-reduce.
 
     Reason: the backend compiles it at the first start, and only inference uses it.
-    Seen with: DeepSpeed 0.19.8.
     Without it: a user's first start takes 30 to 60 s longer, and a killed run leaves memory in /dev/shm.
     Canary: test_deepspeed.py::test_shared_memory_op
     """
@@ -33,7 +35,6 @@ def set_expert_groups(name: str, holders: dist.ProcessGroup, copies: dist.Proces
     which it calls expert-parallel. copies: ranks that hold the same experts, by which it averages gradients.
 
     Reason: its own groups lie within one tensor-parallel rank; ours may run over several.
-    Seen with: DeepSpeed 0.19.8.
     Without it: the engine fails with an assertion that the experts' group is not initialized.
     Canary: test_deepspeed.py::test_expert_groups
     """
@@ -45,7 +46,6 @@ def expert_groups(name: str) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
     """Return (holders, copies) of `set_expert_groups`.
 
     Reason: DeepSpeed's getters begin with an underscore.
-    Seen with: DeepSpeed 0.19.8.
     Without it: the groups would need a second registry beside DeepSpeed's.
     Canary: test_deepspeed.py::test_expert_groups
     """
@@ -56,7 +56,6 @@ def forget_groups() -> None:
     """Let DeepSpeed forget every process group and the model-parallel unit that it was given.
 
     Reason: its groups outlive torch.distributed, unless it is ended through deepspeed.comm.
-    Seen with: DeepSpeed 0.19.8.
     Without it: a second run in the same process communicates over groups that were destroyed.
     Canary: test_deepspeed.py::test_groups_are_kept
     """
@@ -70,7 +69,6 @@ def silence_memory_reports() -> None:
     """Let ZeRO 1 in bf16 be built without a report of the memory in use before and after each group.
 
     Reason: the reports are forced, and each collects garbage first.
-    Seen with: DeepSpeed 0.19.8.
     Without it: every start prints two blocks of lines for each parameter group.
     Canary: test_deepspeed.py::test_memory_reports_are_forced
     """
@@ -82,7 +80,6 @@ def read_norm_once() -> None:
 
     Reason: DeepSpeed reads each of them to the host, sends it back, and reads the sum; and the value by which
         it marks a norm that is not finite is copied to the device each time.
-    Seen with: DeepSpeed 0.19.8.
     Without it: the host waits eight times a step, here once.
     Canary: test_deepspeed.py::test_norm_is_read_piece_by_piece
     """
@@ -113,7 +110,6 @@ def skip_gradient_buckets(engine: Any) -> None:
     """At ZeRO 0 on one rank, let the engine leave gradients where they are.
 
     Reason: there is nobody to sum with, but the engine copies all gradients into buckets and back.
-    Seen with: DeepSpeed 0.19.8.
     Without it: two more passes over all gradients in each step.
     Canary: test_deepspeed_zero.py::test_gradient_buckets
     """
@@ -125,7 +121,6 @@ def set_grad_norm(optimizer: Any, norm: float) -> None:
 
     Reason: at ZeRO 0 the engine reads `_global_grad_norm` of the optimiser after each step. (It also calls
         its `get_grads_for_reduction`, if there is one, for what to average instead of parameters' gradients.)
-    Seen with: DeepSpeed 0.19.8.
     Without it: the engine answers the norm of its own clipping, which is None where it is off.
     Canary: test_deepspeed_zero.py::test_what_the_engine_asks_an_optimizer
     """
@@ -136,7 +131,6 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     """Return the torch optimiser within DeepSpeed's, or `optimizer` itself at ZeRO 0.
 
     Reason: ZeRO's wrappers name it `optimizer`, without a public function for all of them.
-    Seen with: DeepSpeed 0.19.8.
     Without it: the learning rate cannot be set, and Adam's moments cannot be saved.
     Canary: test_deepspeed_zero.py::test_wrapped_optimizers
     """
@@ -149,7 +143,6 @@ def without_inner_steps(wrapper: Any) -> Iterator[None]:
     """Inside, a step of ZeRO's optimiser moves no weight, master or moment; all else it does as always.
 
     Reason: DeepSpeed has no way to skip a step that still clears gradients, swaps and updates the loss scale.
-    Seen with: DeepSpeed 0.19.8.
     Without it: a step that the skip policy refuses would be applied.
     Canary: test_deepspeed_zero.py::test_wrapped_optimizers
     """
@@ -212,7 +205,6 @@ def forget_gradients(optimizer: Any) -> None:
     """After a step that DeepSpeed skipped, drop the sums of its gradients.
 
     Reason: at ZeRO 1 and 2 with the optimiser offloaded it keeps sums that are not finite and adds to them.
-    Seen with: DeepSpeed 0.19.8.
     Without it: after one overflow every later step is skipped too.
     Canary: test_deepspeed_zero.py::test_skipped_gradients_are_kept
     """
@@ -223,7 +215,6 @@ def counts_steps_in_int(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether Adam's step count in the optimiser's state is an int and not a tensor.
 
     Reason: DeepSpeed's Adam for the CPU hands it to C++.
-    Seen with: DeepSpeed 0.19.8.
     Without it: the first step after a load fails.
     Canary: test_deepspeed.py::test_cpu_adam_counts_in_int
     """
@@ -235,7 +226,6 @@ class LossScaler:
 
     Reason: DeepSpeed saves a dynamic scale's state in its own checkpoints only, and raises a bare Exception
         where the scale can fall no further.
-    Seen with: DeepSpeed 0.19.8.
     Without it: a resumed run begins with the initial scale and skips steps; the message is a traceback.
     Canary: test_deepspeed.py::test_loss_scaler
     """

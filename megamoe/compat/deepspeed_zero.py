@@ -1,4 +1,7 @@
-"""DeepSpeed's ZeRO: what of a parameter lies where, and the marks by which it knows an expert."""
+"""DeepSpeed's ZeRO: what of a parameter lies where, and the marks by which it knows an expert.
+
+Seen with: DeepSpeed 0.19.8, where an entry does not say otherwise.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +24,6 @@ def mark_expert(parameter: nn.Parameter, group_name: str, copies: dist.ProcessGr
     """Mark a parameter as an expert's: a rank's own, averaged over the group `copies` only.
 
     Reason: DeepSpeed knows experts by these attributes, which its own MoE layers set.
-    Seen with: DeepSpeed 0.19.8.
     Without it: experts that differ between ranks are averaged as if they were the same.
     Canary: test_deepspeed_zero.py::test_marks_of_experts
     """
@@ -44,7 +46,6 @@ def cut(parameters: Sequence[nn.Parameter], filled: dict[str, Any], mpu: Any, kn
 
     Reason: `deepspeed.initialize` cuts a model that is whole on the device. `Init(module=...)` is public, but
         it opens the files of NVMe anew at each call; a parameter that is cut takes others along.
-    Seen with: DeepSpeed 0.19.8.
     Without it: a start at ZeRO 3 needs memory for the whole model, on the host and on the device.
     Canary: test_deepspeed_zero.py::test_parameters_are_cut_one_module_after_the_other
     """
@@ -60,7 +61,6 @@ def silence_output_type_warning() -> None:
 
     Reason: a router's parts return dataclasses (`Pairs`, `Routing`), whose tensors ZeRO 3 does not see. Their
         parameters are gathered all the same: tests/distributed/parity/test_zero3.py shows it.
-    Seen with: DeepSpeed 0.19.8.
     Without it: every run at ZeRO 3 begins with a warning that tells a user of nothing to do.
     Canary: test_deepspeed_zero.py::test_outputs_that_zero3_does_not_know
     """
@@ -72,7 +72,6 @@ def ranks_agree() -> Iterator[None]:
     """Inside, ZeRO 3 does not compare the order of its parameters over the ranks.
 
     Reason: it broadcasts the numbers of the first rank and compares them. Fake tensors hold no numbers.
-    Seen with: DeepSpeed 0.19.8.
     Without it: a simulated step at ZeRO 3 fails, as if the ranks disagreed.
     Canary: test_deepspeed_zero.py::test_ranks_are_compared
     """
@@ -85,7 +84,6 @@ def host_adam_without_kernel() -> Iterator[None]:
     """Inside, DeepSpeed's Adam on the host makes its moments and updates nothing.
 
     Reason: its kernel is compiled at its first use, and reads addresses, which fake tensors do not have.
-    Seen with: DeepSpeed 0.19.8.
     Without it: an offloaded optimizer cannot be simulated.
     Canary: test_deepspeed_zero.py::test_host_adam_without_kernel
     """
@@ -100,7 +98,6 @@ def is_cut(parameter: Tensor) -> bool:
     """Return whether ZeRO 3 has cut the parameter over ranks.
 
     Reason: ZeRO 3 replaces a parameter's data by nothing and keeps this rank's slice in attributes.
-    Seen with: DeepSpeed 0.19.8.
     Without it: checkpoints and projections would find empty parameters.
     Canary: test_deepspeed_zero.py::test_parameters_at_zero3
     """
@@ -111,7 +108,6 @@ def held_tensors(parameter: Any) -> list[Tensor]:
     """Return what this rank holds of a parameter: its data, and at ZeRO 3 this rank's slice.
 
     Reason: `ds_tensor` has no public name.
-    Seen with: DeepSpeed 0.19.8.
     Without it: the memory of slices could not be told from other memory.
     Canary: test_deepspeed_zero.py::test_parameters_at_zero3
     """
@@ -122,7 +118,6 @@ def is_absent(parameter: Tensor) -> bool:
     """Return whether ZeRO 3 has cut the parameter and it is not gathered now.
 
     Reason: GatheredParameters frees at its end what was gathered by somebody else.
-    Seen with: DeepSpeed 0.19.8.
     Without it: a parameter that is in use would be freed, or none would be gathered.
     Canary: test_deepspeed_zero.py::test_parameters_at_zero3
     """
@@ -133,7 +128,6 @@ def whole_shape(parameter: Tensor) -> tuple[int, ...]:
     """Return a parameter's shape, though ZeRO 3 may have emptied it.
 
     Reason: an emptied parameter's own shape is [0].
-    Seen with: DeepSpeed 0.19.8.
     Without it: a checkpoint at ZeRO 3 would hold the wrong shapes.
     Canary: test_deepspeed_zero.py::test_parameters_at_zero3
     """
@@ -146,7 +140,6 @@ def slice_of(parameter: Any) -> tuple[int, int]:
     The last ranks' slices may be short or empty.
 
     Reason: DeepSpeed pads the slices to one size and does not say which elements are real.
-    Seen with: DeepSpeed 0.19.8.
     Without it: a checkpoint at ZeRO 3 would hold padding.
     Canary: test_deepspeed_zero.py::test_parameters_at_zero3
     """
@@ -159,7 +152,6 @@ def slice_values(parameter: Any) -> Tensor:
     """Return the elements of `slice_of`, flat, in the model's precision.
 
     Reason: `ds_tensor` has no public name.
-    Seen with: DeepSpeed 0.19.8.
     Without it: frozen weights could not be saved at ZeRO 3.
     Canary: test_deepspeed_zero.py::test_parameters_at_zero3
     """
@@ -172,7 +164,6 @@ def set_sliced_master(parameter: Any, value: Tensor) -> None:
 
     Reason: DeepSpeed's safe_set_full_fp32_param reads past the value's end where the slices do not fill the
         last rank's.
-    Seen with: DeepSpeed 0.19.8.
     Without it: projecting such a parameter fails on the last rank.
     Canary: test_deepspeed_zero.py::test_the_last_slice_may_be_short
     """
@@ -196,7 +187,6 @@ def ranges_at_zero1(wrapper: Any) -> list[list[FlatRange]]:
 
     Reason: DeepSpeed writes it into its own checkpoints only. ZeRO 1 in bf16 and the others name their lists
         differently.
-    Seen with: DeepSpeed 0.19.8.
     Without it: masters and moments cannot be saved independently of the layout.
     Canary: test_deepspeed_zero.py::test_ranges_at_zero1
     """
@@ -219,7 +209,6 @@ def ranges_at_zero3(wrapper: Any) -> Iterator[tuple[Tensor, list[FlatRange]]]:
     What is kept on disk is in memory until the next sub-group is asked for.
 
     Reason: DeepSpeed writes it into its own checkpoints only.
-    Seen with: DeepSpeed 0.19.8.
     Without it: masters and moments cannot be saved independently of the layout.
     Canary: test_deepspeed_zero.py::test_ranges_at_zero3
     """
@@ -253,7 +242,6 @@ def is_zero1_in_bf16(optimizer: Any) -> bool:
     """Return whether the engine's optimiser is DeepSpeed's with fp32 gradients of a bf16 model.
 
     Reason: DeepSpeed chooses it by stage, dtype and settings, without a public name for the choice.
-    Seen with: DeepSpeed 0.19.8.
     Without it: the others, whose gradients are elsewhere, would be taken for it.
     Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
     """
@@ -268,7 +256,6 @@ def give_gradients_to(owner: _GradientOwner, engine: Any) -> None:
 
     Reason: the optimiser accumulates by two kernels, copies all gradients together, sums all of them on every
         rank, and computes norm, clipping and zeros on all of them, though a rank needs only its own part.
-    Seen with: DeepSpeed 0.19.8.
     Without it: of a model of 0.9 B parameters on 8 H100, by the roofline, 35 ms a step and not 12.
     Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
     """
@@ -291,7 +278,6 @@ def finish_step(optimizer: Any, norm: float, updates: Callable[[], None] | None)
 
     Reason: the norm and the flag of a step that was skipped are attributes of the optimiser, and it finds
         moments by a function that begins with an underscore.
-    Seen with: DeepSpeed 0.19.8.
     Without it: the engine reports no norm, and moments cannot be saved.
     Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
     """
@@ -309,7 +295,6 @@ def parameters_of_groups(optimizer: Any) -> list[list[nn.Parameter]]:
     """Return the model's parameters by group, in the order of the flat tensors.
 
     Reason: the attribute has no documentation.
-    Seen with: DeepSpeed 0.19.8.
     Without it: gradients would be reduced to the wrong parts.
     Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
     """

@@ -1,4 +1,7 @@
-"""PyTorch's torch.cuda and torch.nn without a GPU: answers for code that runs on fake CUDA tensors."""
+"""PyTorch's torch.cuda and torch.nn without a GPU: answers for code that runs on fake CUDA tensors.
+
+Seen with: torch 2.13, where an entry does not say otherwise.
+"""
 
 import contextlib
 from collections import defaultdict
@@ -19,7 +22,6 @@ class FakeProperties:
     """What `torch.cuda.get_device_properties` says of the fake device.
 
     Reason: PyTorch has no public class that can be made without a device.
-    Seen with: torch 2.13.
     Without it: code that asks for the memory or the number of processors of the device fails.
     Canary: check_fake_cuda.py::check_torch_cuda_answers
     """
@@ -124,7 +126,6 @@ def fake_torch_cuda(properties: FakeProperties = FakeProperties()) -> Iterator[N
 
     Reason: on a machine without a GPU torch.cuda refuses every call; DeepSpeed, Megatron-Core and megamoe
         ask it for streams, the current device and its memory.
-    Seen with: torch 2.13.
     Without it: training code cannot run on fake CUDA tensors.
     Canary: check_fake_cuda.py::check_torch_cuda_answers
     """
@@ -141,7 +142,6 @@ class FakeCudaMode(FakeTensorMode):
 
     Reason: FakeTensorMode decides by torch.cuda.is_available, runs `record_stream` on real tensors, and knows
         no pinned memory. The mode itself is public in its documentation, but not by its name.
-    Seen with: torch 2.13.
     Without it: `torch.tensor(1.0, device="cuda")` wants a real kernel.
     Canary: check_fake_cuda.py::check_constants_stay_fake
     """
@@ -163,7 +163,6 @@ def modules_move_fakes() -> Iterator[None]:
 
     Reason: for fake tensors torch.nn.Module._apply swaps two tensors, which fails, as fake tensors hold weak
         references to each other.
-    Seen with: torch 2.13.
     Without it: DeepSpeed cannot cast a fake model to bf16.
     Canary: check_fake_cuda.py::check_modules_of_fakes
     """
@@ -188,7 +187,6 @@ def fakes_are_drawn() -> Iterator[None]:
     """Inside, `nn.init.trunc_normal_` draws no values.
 
     Reason: it draws again what is outside of its bounds, and so reads values.
-    Seen with: torch 2.13.
     Without it: a model whose weights come from a truncated normal distribution cannot be built of fakes.
     Canary: check_fake_cuda.py::check_fakes_are_drawn
     """
@@ -201,7 +199,6 @@ def unknown_sizes_raise(error: Exception) -> Iterator[None]:
     """Inside, an operator whose result's size depends on values, such as nonzero, raises `error` on fakes.
 
     Reason: the exception of fake tensors has no public name.
-    Seen with: torch 2.13.
     Without it: a user of such a router reads a traceback.
     Canary: check_fake_cuda.py::check_unknown_sizes_raise
     """
@@ -215,7 +212,6 @@ def join_fake_group(rank: int, size: int) -> None:
     """Join a process group of so many ranks, whose collectives do nothing.
 
     Reason: PyTorch's fake process group is part of its own test tools.
-    Seen with: torch 2.13.
     Without it: a rank of many cannot be simulated in one process.
     Canary: check_fake_cuda.py::check_fake_group
     """
@@ -228,7 +224,6 @@ def ranks_of_collective(function: Any, arguments: tuple[Any, ...]) -> list[int]:
     """Return the global ranks of the process group that an operator of torch.ops.c10d is called with.
 
     Reason: the operators get the group as a boxed object, for which there is no public access.
-    Seen with: torch 2.13.
     Without it: collectives cannot be counted by group.
     Canary: check_fake_cuda.py::check_ranks_of_collective
     """
@@ -242,7 +237,6 @@ def sequence_number() -> int:
     """Return the number that the autograd node of the running forward operator has in this thread.
 
     Reason: PyTorch has no public link from an operator of the forward pass to its node.
-    Seen with: torch 2.13.
     Without it: operators of the backward pass cannot be assigned to a part of the model.
     Canary: check_fake_cuda.py::check_backward_nodes_are_found
     """
@@ -253,7 +247,6 @@ def running_node() -> int | None:
     """Return the number of the autograd node whose backward pass runs; None outside of a backward pass.
 
     Reason: see `sequence_number`.
-    Seen with: torch 2.13.
     Without it: see `sequence_number`.
     Canary: check_fake_cuda.py::check_backward_nodes_are_found
     """
@@ -265,7 +258,6 @@ def storage_key(tensor: torch.Tensor) -> int:
     """Return what is the same for tensors that share their memory, fake ones too, as long as it lives.
 
     Reason: fake tensors have no data_ptr.
-    Seen with: torch 2.13.
     Without it: views of fake tensors cannot be told from copies.
     Canary: check_fake_cuda.py::check_storage_key
     """
@@ -276,7 +268,6 @@ def on_cuda(tensor: torch.Tensor) -> bool:
     """Return `tensor.is_cuda`, without a call of the active modes.
 
     Reason: a mode is called for each `is_cuda` of a fake tensor, which is a third of all its calls.
-    Seen with: torch 2.13.
     Without it: a simulation takes a tenth longer.
     Canary: check_fake_cuda.py::check_on_cuda
     """
@@ -287,7 +278,6 @@ def schema_of(function: Any) -> Any:
     """Return the schema of an OpOverload, with its arguments and whether it writes them.
 
     Reason: it has no public name.
-    Seen with: torch 2.13.
     Without it: an operator that writes into its arguments cannot be told from one that reads them.
     Canary: check_fake_cuda.py::check_schema
     """
@@ -316,7 +306,6 @@ def fused_operators() -> Iterator[None]:
 
     Reason: a PyTorch without CUDA has none of the fused kernels, and takes the plain forms: attention with
         S x S numbers, a norm of five operators, the gradient of SiLU of eight.
-    Seen with: torch 2.13.
     Without it: these cost on fake CUDA tensors what they cost in no real run.
     Canary: check_fake_cuda.py::check_operators_are_fused
     """

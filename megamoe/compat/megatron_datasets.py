@@ -1,4 +1,7 @@
-"""Megatron-Core's datasets: indices that are made elsewhere, a build without barriers, and the open files."""
+"""Megatron-Core's datasets: indices that are made elsewhere, a build without barriers, and the open files.
+
+Seen with: Megatron-Core 0.16.1 and 0.19.2, where an entry does not say otherwise.
+"""
 
 from typing import Any
 
@@ -7,53 +10,47 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.gpt_dataset import GPTDataset
 
 
-class IndexedGPTDataset(GPTDataset):
-    """A GPTDataset whose `make_index` may be overridden.
+class CachedGPTDataset(GPTDataset):
+    """A dataset of one source and split, with its indices from the `index_cache` of its configuration.
+
+    That is an object with `data.index_cache.IndexCache.arrays`. Megatron-Core computes missing ones; it saves
+    nothing itself if `path_to_cache` is empty. The class' name is a part of their key.
 
     Reason: Megatron-Core's cache of indices writes in place and unpickles what it finds.
-    Seen with: Megatron-Core 0.16.1 and 0.19.2.
     Without it: a killed run leaves a broken index behind, and a cache folder can run code.
     Canary: test_megatron_datasets.py::test_the_index_of_a_dataset
     """
 
-    def make_index(self) -> Any:
-        """(document index, sample index, shuffle index), as arrays."""
-        return self.computed_index()
-
-    def computed_index(self) -> Any:
-        """Compute the index by Megatron-Core, which saves nothing if `path_to_cache` is empty."""
-        return super()._build_document_sample_shuffle_indices()
-
     def _build_document_sample_shuffle_indices(self) -> Any:
-        return self.make_index()
+        return self.config.index_cache.arrays(
+            f"{self.unique_description_hash}-GPTDataset-{self.index_split.name}",
+            self.unique_description,
+            ("document_index", "sample_index", "shuffle_index"),
+            super()._build_document_sample_shuffle_indices,
+        )
 
 
-class IndexedBlend(BlendedDataset):
-    """A BlendedDataset whose `make_index` may be overridden.
+class CachedBlend(BlendedDataset):
+    """A blend of several sources, with its indices as those of `CachedGPTDataset`.
 
-    Reason: as of `IndexedGPTDataset`.
-    Seen with: Megatron-Core 0.16.1 and 0.19.2.
+    Reason: as of `CachedGPTDataset`.
     Without it: as without that.
     Canary: test_megatron_datasets.py::test_the_index_of_a_blend
     """
 
-    def make_index(self) -> Any:
-        """(dataset index, dataset sample index), as arrays."""
-        return self.computed_index()
-
-    def computed_index(self) -> Any:
-        """Compute the index by Megatron-Core, which saves nothing if `path_to_cache` is empty."""
-        return super()._build_indices()
-
     def _build_indices(self) -> Any:
-        return self.make_index()
+        return self.config.index_cache.arrays(
+            f"{self.unique_description_hash}-BlendedDataset-{self.split.name}",
+            self.unique_description,
+            ("dataset_index", "dataset_sample_index"),
+            super()._build_indices,
+        )
 
 
 class BarrierFreeBuilder(BlendedMegatronDatasetBuilder):
-    """Builds on the calling rank, without barriers.
+    """Builds on the calling rank, without barriers; blends are `CachedBlend`s.
 
     Reason: Megatron-Core builds on rank 0, and the other ranks wait in a barrier.
-    Seen with: Megatron-Core 0.16.1 and 0.19.2.
     Without it: where rank 0 fails, the others hang in the barrier until its timeout.
     Canary: test_megatron_datasets.py::test_the_builder
     """
@@ -61,7 +58,7 @@ class BarrierFreeBuilder(BlendedMegatronDatasetBuilder):
     @staticmethod
     def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
         """Return an instance of the class."""
-        return cls(*args)
+        return (CachedBlend if cls is BlendedDataset else cls)(*args)
 
     def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
         datasets = [
@@ -75,7 +72,6 @@ def token_files(dataset: GPTDataset) -> list[Any]:
     """Return the memory-mapped arrays of a GPTDataset's tokens and of their index.
 
     Reason: no public attribute leads to the open files.
-    Seen with: Megatron-Core 0.16.1 and 0.19.2.
     Without it: a data file cut short during a run ends it with SIGBUS instead of a line.
     Canary: test_megatron_datasets.py::test_token_files
     """

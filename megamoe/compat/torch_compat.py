@@ -1,4 +1,7 @@
-"""PyTorch: the import of its compiler, private operators, Adam's state, loader processes, and its BLAS."""
+"""PyTorch: the import of its compiler, private operators, Adam's state, loader processes, and its BLAS.
+
+Seen with: torch 2.13 and 2.15, where an entry does not say otherwise.
+"""
 
 import contextlib
 import ctypes
@@ -54,7 +57,6 @@ class Foreach:
 
     Reason: the public torch.optim and clip_grad functions are built on `torch._foreach_...`, which have no
         public names, and torch.nn.utils.get_total_norm sums bf16 norms in bf16.
-    Seen with: torch 2.13 and 2.15.
     Without it: a launch per parameter.
     Canary: test_torch.py::test_foreach_operators
     """
@@ -88,7 +90,6 @@ def step_with_scaled_gradients(
     step: the step to take; None: that of torch.optim.Adam.
 
     Reason: the fused step divides by the attribute `grad_scale`, which only torch.amp.GradScaler sets.
-    Seen with: torch 2.13 and 2.15.
     Without it: clipping reads and writes every gradient once more.
     Canary: test_torch.py::test_steps_with_scaled_gradients
     """
@@ -103,7 +104,6 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     """Fail if the bool scalar is false, on CUDA without waiting for the device.
 
     Reason: `torch._assert_async` is documented in no release.
-    Seen with: torch 2.13 and 2.15.
     Without it: each check would wait for the device, or there would be none.
     Canary: test_torch.py::test_assert_on_device
     """
@@ -117,7 +117,6 @@ class AdamState:
     The fields are in the order of the arguments of torch.optim.Adam._init_group.
 
     Reason: only `_init_group` makes the moments as PyTorch's own step wants them.
-    Seen with: torch 2.13 and 2.15.
     Without it: the compiled AdamW would need a copy of PyTorch's code, and the two could drift apart.
     Canary: test_torch.py::test_adam_state
     """
@@ -161,7 +160,6 @@ def loader_processes(iterator: Any) -> list[BaseProcess]:
     """Return the processes of a DataLoader's iterator; none if it reads in this process.
 
     Reason: PyTorch tells of a worker's death only where it waits for a batch.
-    Seen with: torch 2.13 and 2.15.
     Without it: a worker that dies between two batches is noticed when the queue has run dry.
     Canary: test_torch.py::test_loader_processes
     """
@@ -172,7 +170,6 @@ def shut_down_loader(iterator: Any) -> None:
     """End a DataLoader's iterator and its processes.
 
     Reason: the multi-process iterator has no public end before the last batch.
-    Seen with: torch 2.13 and 2.15.
     Without it: the processes of a closed loader live on until the garbage collector finds the iterator. A
         process that was killed may also have held the lock of the iterator's event, for which PyTorch waits
         forever; the event is replaced then.
@@ -205,7 +202,6 @@ def loader_deaths_raise() -> Iterator[None]:
     """Inside, and nowhere else, the death of a DataLoader's process raises RuntimeError in the main thread.
 
     Reason: a DataLoader's first iterator sets a handler of SIGCHLD for the whole process, for good.
-    Seen with: torch 2.13 and 2.15.
     Without it: a loader's death breaks off whatever the main thread is about to do, such as a save.
     Canary: test_torch.py::test_loader_deaths
     """

@@ -1,6 +1,4 @@
-"""Turns pydantic's errors into one line: the key, what was expected, the value found, the nearest valid
-name.
-"""
+"""Turns pydantic's errors into one line: the key, what was expected and found, the nearest valid name."""
 
 import dataclasses
 import json
@@ -30,10 +28,6 @@ _EXPECTED = {
     "literal_error": "{expected}",
 }
 _LONGEST = 80
-# Keys that a user of Megatron may try, and the ones to use instead.
-_UNSUPPORTED = {
-    "optimizer.kernel": "this key is gone, as the update is always PyTorch's fused one; take it out",
-}
 
 
 def first_problem(error: ValidationError, schema: Any) -> str:
@@ -43,8 +37,6 @@ def first_problem(error: ValidationError, schema: Any) -> str:
     problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
     steps = [str(step) for step in problem["loc"] if step not in ("<word>", "<list>")]
     kind, context = problem["type"], problem.get("ctx", {})
-    if kind == "unexpected_keyword_argument" and ".".join(steps) in _UNSUPPORTED:
-        return _at(steps, _UNSUPPORTED[".".join(steps)])
     if kind == "unexpected_keyword_argument" and ".".join(steps) in RENAMED:
         return _at(steps, f"this key is named {RENAMED['.'.join(steps)]} now; rename it")
     if kind == "unexpected_keyword_argument":

@@ -67,9 +67,7 @@ def inserted_after(config: RunConfig) -> list[int]:
 
 
 def moe_layer_numbers(config: RunConfig) -> list[int]:
-    """Return the block numbers of all MoE layers; an inserted layer has the number of the block before
-    it.
-    """
+    """Return the block numbers of all MoE layers; an inserted layer has that of the block before it."""
     return sorted({*moe_block_numbers(config), *inserted_after(config)})
 
 

@@ -1,6 +1,4 @@
-"""Types of the configuration's values: bounded numbers, paths, run names, times, and patterns of parameter
-names.
-"""
+"""Types of the configuration's values: bounded numbers, paths, run names, times, patterns of parameters."""
 
 import os
 import re

@@ -232,9 +232,7 @@ def _check_room(path: str, config: GPTDatasetConfig) -> None:
 
 
 def _wanted_splits(path: str, config: GPTDatasetConfig) -> Iterator[tuple[str, int, int, int, int]]:
-    """Return (name, index, its documents, all documents, its tokens), split as Megatron-Core splits
-    documents.
-    """
+    """Return (name, index, its documents, all documents, its tokens); split as Megatron-Core does."""
     idx = DataFiles(Path(path)).idx
     of = read_header(idx)[0].num_sequences
     for place, (name, share) in enumerate(zip(SPLIT_NAMES, config.split_matrix, strict=True)):

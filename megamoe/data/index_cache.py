@@ -10,7 +10,6 @@ import contextlib
 import copy
 import json
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -20,19 +19,18 @@ from typing import Any
 
 import numpy as np
 from filelock import FileLock
-from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
-from megamoe.compat.megatron_datasets import BarrierFreeBuilder, IndexedBlend, IndexedGPTDataset
+from megamoe.compat.megatron_datasets import BarrierFreeBuilder, CachedGPTDataset
 from megamoe.data.batches import warn
 from megamoe.data.ranks import first_ranks, raise_any_error, rank
 from megamoe.data.verify import ScanCache, scan
 from megamoe.errors import UserError
+from megamoe.io import TEMPORARY, read_plain, replace_file, replacing
 
 VERSION = 1  # version of the entries' format; it is part of the key
 VERSIONS = {"entry": VERSION, "megatron_core": version("megatron-core")}
 MOST_BYTES_OF_RECORD = 1 << 24
-PARTIAL = ".partial"
 
 Arrays = Sequence[np.ndarray]
 
@@ -78,8 +76,7 @@ class IndexCache:
 
     def _problem(self, record: Path, key: str, paths: dict[str, Path]) -> str | None:
         try:
-            with open(record, "rb") as file:
-                content = json.loads(file.read(MOST_BYTES_OF_RECORD))
+            content = json.loads(read_plain(record, MOST_BYTES_OF_RECORD))
             files = {name: (int(facts["size"]), facts["sha256"]) for name, facts in content["files"].items()}
             found_key = content["key"]
         except FileNotFoundError:
@@ -104,14 +101,10 @@ class IndexCache:
         record.unlink(missing_ok=True)
         files = {}
         for (name, path), array in zip(paths.items(), arrays, strict=True):
-            partial = path.with_name(path.name + PARTIAL)
-            with open(partial, "wb") as file:
+            with replacing(path) as file:
                 np.save(file, array, allow_pickle=False)
-            files[name] = {"size": partial.stat().st_size, **scan(partial)}
-            os.replace(partial, path)
-        partial = record.with_name(record.name + PARTIAL)
-        partial.write_text(json.dumps({"key": key, "files": files}, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, record)
+            files[name] = {"size": path.stat().st_size, **scan(path)}
+        replace_file(record, json.dumps({"key": key, "files": files}, indent=2).encode() + b"\n")
 
 
 @dataclass
@@ -121,43 +114,10 @@ class CachedConfig(GPTDatasetConfig):
     index_cache: IndexCache | None = None
 
 
-class CachedGPTDataset(IndexedGPTDataset):
-    """Megatron-Core's dataset of one source and split, its indices from the cache."""
-
-    def make_index(self) -> Any:
-        return self.config.index_cache.arrays(
-            f"{self.unique_description_hash}-GPTDataset-{self.index_split.name}",
-            self.unique_description,
-            ("document_index", "sample_index", "shuffle_index"),
-            self.computed_index,
-        )
-
-
-class CachedBlend(IndexedBlend):
-    """Megatron-Core's blend of several sources, its indices from the cache."""
-
-    def make_index(self) -> Any:
-        return self.config.index_cache.arrays(
-            f"{self.unique_description_hash}-BlendedDataset-{self.split.name}",
-            self.unique_description,
-            ("dataset_index", "dataset_sample_index"),
-            self.computed_index,
-        )
-
-
-class _Builder(BarrierFreeBuilder):
-    """Builds datasets so that an error on one rank reaches the others."""
-
-    @staticmethod
-    def build_generic_dataset(cls: Any, is_built_on_rank: Any, synchronize_ranks: bool, *args: Any) -> Any:
-        return (CachedBlend if cls is BlendedDataset else cls)(*args)
-
-
 def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[Any]:
-    """Return a dataset per split, or None for an empty split. Rank 0 builds the indices, the others read
-    them.
+    """Return a dataset per split, or None for an empty split. With torch.distributed every rank must call it.
 
-    With torch.distributed initialised every rank must call it.
+    Rank 0 builds the indices, the others read them.
 
     Raises:
         UserError: on every rank: for a folder that rank 0 cannot write, or that another rank does not see.
@@ -190,7 +150,7 @@ def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[A
 def _build(config: CachedConfig, sizes: list[int], cache: IndexCache) -> list[Any]:
     config = copy.copy(config)
     config.index_cache = cache
-    return list(_Builder(CachedGPTDataset, sizes, lambda: True, config).build())
+    return list(BarrierFreeBuilder(CachedGPTDataset, sizes, lambda: True, config).build())
 
 
 @contextlib.contextmanager
@@ -198,6 +158,6 @@ def _locked(folder: Path) -> Iterator[None]:
     """Make and lock the folder for this process, and remove incomplete files of killed processes."""
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):
-        for path in folder.glob(f"*{PARTIAL}"):
+        for path in folder.glob(f".*{TEMPORARY}"):
             path.unlink(missing_ok=True)
         yield

@@ -6,6 +6,7 @@ the map keeps the old one. Writing into a mapped file has: a token id outside of
 that points out of the file, is reported as well.
 """
 
+import mmap
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +15,6 @@ import torch
 from torch.utils.data import Dataset
 
 from megamoe.compat.megatron_datasets import documents_of_sample, token_files
-from megamoe.compat.numpy_compat import open_map
 from megamoe.data.batches import document_items
 from megamoe.errors import UserError
 
@@ -24,14 +24,14 @@ class _Mapped:
     """An open map of a file, and the size that the file had."""
 
     name: str
-    map: Any
+    map: mmap.mmap
     size: int
 
     @classmethod
     def of(cls, array: Any) -> "list[_Mapped]":
         """Return the map of a numpy.memmap; nothing for an array in memory."""
-        mapped = open_map(array)
-        return [] if mapped is None else [cls(str(array.filename), mapped, mapped.size())]
+        found = getattr(array, "base", None)
+        return [cls(str(array.filename), found, found.size())] if isinstance(found, mmap.mmap) else []
 
     def check(self) -> None:
         try:

@@ -25,7 +25,7 @@ from megamoe.data.index_file import read_lengths, write_index
 from megamoe.data.sources import Source
 from megamoe.data.write import start_worker
 from megamoe.errors import UserError
-from megamoe.io import read_plain, replace_file
+from megamoe.io import read_plain, replace_file, sync
 
 FOLDER = "parts"
 RECORDS = f"{FOLDER}/*.json"
@@ -52,8 +52,7 @@ class Part:
         facts: plain data to keep with it; `documents` is their number.
         """
         for path in (self.files.bin, self.files.idx, self.files.counts):
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
+            sync(path)
         record = {"key": self.key, "size": self.files.bin.stat().st_size, "facts": facts}
         replace_file(self._record, json.dumps(record).encode())
 

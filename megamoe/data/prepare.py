@@ -30,6 +30,7 @@ from megamoe.data.special import expand
 from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, load_with_special, train_bpe
 from megamoe.data.write import TextCounts, locked_folder, reference_of, write_card, write_tokens
 from megamoe.errors import UserError
+from megamoe.io import sync
 
 TRAIN = "train"
 BATCH_CHARACTERS = 1 << 20
@@ -251,6 +252,5 @@ def _publish(new: DataFiles, files: DataFiles) -> None:
     for name in ("tokenizer", "bin", "idx", "counts", "card"):
         source: Path = getattr(new, name)
         if source.exists():
-            with open(source, "rb") as file:
-                os.fsync(file.fileno())
+            sync(source)
             os.replace(source, getattr(files, name))

@@ -97,9 +97,7 @@ def _is_done(future: "Future[Any]") -> bool:
 
 
 def _machine() -> str:
-    """Return the host name and boot ID: hosts may share a name, and containers of a machine share its boot
-    ID.
-    """
+    """Return host name and boot ID: hosts may share a name, and containers of a machine its boot ID."""
     try:
         boot = BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

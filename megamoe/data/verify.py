@@ -18,7 +18,7 @@ from megamoe.data.card import DataCard, DataFiles, check_files, load_card
 from megamoe.data.index_file import AGAIN, check_arithmetic, read_header
 from megamoe.data.ranks import once_per_machine, rank
 from megamoe.errors import UserError
-from megamoe.io import replace_file
+from megamoe.io import read_plain, replace_file
 
 CHUNK_BYTES = 1 << 22
 # A file may change twice within one tick of its file system's clock, so a recent file is read again.
@@ -66,8 +66,7 @@ class ScanCache:
         if place is None:
             return None
         try:
-            with open(place, "rb") as file:
-                content = json.loads(file.read(MOST_BYTES_OF_RESULTS))
+            content = json.loads(read_plain(place, MOST_BYTES_OF_RESULTS))
             if content["checksum"] == _checksum(state, content["facts"]):
                 return dict(content["facts"])
         except (OSError, ValueError, TypeError, KeyError, RecursionError):

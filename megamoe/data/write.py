@@ -1,6 +1,4 @@
-"""Writing a dataset: texts to tokens, tokens to .bin and .idx, the counts of the token ids, and the data
-card.
-"""
+"""Writing a dataset: texts to tokens, tokens to .bin and .idx, the counts of the token ids, the data card."""
 
 import contextlib
 import fcntl

@@ -6,13 +6,13 @@ Only one rank may open a recorder.
 
 import json
 import math
-import os
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 from megamoe.config.schema import LogConfig
 from megamoe.errors import UserError
+from megamoe.io import replacing
 from megamoe.metrics.reader import whole_lines
 from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
@@ -134,14 +134,7 @@ def _keep_whole(path: Path, step: int) -> None:
         kept = line.end if line.start == kept and line.ended else -1
     if kept == path.stat().st_size:
         return
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with path.open("rb") as source, temporary.open("wb") as target:
-            for line in whole_lines(path, step):
-                source.seek(line.start)
-                target.write(source.read(line.end - line.start) + (b"" if line.ended else b"\n"))
-            target.flush()
-            os.fsync(target.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with path.open("rb") as source, replacing(path) as target:
+        for line in whole_lines(path, step):
+            source.seek(line.start)
+            target.write(source.read(line.end - line.start) + (b"" if line.ended else b"\n"))

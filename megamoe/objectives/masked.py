@@ -8,8 +8,8 @@ import torch
 
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item, stacked
+from megamoe.data.tokenizers import word_starts
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.data.words import word_starts
 from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares, TrainingObjective
 from megamoe.registry import register

@@ -7,8 +7,7 @@ import numpy as np
 import torch
 
 from megamoe.config.schema import RunConfig
-from megamoe.data.batches import Batch, Item
-from megamoe.data.pairs import pair_batch
+from megamoe.data.batches import Batch, Item, pair_batch
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares, TrainingObjective

@@ -108,11 +108,7 @@ class RunStatus:
 
 
 def _process() -> dict[str, Any]:
-    return {
-        "host": host_name(),
-        "pid": os.getpid(),
-        "job": _job(),
-    }
+    return {"host": host_name(), "pid": os.getpid(), "job": _job()}
 
 
 def host_name() -> str:

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.data.batches import Batch
-from megamoe.data.pairs import positions
+from megamoe.data.batches import Batch, positions
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.metrics.names import GRAD_NORM
 from megamoe.model.architectures.language_model import LanguageModel

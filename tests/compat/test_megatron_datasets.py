@@ -12,8 +12,8 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 
 from megamoe.compat.megatron_datasets import (
     BarrierFreeBuilder,
-    IndexedBlend,
-    IndexedGPTDataset,
+    CachedBlend,
+    CachedGPTDataset,
     documents_of_sample,
     token_files,
 )
@@ -30,8 +30,8 @@ def _blend(tmp_path: Path) -> Any:
 
 def test_the_index_of_a_dataset(blend: Any) -> None:
     part = blend.datasets[0]
-    assert isinstance(part, IndexedGPTDataset)
-    computed = part.computed_index()
+    assert isinstance(part, CachedGPTDataset)
+    computed = GPTDataset._build_document_sample_shuffle_indices(part)
     assert [len(array) for array in computed] == [
         len(array) for array in (part.document_index, part.sample_index, part.shuffle_index)
     ]
@@ -40,9 +40,9 @@ def test_the_index_of_a_dataset(blend: Any) -> None:
 
 
 def test_the_index_of_a_blend(blend: Any) -> None:
-    assert isinstance(blend, IndexedBlend)
+    assert isinstance(blend, CachedBlend)
     for computed, used in zip(
-        blend.computed_index(), (blend.dataset_index, blend.dataset_sample_index), strict=True
+        BlendedDataset._build_indices(blend), (blend.dataset_index, blend.dataset_sample_index), strict=True
     ):
         np.testing.assert_array_equal(computed, used)
     source = inspect.getsource(BlendedDataset._build_indices)

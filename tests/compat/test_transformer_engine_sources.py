@@ -15,7 +15,7 @@ import pytest
 
 from megamoe.compat.transformer_engine_compat import FP8_ABILITY, OLDEST
 
-FAKES = Path(__file__).parents[1] / "fakes"
+FAKES = Path(__file__).parents[1] / "support/fakes"
 VERSIONS = [f"transformer_engine=={OLDEST}.0", "transformer_engine"]
 DOWNLOAD_S = 120
 CLASSES = ("Linear", "GroupedLinear", "LayerNorm", "RMSNorm", "DotProductAttention", "LayerNormLinear")

@@ -212,10 +212,3 @@ def test_the_dump_names_every_key(load: Load) -> None:
 
     config = load(FULL)
     check(config, yaml.safe_load(dump_yaml(config)))
-
-
-def test_the_examples_of_the_project_load() -> None:
-    examples = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-    assert examples
-    for example in examples:
-        load_config(example)

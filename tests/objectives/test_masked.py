@@ -10,9 +10,8 @@ from torch import Tensor
 
 from megamoe.data.batches import Item
 from megamoe.data.special import SpecialTokens
-from megamoe.data.tokenizers import ByteTokenizer
+from megamoe.data.tokenizers import ByteTokenizer, word_starts
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.data.words import word_starts
 from megamoe.errors import UserError
 from megamoe.objectives.masked import Masked
 from tests.support.tiny import check_on, tiny

@@ -5,8 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.data.batches import Item
-from megamoe.data.pairs import pair_batch
+from megamoe.data.batches import Item, pair_batch
 from megamoe.data.special import SpecialTokens
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import traceback
@@ -66,3 +67,13 @@ def verdicts_of(
     names = [item.name for item in request.session.items]
     asked = [check for check in checks if any(f"[{check}]" in name for name in names)]
     return dict(output_of(module, *asked, **variables))
+
+
+def needs_fake_device() -> None:
+    """Skip the test where the fake CUDA device cannot be made."""
+    import torch  # not in a process of checks, which makes the device before
+
+    if not shutil.which("g++"):
+        pytest.skip("no g++ to build the fake CUDA device")
+    if torch.version.cuda and not torch.cuda.is_available():
+        pytest.skip("PyTorch is built with CUDA, and there is no CUDA device")

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.data.batches import Batch
-from megamoe.data.pairs import pair_batch, positions
+from megamoe.data.batches import Batch, pair_batch, positions
 from megamoe.moe.context import Padding, StepContext
 from megamoe.train.step import set_context, train_step
 from tests.support.tiny import VOCABULARY, tiny, tiny_engine

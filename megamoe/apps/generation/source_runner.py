@@ -5,7 +5,7 @@ from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.runner import CachedRunner, PlainRunner, describe_pass
-from megamoe.data.pairs import filled, positions
+from megamoe.data.batches import filled, positions
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.model.attention.caches import KeyValueCache, SourceCache
 from megamoe.moe.context import Padding, SourceTokens

@@ -1,6 +1,4 @@
-"""The files of a checkpoint: names, safe reading and writing, and a SHA-256 of each for `sha256sum
---check`.
-"""
+"""The files of a checkpoint: names, safe reading and writing, a SHA-256 of each for `sha256sum --check`."""
 
 import hashlib
 import json
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.errors import UserError, printable
+from megamoe.io import reason, replace_file
 
 META = "checkpoint.json"
 INDEX = "index.json"
@@ -104,25 +103,6 @@ def damaged(path: Path, problem: object) -> UserError:
     return UserError(f"{path}: missing or damaged ({printable(problem)}); name another checkpoint")
 
 
-def sync(path: Path) -> None:
-    """Flush a file, or the entries of a folder, to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file atomically, and flush it to the disk."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 NAME = re.compile(r"[a-z0-9_]+\.(?:json|safetensors)")
 LINE = re.compile(rf"([0-9a-f]{{64}})  ({NAME.pattern})")
 SMALL = ".json"  # the files that every rank reads
@@ -142,7 +122,8 @@ def sha256(path: Path) -> str:
 
 def write_sums(folder: Path, sums: dict[str, str]) -> None:
     """Write SHA256SUMS; sums: the checksum of each file by its name."""
-    write_text(folder / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items())))
+    lines = "".join(f"{digest}  {name}\n" for name, digest in sorted(sums.items()))
+    replace_file(folder / SUMS, lines.encode(), synced=True)
 
 
 def problems(folder: Path, share: int = 0, shares: int = 1) -> Iterator[str]:
@@ -164,7 +145,7 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str]]:
         content = read_bytes(path).decode("ascii")
         names = [entry.name for entry in os.scandir(folder)]
     except (OSError, ValueError) as error:
-        yield f"{SUMS}: missing or damaged ({_reason(error)})"
+        yield f"{SUMS}: missing or damaged ({printable(reason(error))})"
         return {}
     lines = content.split("\n")
     matches = [LINE.fullmatch(line) for line in lines[:-1]]
@@ -194,8 +175,4 @@ def _check_file(path: Path, expected: str) -> Iterator[str]:
             if is_plain(path) and sha256(path) != expected:
                 yield f"{path.name}: damaged, its SHA-256 is not the one in {SUMS}"
     except OSError as error:
-        yield f"{path.name}: cannot be read ({_reason(error)})"
-
-
-def _reason(error: Exception) -> str:
-    return printable((isinstance(error, OSError) and error.strerror) or error)
+        yield f"{path.name}: cannot be read ({printable(reason(error))})"

@@ -1,6 +1,4 @@
-"""What W&B and TensorBoard get of a step: keys whose number grows with neither experts nor layers, and a
-load picture.
-"""
+"""What W&B and TensorBoard get of a step: as many keys with any experts and layers, and a load picture."""
 
 from collections import defaultdict, deque
 from dataclasses import dataclass, field

@@ -1,6 +1,4 @@
-"""Weights & Biases: metrics, and alerts on divergence, dead experts and stalls. If it fails, training
-continues.
-"""
+"""Weights & Biases: metrics; alerts on divergence, dead experts, stalls. If it fails, training goes on."""
 
 import logging
 import math

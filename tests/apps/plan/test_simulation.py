@@ -1,7 +1,6 @@
 """The simulation on fake tensors: its own counting, and that a simulated rank holds what a real one does."""
 
 import json
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -9,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from megamoe.config import load_config
 from megamoe.model.size import model_size
 from tests.support.apps.planned_states import CASES, STATES, run_of
 from tests.support.apps.planned_states import QUICK as QUICK_CASE
+from tests.support.in_subprocess import needs_fake_device
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.watched import measure
 
@@ -63,14 +62,6 @@ def run_in_process(module: str, *arguments: str) -> list[Any]:
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=1800)
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-
-
-def needs_fake_device() -> None:
-    """Skip the test where the fake CUDA device cannot be made."""
-    if not shutil.which("g++"):
-        pytest.skip("no g++ to build the fake CUDA device")
-    if torch.version.cuda and not torch.cuda.is_available():
-        pytest.skip("PyTorch is built with CUDA, and there is no CUDA device")
 
 
 @pytest.fixture(scope="module")

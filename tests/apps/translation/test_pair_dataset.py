@@ -16,8 +16,7 @@ import torch
 from megamoe.apps.translation.batches import OrderedPairs, PairBatches, cut_batches, epoch_order
 from megamoe.apps.translation.dataset import PairDataset, PairOptions, verify_pairs
 from megamoe.config.schema import DataConfig, SourceConfig
-from megamoe.data.batches import Batch
-from megamoe.data.pairs import pair_batch
+from megamoe.data.batches import Batch, pair_batch
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from tests.support.data.pairs import make_pairs

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.apps.plan.test_simulation import needs_fake_device
 from tests.support.apps.planned_states import CASES, STATES, run_of
+from tests.support.in_subprocess import needs_fake_device
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.watched import measure
 

@@ -97,11 +97,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {**SHAPE, **ROPE, "intermediate_size": 40, "head_dim": 12},
         {**OTHER, "intermediate_size": 20, "head_dim": 4, "attention_bias": True},
     ),
-    "qwen2": (
-        "Qwen2Config",
-        {**SHAPE, **ROPE, "intermediate_size": 40},
-        {**OTHER, "intermediate_size": 20},
-    ),
+    "qwen2": ("Qwen2Config", {**SHAPE, **ROPE, "intermediate_size": 40}, {**OTHER, "intermediate_size": 20}),
     "mistral": (
         "MistralConfig",
         {**SHAPE, **ROPE, "intermediate_size": 40, "head_dim": 12, "sliding_window": 10},
@@ -136,12 +132,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "granitemoeshared": (
         "GraniteMoeSharedConfig",
-        {
-            **SHAPE,
-            **FOUR_LOCAL,
-            "shared_intermediate_size": 24,
-            **GRANITE,
-        },
+        {**SHAPE, **FOUR_LOCAL, "shared_intermediate_size": 24, **GRANITE},
         {**OTHER, **SIX_LOCAL, "attention_bias": True},
     ),
     "gpt_oss": (

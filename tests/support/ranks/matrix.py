@@ -1,6 +1,6 @@
 """Every legal layout of up to four ranks with everything that must not change what is trained."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, fields
 from functools import cache
 from itertools import combinations, product
@@ -12,7 +12,7 @@ import pytest
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.pipeline.schedule import rounds_problem
 from megamoe.validation.layout import misfits
-from tests.support.ranks.runs import WORDS, assert_as_alone, ds_file, small_run
+from tests.support.ranks.runs import WORDS, assert_as_alone, ds_file, parallel_changes, small_run
 
 T = TypeVar("T")
 # Tokens enough that in bf16 a near-tie which falls differently moves a norm by less than the tolerance.
@@ -113,19 +113,11 @@ class Case:
 
     def changes(self, folder: Path) -> dict[str, Any]:
         """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
-        path = ds_file(folder, f"zero{self.zero}_{self.precision}")
         return {
             **SIZES,
             **SYSTEMS[self.preset],
-            "parallel__tensor": self.tensor,
-            "parallel__expert": self.expert,
-            "parallel__expert_tensor": self.expert_tensor,
-            "parallel__sequence": self.sequence,
-            "parallel__pipeline": self.pipeline,
-            "parallel__pipeline_chunks": self.chunks,
-            "parallel__context": self.context,
+            **parallel_changes(self, ds_file(folder, f"zero{self.zero}_{self.precision}")),
             "model__num_layers": self.blocks,
-            "parallel__deepspeed": path,
             "model__recompute": self._recomputed(),
             "train__global_batch_size": SEQUENCES * self.accumulation * self.data,
         }
@@ -155,17 +147,20 @@ def every_case() -> list[Case]:
         SYSTEMS,
         ("fp32", "bf16"),
     )
+    cases = (Case(*choice) for choice in choices)
+    return list(_legal(case for case in cases if case.tensor > 1 or not case.sequence))
+
+
+def _legal(cases: Iterable[Case]) -> Iterator[Case]:
     config = small_run(**SIZES)
     legal: dict[Layout, bool] = {}
-    found = []
-    for choice in choices:
-        case = Case(*choice)
-        layout = Layout(case.ranks, case.tensor, case.expert, case.expert_tensor)
+    for case in cases:
+        sizes = (case.tensor, case.expert, case.expert_tensor, case.pipeline, case.context)
+        layout = Layout(case.ranks, *sizes)
         if layout not in legal:
             legal[layout] = next(misfits(config, layout, "fp32"), None) is None
-        if legal[layout] and (case.tensor > 1 or not case.sequence):
-            found.append(case)
-    return found
+        if legal[layout]:
+            yield case
 
 
 @cache
@@ -187,8 +182,6 @@ def staged_cases() -> list[Case]:
         (1, 2, 4),
         (4,),
     )
-    config = small_run(**SIZES)
-    legal: dict[Layout, bool] = {}
     found = []
     for choice in choices:
         case = Case(*choice)
@@ -201,13 +194,8 @@ def staged_cases() -> list[Case]:
         is_tied = SYSTEMS[case.preset].get("model__tie_embeddings", True)
         if case.pipeline > 1 and case.zero == 2 and is_tied:
             continue
-        sizes = (case.tensor, case.expert, case.expert_tensor, case.pipeline, case.context)
-        layout = Layout(case.ranks, *sizes)
-        if layout not in legal:
-            legal[layout] = next(misfits(config, layout, "fp32"), None) is None
-        if legal[layout]:
-            found.append(case)
-    return found
+        found.append(case)
+    return list(_legal(found))
 
 
 @cache

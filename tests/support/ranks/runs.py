@@ -127,17 +127,18 @@ class Place:
 
     def changes(self, folder: Path) -> dict[str, Any]:
         """Return the changes for `small_run`; folder: receives a separate DeepSpeed file."""
-        return {
-            "parallel__tensor": self.tensor,
-            "parallel__expert": self.expert,
-            "parallel__expert_tensor": self.expert_tensor,
-            "parallel__sequence": self.sequence,
-            "parallel__pipeline": self.pipeline,
-            "parallel__pipeline_chunks": self.chunks,
-            "parallel__context": self.context,
-            "parallel__deepspeed": ds_file(folder, f"zero{self.zero}_fp32"),
-            "model__recompute": self.recompute,
-        }
+        return parallel_changes(self, ds_file(folder, f"zero{self.zero}_fp32"))
+
+
+def parallel_changes(place: Any, deepspeed: str) -> dict[str, Any]:
+    """Return the layout and the recomputation of a `Place` or a case of the matrix, for `small_run`."""
+    names = ("tensor", "expert", "expert_tensor", "sequence", "pipeline", "context")
+    return {
+        **{f"parallel__{name}": getattr(place, name) for name in names},
+        "parallel__pipeline_chunks": place.chunks,
+        "parallel__deepspeed": deepspeed,
+        "model__recompute": place.recompute,
+    }
 
 
 def run_steps(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]:

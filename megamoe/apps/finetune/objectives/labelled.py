@@ -20,9 +20,8 @@ from megamoe.apps.finetune.label_files import (
     read_lines,
 )
 from megamoe.config.schema import RunConfig
-from megamoe.data.batches import Batch, Item
+from megamoe.data.batches import Batch, Item, filled, positions
 from megamoe.data.datasets import VALID, Datasets, check_split
-from megamoe.data.pairs import filled, positions
 from megamoe.data.tokenizers import Tokenizer, load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError

@@ -12,10 +12,9 @@ from megamoe.apps.translation.card import PairCard, load_pair_card
 from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag, TooLong, verify_pairs
 from megamoe.apps.translation.pairs import select_languages
 from megamoe.config.schema import RunConfig
-from megamoe.data.batches import Batch, Item
+from megamoe.data.batches import Batch, Item, pair_batch
 from megamoe.data.card import is_pairs
 from megamoe.data.datasets import VALID, Datasets, check_split
-from megamoe.data.pairs import pair_batch
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares, TrainingObjective
