@@ -234,26 +234,4 @@ QWEN2_MOE = Family(
     ),
 )
 
-QWEN2_MOE = Family(
-    "qwen2_moe",
-    "Qwen2MoeForCausalLM",
-    keys=(
-        *qwen_keys(dense=5632, expert=1408, experts=60, chosen=4),
-        same("shared_expert_intermediate_size", "moe.shared_expert_ffn_hidden_size", 5632),
-        fixed(moe__num_shared_experts=1, moe__shared_expert_mode="gated"),
-        groups(16),
-        *norm_and_rotary(1e-6),
-        biases("qkv_bias", True, output=False),
-        *UNUSED_WINDOW,
-    ),
-    table=(
-        *DECODER,
-        *DENSE_FFN,
-        ROUTER,
-        *EXPERTS,
-        *shared_experts("shared_expert"),
-        Line(f"{LAYER}shared.gate", "H", f"{THEIRS}mlp.shared_expert_gate.weight", row, blocks="moe"),
-    ),
-)
-
 FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE)
