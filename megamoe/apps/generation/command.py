@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace) -> None:
     )
     beams = _beams(options)
     from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.generation.beams import continued
+    from megamoe.apps.generation.beam_search import continued
     from megamoe.apps.generation.generate import encoded, generate
     from megamoe.apps.generation.runner import prepare
 

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search
-from megamoe.apps.generation.beams import agreement, never_written
+from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, agreement, beam_search, never_written
 from megamoe.apps.generation.languages import Sentences, TranslationDirection
 from megamoe.apps.generation.runner import Runner
 from megamoe.apps.generation.sampling import Sampling
