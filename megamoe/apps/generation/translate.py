@@ -11,9 +11,8 @@ from torch import Tensor
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, agreement, beam_search, never_written
 from megamoe.apps.generation.languages import Sentences, TranslationDirection
-from megamoe.apps.generation.runner import Runner
+from megamoe.apps.generation.runner import CachedSourceRunner, PlainSourceRunner, Runner
 from megamoe.apps.generation.sampling import Sampling
-from megamoe.apps.generation.source_runner import CachedSourceRunner, PlainSourceRunner
 from megamoe.errors import UserError
 
 
