@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from megamoe.apps.hf.families.common import (
     BIAS,
+    BIASED_TOP_K,
     DECODER,
     DENSE_FFN,
+    EVERY_BLOCK,
     FURTHER,
     FURTHER_KEY,
     HEAD_NORMS,
@@ -13,25 +15,21 @@ from megamoe.apps.hf.families.common import (
     SHARED,
     SHARED_KEYS,
     THEIRS,
+    TOP_K,
     UNUSED_WINDOW,
     WHOLE_NORMS,
     biases,
-    full_attention,
-    groups,
-    heads,
-    norm_and_rotary,
-    rotary,
-    shared_experts,
-)
-from megamoe.apps.hf.families.routers import (
-    BIASED_TOP_K,
-    EVERY_BLOCK,
-    TOP_K,
     block_range,
     dense_first,
+    full_attention,
     group_limit,
+    groups,
+    heads,
     loss_weight,
+    norm_and_rotary,
     normalised,
+    rotary,
+    shared_experts,
     sparse_steps,
 )
 from megamoe.apps.hf.family import Family
