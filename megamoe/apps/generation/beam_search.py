@@ -1,5 +1,5 @@
-"""Beam search over batches of sequences, by the rules of transformers' `generate`: from the logits alone, and with
-a trained model that continues prompts.
+"""Beam search over batches of sequences, from the logits alone, by the rules of transformers' `generate`; and
+with a trained model, whose decoder continues prompts.
 """
 
 import math

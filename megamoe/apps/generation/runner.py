@@ -254,7 +254,7 @@ class CachedSourceRunner(CachedRunner):
         return super().feed(new, rows)
 
     def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int) -> Tensor:
-        return _logits(self.trained, tokens_BS, position_BS, size, self.encoded, self.cache)
+        return _target_logits(self.trained, tokens_BS, position_BS, size, self.encoded, self.cache)
 
 
 class PlainSourceRunner(PlainRunner):
@@ -273,7 +273,7 @@ class PlainSourceRunner(PlainRunner):
         return super().begin()
 
     def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int, number: int) -> Tensor:
-        return _logits(self.trained, tokens_BS, position_BS, size, self.encoded[number], None)
+        return _target_logits(self.trained, tokens_BS, position_BS, size, self.encoded[number], None)
 
 
 @torch.no_grad()
@@ -298,7 +298,7 @@ def encoded(trained: TrainedModel, sources: list[list[int]]) -> SourceCache:
 
 
 @torch.no_grad()
-def _logits(
+def _target_logits(
     trained: TrainedModel,
     tokens_BS: Tensor,
     position_BS: Tensor,

@@ -1,4 +1,7 @@
-"""A Hugging Face folder: config.json, sharded safetensors with their index, tokenizer files."""
+"""A Hugging Face folder: config.json, sharded safetensors with their index, tokenizer files.
+
+`tokenizer_files` makes those of a run that was never imported, as transformers reads them.
+"""
 
 import json
 import math
@@ -21,13 +24,13 @@ from megamoe.io import read_plain, reason
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_MAP = "weight_map"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 LARGEST_JSON, LARGEST_FILE = 1 << 28, 1 << 27  # bytes; the largest tokenizers of the hub have 35 MB
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # of the hub's cache: snapshots/REVISION/NAME is a link into blobs/
 # What a tokenizer of transformers may consist of; no code is among it.
 TOKENIZER_FILES = (
     TOKENIZER,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -37,7 +40,6 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 

@@ -5,7 +5,9 @@ Interface for an objective:
 - `PairDataset(prefix, vocabulary, options)` is map-style. An item is a dict of `source` (int64 [S]: the tag
   of the target's language, the tokens, end-of-document), `target` (int64 [T]: the tokens, end-of-document)
   and `language` (int64 [], the number of the pair's group in `PairDataset.groups`, such as "en-de").
-- `PairBatches` says which pairs form batch 0, 1, 2 and so on, epoch after epoch.
+- `PairBatches` says which pairs form batch 0, 1, 2 and so on, epoch after epoch. The plan depends on the
+  lengths of the pairs, the seed and the epoch alone, and knows no ranks. Batches go to the ranks in turn, so
+  one rank sees in order what n ranks see together, and a run goes on at exactly the batch where it stopped.
 - `OrderedPairs` is a map-style dataset in that order, for the stream of the ranks' batches.
 """
 
