@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 from megamoe.apps.evaluation.trained_model import Session
 from megamoe.apps.finetune.examples import TEST, TRAIN, Examples, Row, read_examples, write_examples
 from megamoe.apps.finetune.label_files import ENDING
-from megamoe.apps.finetune.metrics import check_libraries, scores
 from megamoe.apps.finetune.results import (
     SeedScores,
+    check_libraries,
     digest,
     load_scores,
     open_output,
@@ -21,6 +21,7 @@ from megamoe.apps.finetune.results import (
     results,
     save_results,
     save_scores,
+    scores,
 )
 from megamoe.apps.finetune.runs import (
     data_folder,
