@@ -79,21 +79,20 @@ def _run(options: argparse.Namespace) -> None:
 
     search, lengths = _search(options), Lengths(options.max_length, options.max_extra)
     from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.generation import languages
     from megamoe.apps.generation.runner import prepare
     from megamoe.apps.generation.scores import default_tokenize, metrics_of, scored_twice
-    from megamoe.apps.generation.translate import translate
+    from megamoe.apps.generation.translate import direction_of, of_lines, of_pairs, translate
 
     tokenize = options.tokenize or default_tokenize(options.target)
     metrics = metrics_of(tokenize) if options.score else {}
     with session(options.overrides, options.precision) as ranks:
         trained = ranks.open(options.path, architectures=("encoder_decoder",))
-        direction = languages.direction_of(trained, options.source, options.target)
+        direction = direction_of(trained, options.source, options.target)
         if lines is not None:
-            sentences = languages.of_lines(trained, direction, lines, references, options.too_long)
+            sentences = of_lines(trained, direction, lines, references, options.too_long)
         else:
             given = (options.pairs, options.split or "test", options.samples, options.too_long)
-            sentences = languages.of_pairs(trained, direction, *given)
+            sentences = of_pairs(trained, direction, *given)
         cached, notes = prepare(trained, options.keep_capacity, not options.no_cache)
         is_first = ranks.world.is_first
         if sentences.cut:
