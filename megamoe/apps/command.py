@@ -15,11 +15,25 @@ from megamoe.errors import ExitCode, UserError
 from megamoe.io import replace_file
 from megamoe.resilience.error_reporting import report_error
 
+# A terminal would obey control characters; files have them.
+CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
 
 def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Return a parser that shows a script's docstring as it stands."""
     raw = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=raw)
+
+
+def model_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the parser of a command on a checkpoint, with overrides and the rank that launchers may pass."""
+    parser = parser_of(description)
+    add = parser.add_argument
+    add("path", type=Path, help="a step_* folder, or a run's")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    add("overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML")
+    return parser
 
 
 def run_tool(work: Callable[[], None]) -> int:

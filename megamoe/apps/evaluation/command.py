@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import check_positive, check_writable, model_parser, run_tool, write_text
 from megamoe.errors import UserError
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
@@ -70,8 +70,7 @@ def _run(options: argparse.Namespace) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("path", type=Path, help="a step_* folder, or a run's")
+    parser = model_parser(__doc__)
     parser.add_argument(
         "--data",
         action="append",
@@ -80,7 +79,6 @@ def _parser() -> argparse.ArgumentParser:
         help="prepared data, instead of the run's",
     )
     parser.add_argument("--samples", type=int, help="of each data set; default: as many as in training")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
     parser.add_argument(
         "--sweep",
         action="append",
@@ -89,10 +87,6 @@ def _parser() -> argparse.ArgumentParser:
         help="evaluate with each of these values",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML"
-    )
     return parser
 
 

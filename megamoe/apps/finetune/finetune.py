@@ -2,18 +2,23 @@
 
 import gc
 import hashlib
+import json
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from megamoe.apps.evaluation.trained_model import Session
+import torch
+
+from megamoe.apps.evaluation.trained_model import Session, TrainedModel, configuration_of
 from megamoe.apps.finetune.examples import TEST, TRAIN, Examples, Row, read_examples, write_examples
 from megamoe.apps.finetune.label_files import ENDING
-from megamoe.apps.finetune.metrics import check_libraries, scores
+from megamoe.apps.finetune.objectives.labelled import Example, Labelled
 from megamoe.apps.finetune.results import (
     SeedScores,
+    check_libraries,
     digest,
     load_scores,
     open_output,
@@ -21,27 +26,30 @@ from megamoe.apps.finetune.results import (
     results,
     save_results,
     save_scores,
-)
-from megamoe.apps.finetune.runs import (
-    data_folder,
-    predict,
-    pretrained_config,
-    run_config,
-    run_name,
-    tokenizer_of,
+    scores,
 )
 from megamoe.apps.finetune.task import VALID, Task
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import candidates
-from megamoe.checkpoint.format.meta import read_meta
-from megamoe.config import RunConfig
+from megamoe.checkpoint.format.meta import Meta, read_meta
+from megamoe.config import RunConfig, configure, to_dict
 from megamoe.config.shapes import moe_layer_numbers
-from megamoe.errors import ExitCode
+from megamoe.data.batches import Batch, Item
+from megamoe.data.tokenizers import Tokenizer, load_tokenizer
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import ExitCode, UserError
 from megamoe.parallel.consensus import catch_error, gather_from_ranks, raise_any_error
+from megamoe.parallel.layout import Layout
 from megamoe.train.loop import train
+from megamoe.train.objective import data_vocabulary, num_added_ids
+from megamoe.train.step import model_inputs, set_context
 
 LAYOUT = "parallel."  # of overrides that do not change the result
 Result = TypeVar("Result")
+ENCODER = "encoder"
+PROGRESS_LINES = 20  # about as many of a run
+INIT = "checkpoint.init"
+OWN = ("name", "output", "seed", INIT, "checkpoint.resume", "data.sources", "data.split")  # of no override
 
 
 @dataclass(frozen=True)
@@ -196,3 +204,229 @@ class _Work:
         del trained
         gc.collect()
         return found
+
+
+def pretrained_config(meta: Meta, checkpoint: Path, overrides: Sequence[str]) -> RunConfig:
+    """Return the configuration that a checkpoint was trained with.
+
+    Raises:
+        UserError: if its model is no encoder, or needs plugins that the overrides do not name.
+    """
+    plugins = [override for override in overrides if override.startswith("plugins=")]
+    config = configuration_of(meta, checkpoint, plugins)
+    if config.model.architecture != ENCODER:
+        raise UserError(
+            f"{checkpoint}: saved with model.architecture {config.model.architecture}; tasks need an "
+            f"{ENCODER}, such as a masked language model"
+        )
+    return config
+
+
+def tokenizer_of(task: Task, pretrained: RunConfig, vocabulary: int) -> str:
+    """Return the task's tokenizer, or that of the pretraining data.
+
+    vocabulary: the size of the pretrained model's, with the ids that its objective added.
+
+    Raises:
+        UserError: if there is none, or the task's is another one than the pretrained model's.
+    """
+    if task.tokenizer is not None:
+        _check_tokenizer(load_tokenizer(task.tokenizer), pretrained, vocabulary)
+        return task.tokenizer
+    try:
+        tokenizer = data_vocabulary(pretrained).tokenizer
+    except UserError as error:
+        raise UserError(
+            f"the tokenizer of the pretraining data cannot be found: {error}; give tokenizer in the task file"
+        ) from None
+    if tokenizer is None:
+        raise UserError("the pretraining data names no tokenizer; give tokenizer in the task file")
+    return tokenizer.name
+
+
+def _check_tokenizer(tokenizer: Tokenizer, pretrained: RunConfig, vocabulary: int) -> None:
+    """Raise a UserError if a tokenizer is not that of the pretraining data, or, without this data, if its
+    vocabulary has another size than the model's.
+    """
+    try:
+        known = data_vocabulary(pretrained).tokenizer
+    except UserError:
+        known = None
+    found = Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer, tokenizer.special)
+    size = found.size + num_added_ids(pretrained, found)
+    if known is not None:
+        other = known.fingerprint != tokenizer.fingerprint
+    else:
+        # A configured size may be larger than the vocabulary.
+        other = size > vocabulary if pretrained.model.vocab_size else size != vocabulary
+    if other:
+        expected = f"{known.name!r}" if known is not None else f"one of {vocabulary} ids"
+        raise UserError(
+            f"tokenizer: {tokenizer.name!r} has {size} ids and is not that of the pretrained model; "
+            f"expected {expected}: correct it, or leave it out"
+        )
+
+
+def run_config(
+    task: Task,
+    examples: Examples,
+    pretrained: RunConfig,
+    tokenizer: str,
+    vocabulary: int,
+    checkpoint: Path,
+    output: Path,
+    seed: int,
+    overrides: Sequence[str],
+    ranks: int,
+) -> RunConfig:
+    """Return the configuration of a seed's run, `<output>/seed_<seed>`.
+
+    vocabulary: the size of the pretrained model's. overrides: `section.key=value`, after the task's.
+
+    Raises:
+        UserError: if the result is no configuration, or the batch does not divide over the ranks.
+    """
+    tree = _tree(task, examples, pretrained, tokenizer, vocabulary)
+    tree |= {"name": run_name(seed), "output": str(output), "seed": seed}
+    tree["checkpoint"]["init"] = {"path": str(checkpoint)}
+    tree["data"] |= {
+        "sources": str(data_folder(output) / f"{TRAIN}{ENDING}"),
+        "split": [0.9, 0.1, 0.0] if VALID in examples.sets else [1.0, 0.0, 0.0],
+    }
+    of_task = _overrides(task.run)
+    for override in (*of_task, *overrides):
+        if (key := override.partition("=")[0]) in OWN or key.startswith(f"{INIT}."):
+            raise UserError(f"{key}: tools/finetune.py sets this key of a seed's run itself; leave it out")
+    config = configure(tree, [*of_task, *overrides], source="task")
+    given = any(each.startswith("train.micro_batch_size=") for each in (*of_task, *overrides))
+    if not given:
+        config.train.micro_batch_size = _micro_batch_size(task, config, ranks)
+    return config
+
+
+def _overrides(run: dict[str, Any], before: str = "") -> list[str]:
+    """Return the task's `run` as overrides; a mapping changes the keys that it has, and no others."""
+    found = []
+    for key, value in run.items():
+        if isinstance(value, dict) and value:
+            found += _overrides(value, f"{before}{key}.")
+        else:
+            found.append(f"{before}{key}={json.dumps(value)}")
+    return found
+
+
+def run_name(seed: int) -> str:
+    """Return the name of a seed's run, which is its folder."""
+    return f"seed_{seed}"
+
+
+def data_folder(output: Path) -> Path:
+    """Return the folder of the examples that the runs read."""
+    return output / "data"
+
+
+def _tree(
+    task: Task, examples: Examples, pretrained: RunConfig, tokenizer: str, vocabulary: int
+) -> dict[str, Any]:
+    """Return the sections that do not depend on the seed."""
+    kind, saved = task.kind_of_task, to_dict(pretrained)
+    objective: dict[str, Any] = {"name": kind.objective, "too_long": task.too_long}
+    if kind.predicts == "span":
+        objective["longest"] = task.longest_answer
+    steps_per_epoch = max(1, len(examples.sets[TRAIN]) // task.batch_size)
+    valid = math.ceil(len(examples.sets.get(VALID, [])) / task.batch_size)
+    best = task.select == "best"
+    return {
+        "plugins": saved["plugins"],
+        "model": saved["model"]
+        | {
+            "num_labels": len(examples.labels) if kind.outputs is None else kind.outputs,
+            "predicts": kind.predicts,
+            "head_transform": False,
+            "logit_scale": 1.0,
+            "logit_soft_cap": None,
+            "vocab_size": vocabulary,
+            "hidden_dropout": task.dropout,
+            "attention_dropout": task.dropout,
+        },
+        "moe": saved["moe"] | {"frozen": task.frozen if moe_layer_numbers(pretrained) else []},
+        "data": {
+            "tokenizer": tokenizer,
+            "sequence_length": task.sequence_length or pretrained.data.sequence_length,
+            "workers": 0,
+        },
+        "optimizer": {
+            "lr": task.learning_rate,
+            "schedule": task.schedule,
+            "warmup_share": task.warmup_share,
+            "weight_decay": task.weight_decay,
+        },
+        "train": {
+            "objective": objective,
+            "epochs": task.epochs,
+            "global_batch_size": task.batch_size,
+        },
+        "evaluation": {"every": steps_per_epoch if valid else 0, "batches": valid},
+        "checkpoint": {
+            "resume": "auto",
+            "every": steps_per_epoch if best else 0,
+            "keep": math.ceil(task.epochs) + 1 if best else 1,
+        },
+        "log": {"report": False, "every": max(1, int(task.epochs * steps_per_epoch) // PROGRESS_LINES)},
+    }
+
+
+def _micro_batch_size(task: Task, config: RunConfig, ranks: int) -> int:
+    """Return the examples of a rank and pass."""
+    if task.micro_batch_size is not None:
+        return task.micro_batch_size
+    # The run checks its layout when it starts, with better messages.
+    data = max(1, Layout(ranks, config.parallel.tensor).data)
+    if task.batch_size % data:
+        raise UserError(
+            f"batch_size: {task.batch_size} does not divide over {data} data-parallel ranks; choose a "
+            "multiple of them"
+        )
+    return task.batch_size // data
+
+
+@torch.no_grad()
+def predict(trained: TrainedModel, path: str, batch_size: int) -> list[Row]:
+    """Return what the model predicts of each example of a file, in its order. Collective over all ranks.
+
+    The examples are sorted by length and cut into batches, which go to the data-parallel ranks in turn. The
+    batches, and so their capacities, are the same at every layout.
+
+    Raises:
+        UserError: as `Labelled.open`.
+    """
+    objective = trained.objective
+    assert isinstance(objective, Labelled)
+    examples = objective.open(path)
+    order = sorted(range(len(examples)), key=lambda place: len(examples[place].tokens_S))
+    batches = [order[first : first + batch_size] for first in range(0, len(order), batch_size)]
+    data = trained.layout.data
+    found: dict[int, Row] = {}
+    for round_ in range(-(-len(batches) // data)):
+        number = round_ * data + trained.layout.data_rank(trained.world.rank)
+        # Every rank takes part in every round: experts may lie on several of them.
+        places = batches[number] if number < len(batches) else []
+        found |= _predicted(trained, objective, examples, places, number)
+    everything: dict[int, Row] = {}
+    for part in gather_from_ranks(found):
+        everything |= part
+    return [everything[place] for place in range(len(examples))]
+
+
+def _predicted(
+    trained: TrainedModel, objective: Labelled, examples: list[Example], places: list[int], number: int
+) -> dict[int, Row]:
+    """Return the predictions of a batch, by the examples' numbers."""
+    items: list[Item] = [examples[place].item() for place in places] or [objective.no_item()]
+    batch: Batch = objective.make_batch(items, places or [0]).to(trained.world.device)
+    set_context(trained.context, batch, number)
+    trained.model(**model_inputs(batch))
+    logits = trained.model.label_logits()
+    assert logits is not None
+    host = logits.float().cpu()
+    return {place: objective.prediction(examples[place], host[row]) for row, place in enumerate(places)}

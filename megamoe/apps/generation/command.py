@@ -15,13 +15,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import CONTROLS, check_positive, check_writable, model_parser, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 
 MOST_BYTES = 1 << 28
-# A terminal would obey control characters; the JSON file has them.
-CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,8 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("path", type=Path, help="a step_* folder, or a run's")
+    parser = model_parser(__doc__)
     parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
     parser.add_argument("--file", type=Path, metavar="FILE", help="one prompt on each line")
     parser.add_argument("--max-tokens", type=int, default=128, help="for each prompt; default: 128")
@@ -49,11 +46,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--show-experts", action="store_true", help="print each token's experts and weights")
     parser.add_argument("--html", type=Path, metavar="FILE", help="each token's experts as a page")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the results as JSON")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML"
-    )
     return parser
 
 
@@ -92,7 +84,7 @@ def _run(options: argparse.Namespace) -> None:
     )
     beams = _beams(options)
     from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.generation.beams import continued
+    from megamoe.apps.generation.beam_search import continued
     from megamoe.apps.generation.generate import encoded, generate
     from megamoe.apps.generation.runner import prepare
 

@@ -1,21 +1,206 @@
-"""Translates sentences with an encoder-decoder: beam search, greedy, or draws."""
+"""Translates sentences with an encoder-decoder, by beam search, greedily, or by draws; before that, the
+directions that a checkpoint was trained for, and its sources and references.
+"""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search
-from megamoe.apps.generation.beams import agreement, never_written
-from megamoe.apps.generation.languages import Sentences, TranslationDirection
-from megamoe.apps.generation.runner import Runner
+from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, agreement, beam_search, never_written
+from megamoe.apps.generation.generate import check_tokens, tokenizer_of
+from megamoe.apps.generation.runner import CachedSourceRunner, PlainSourceRunner, Runner
 from megamoe.apps.generation.sampling import Sampling
-from megamoe.apps.generation.source_runner import CachedSourceRunner, PlainSourceRunner
+from megamoe.apps.translation.card import load_pair_card
+from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag
+from megamoe.apps.translation.pairs import normalize_language, select_languages
+from megamoe.data.card import is_pairs
 from megamoe.errors import UserError
+from megamoe.registry import get_part
+
+
+@dataclass(frozen=True)
+class TranslationDirection:
+    """A direction of translation. tag: where the target language's tag stands. tag_id: its token, if any."""
+
+    source: str
+    target: str
+    tag: Tag
+    tag_id: int | None
+
+    @property
+    def source_prefix(self) -> list[int]:
+        """The tokens with which every source begins."""
+        return [self.tag_id] if self.tag == "source" and self.tag_id is not None else []
+
+    @property
+    def target_prefix(self) -> list[int]:
+        """The tokens with which every target begins, after the decoder's first one."""
+        return [self.tag_id] if self.tag == "target" and self.tag_id is not None else []
+
+
+def direction_of(trained: TrainedModel, source: str, target: str) -> TranslationDirection:
+    """Return a direction that the model was trained for.
+
+    Raises:
+        UserError: for another one, a model that was not trained to translate, or a missing tag.
+    """
+    options = _options(trained)
+    card = load_pair_card(_own_pairs(trained))[0]
+    others = options.languages or [each.language for each in card.languages if each.pairs]
+    own, others = card.source_language, select_languages(others, [each.language for each in card.languages])
+    known = []
+    if options.direction in ("from", "both"):
+        known += [(own, other) for other in others]
+    if options.direction in ("into", "both"):
+        known += [(other, own) for other in others]
+    wanted = normalize_language(source) or source, normalize_language(target) or target
+    if wanted not in known:
+        near = [pair for pair in known if pair[0] == wanted[0] or pair[1] == wanted[1]] or known
+        shown = ", ".join("-".join(pair) for pair in near[:8]) + (" and others" if len(near) > 8 else "")
+        raise UserError(
+            f"--from {source} --to {target}: {trained.path} was not trained for it; it translates {shown}"
+        )
+    tag_id = None if options.tag == "none" else trained.vocabulary.special.languages.get(wanted[1])
+    if options.tag != "none" and tag_id is None:
+        raise UserError(
+            f"--to {target}: the tokenizer reserves no <2{wanted[1]}>, but the model was trained with tags"
+        )
+    return TranslationDirection(*wanted, options.tag, tag_id)
+
+
+def _options(trained: TrainedModel) -> Any:
+    """Return the options of the objective, if it learned to translate."""
+    choice = trained.config.train.objective
+    part: Any = get_part("objective", choice.name)
+    if part.reads != "pairs" or not all(hasattr(choice.options, key) for key in ("direction", "tag")):
+        raise UserError(
+            f"{trained.path}: trained with train.objective {choice.name}; expected one that learns to "
+            "translate"
+        )
+    return choice.options
+
+
+def _own_pairs(trained: TrainedModel) -> str:
+    return trained.config.data.sources[0].path
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """What is translated.
+
+    texts: the sources. tokens: theirs with tag and end token; empty for a blank line, which stays blank.
+    references: the translations to compare with, if there are any. cut: the number of sources that were cut.
+    """
+
+    texts: list[str]
+    tokens: list[list[int]]
+    references: list[str] | None
+    cut: int
+
+
+def of_lines(
+    trained: TrainedModel,
+    direction: TranslationDirection,
+    lines: list[str],
+    references: list[str] | None,
+    too_long: str,
+) -> Sentences:
+    """Return the sentences of a text with one on each line.
+
+    Raises:
+        UserError: if all lines are blank, if one is too long, or if there are other numbers of references.
+    """
+    if not any(line.strip() for line in lines):
+        raise UserError("--input: has no text; expected a sentence on each line")
+    if references is not None and len(references) != len(lines):
+        raise UserError(
+            f"--reference: has {len(references)} lines, --input {len(lines)}; expected a reference for "
+            "each line"
+        )
+    tokenizer, end = tokenizer_of(trained), _end(trained)
+    found = tokenizer.encode_batch(lines)
+    check_tokens(trained, "--input:", [token for tokens in found for token in tokens])
+    tokens = [
+        [*direction.source_prefix, *tokens, end] if line.strip() else []
+        for line, tokens in zip(lines, found, strict=True)
+    ]
+    return _bounded(trained, lines, tokens, references, too_long, "line")
+
+
+def of_pairs(
+    trained: TrainedModel,
+    direction: TranslationDirection,
+    pairs: str | None,
+    split: str,
+    most: int | None,
+    too_long: str,
+) -> Sentences:
+    """Return the sentences of prepared pairs, with their references.
+
+    pairs: the folder of the splits, or a split's prefix; None: the folder that the model was trained on.
+    most: the number of pairs; None: all.
+
+    Raises:
+        UserError: if there are none of this direction, or if they have another tokenizer.
+    """
+    prefix = _prefix(trained, pairs, split)
+    card, of_source, _ = load_pair_card(prefix)
+    tokenizer = tokenizer_of(trained)
+    if of_source.tokenizer.fingerprint != tokenizer.fingerprint:
+        raise UserError(
+            f"--pairs: {prefix} has another tokenizer than the model; prepare them with "
+            f"--tokenizer {tokenizer.name}, or give the text itself with --input"
+        )
+    way: Direction = "from" if direction.source == card.source_language else "into"
+    other = direction.target if way == "from" else direction.source
+    there = [each.language for each in card.languages if each.pairs]
+    if other not in there:
+        raise UserError(f"--pairs: {prefix} has no pairs of {direction.source}-{direction.target}")
+    options = PairOptions((other,), way, direction.tag)
+    dataset = PairDataset(prefix, trained.vocabulary.of_data, options)
+    items = [dataset[number] for number in range(min(len(dataset), most or len(dataset)))]
+    sources = [item["source"].tolist() for item in items]
+    texts = [tokenizer.decode(source) for source in sources]
+    references = [tokenizer.decode(item["target"].tolist()) for item in items]
+    return _bounded(trained, texts, sources, references, too_long, "pair")
+
+
+def _prefix(trained: TrainedModel, pairs: str | None, split: str) -> str:
+    folder = str(Path(_own_pairs(trained)).parent) if pairs is None else pairs
+    return folder if is_pairs(folder) else str(Path(folder) / split)
+
+
+def _end(trained: TrainedModel) -> int:
+    assert trained.vocabulary.eod is not None, "checked when the model was trained"
+    return trained.vocabulary.eod
+
+
+def _bounded(
+    trained: TrainedModel,
+    texts: list[str],
+    tokens: list[list[int]],
+    references: list[str] | None,
+    too_long: str,
+    what: str,
+) -> Sentences:
+    """Cut or refuse sources of more tokens than the model was trained on."""
+    most = trained.config.data.sequence_length
+    long = [number for number, each in enumerate(tokens, start=1) if len(each) > most]
+    if long and too_long == "error":
+        raise UserError(
+            f"{what} {long[0]}: its source has {len(tokens[long[0] - 1])} tokens with tag and end, more than "
+            f"data.sequence_length {most} ({len(long)} such); shorten it, or cut with --too-long truncate"
+        )
+    end = _end(trained)
+    tokens = [each if len(each) <= most else [*each[: most - 1], end] for each in tokens]
+    return Sentences(texts, tokens, references, len(long))
 
 
 @dataclass(frozen=True)

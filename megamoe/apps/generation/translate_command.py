@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import CONTROLS, check_positive, check_writable, model_parser, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 
@@ -29,8 +29,6 @@ STDIN = Path("-")
 OF_BEAMS = ("beams", "length_penalty", "early_stopping")
 OF_DRAWS = ("temperature", "top_k", "top_p", "seed")
 OF_PAIRS = ("pairs", "split", "samples", "write_references")
-# A terminal would obey control characters.
-CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,9 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
+    parser = model_parser(__doc__)
     add = parser.add_argument
-    add("path", type=Path, help="a step_* folder, or a run's")
     add("--from", required=True, dest="source", metavar="LANGUAGE", help="of the sources, such as en")
     add("--to", required=True, dest="target", metavar="LANGUAGE", help="of the translations, such as de")
     add("--input", type=Path, metavar="FILE", help="a sentence on each line; - for standard input")
@@ -71,9 +68,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FILE", help="the translations, one on each line")
     add("--write-references", type=Path, metavar="FILE", help="the pairs' references, one on each line")
     add("--json", type=Path, metavar="FILE", help="scores, signatures, hypotheses and speed as JSON")
-    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
-    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    add("overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML")
     return parser
 
 
@@ -85,21 +79,20 @@ def _run(options: argparse.Namespace) -> None:
 
     search, lengths = _search(options), Lengths(options.max_length, options.max_extra)
     from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.generation import languages
     from megamoe.apps.generation.runner import prepare
     from megamoe.apps.generation.scores import default_tokenize, metrics_of, scored_twice
-    from megamoe.apps.generation.translate import translate
+    from megamoe.apps.generation.translate import direction_of, of_lines, of_pairs, translate
 
     tokenize = options.tokenize or default_tokenize(options.target)
     metrics = metrics_of(tokenize) if options.score else {}
     with session(options.overrides, options.precision) as ranks:
         trained = ranks.open(options.path, architectures=("encoder_decoder",))
-        direction = languages.direction_of(trained, options.source, options.target)
+        direction = direction_of(trained, options.source, options.target)
         if lines is not None:
-            sentences = languages.of_lines(trained, direction, lines, references, options.too_long)
+            sentences = of_lines(trained, direction, lines, references, options.too_long)
         else:
             given = (options.pairs, options.split or "test", options.samples, options.too_long)
-            sentences = languages.of_pairs(trained, direction, *given)
+            sentences = of_pairs(trained, direction, *given)
         cached, notes = prepare(trained, options.keep_capacity, not options.no_cache)
         is_first = ranks.world.is_first
         if sentences.cut:

@@ -19,6 +19,7 @@ from megamoe.apps.hf.family import Family, as_config, differences
 from megamoe.apps.hf.folder import (
     CONFIG,
     GENERATION,
+    SPECIAL_IDS,
     WEIGHT_MAP,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -27,12 +28,13 @@ from megamoe.apps.hf.folder import (
     read_object,
     read_other_files,
     shown,
+    special_ids,
+    tokenizer_files,
 )
 from megamoe.apps.hf.import_folder import KEPT
 from megamoe.apps.hf.keys import NUM_FURTHER, Json
 from megamoe.apps.hf.rules import Rule, flat
 from megamoe.apps.hf.tensor_files import Stored, TensorWriter
-from megamoe.apps.hf.tokenizer import SPECIAL_IDS, special_ids, tokenizer_files
 from megamoe.checkpoint.format.files import parse_json
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader

@@ -1,5 +1,9 @@
-"""A Hugging Face folder: config.json, sharded safetensors with their index, tokenizer files."""
+"""A Hugging Face folder: config.json, sharded safetensors with their index, tokenizer files.
 
+`tokenizer_files` makes those of a run that was never imported, as transformers reads them.
+"""
+
+import json
 import math
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -10,19 +14,23 @@ from torch import Tensor
 
 from megamoe.apps.hf.tensor_files import Stored, broken, read_header, read_tensor
 from megamoe.checkpoint.format.files import parse_json
+from megamoe.config import RunConfig
+from megamoe.data.card import load_card
+from megamoe.data.special import PAD_NAMES, SpecialTokens
+from megamoe.data.tokenizers import END_OF_DOCUMENT_NAMES, is_bytes, load_tokenizer
 from megamoe.errors import UserError, printable
 from megamoe.io import read_plain, reason
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_MAP = "weight_map"
-TOKENIZER = "tokenizer.json"
+TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
 LARGEST_JSON, LARGEST_FILE = 1 << 28, 1 << 27  # bytes; the largest tokenizers of the hub have 35 MB
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # of the hub's cache: snapshots/REVISION/NAME is a link into blobs/
 # What a tokenizer of transformers may consist of; no code is among it.
 TOKENIZER_FILES = (
     TOKENIZER,
-    "tokenizer_config.json",
+    TOKENIZER_CONFIG,
     "tokenizer.model",
     "special_tokens_map.json",
     "added_tokens.json",
@@ -32,6 +40,7 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
 )
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 class Folder:
@@ -189,3 +198,66 @@ def dtype_name(tensors: Mapping[str, Stored]) -> str:
 def shown(name: str) -> str:
     """Return a tensor's or a key's name as part of a message."""
     return printable(name, 120)
+
+
+def tokenizer_files(config: RunConfig) -> dict[str, bytes]:
+    """Return the files by name; none if the tokenizer is not of Hugging Face's kinds, or its files are gone.
+
+    Those of a folder are copied. A tokenizer.json gets the file that names its class and its last token.
+    """
+    path = _path_of(config)
+    if path is None or not path.exists():
+        return {}
+    if path.is_dir():
+        return read_other_files(path)
+    if path.suffix != ".json":
+        return {}
+    try:
+        content = read_plain(path, LARGEST_FILE)
+        added = json.loads(content).get("added_tokens", [])
+        known = {token["content"] for token in added}
+    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        return {}
+    about = {"tokenizer_class": "PreTrainedTokenizerFast"}
+    names = [name for name in END_OF_DOCUMENT_NAMES if name in known]
+    if names:
+        about["eos_token"] = names[0]
+    pads = [name for name in PAD_NAMES if name in known]
+    if pads:
+        about["pad_token"] = pads[0]
+    return {TOKENIZER: content, TOKENIZER_CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
+
+
+def special_ids(config: RunConfig) -> dict[str, int | None]:
+    """Return the ids that end, begin and fill a text, by their keys of config.json.
+
+    The end is the end-of-document token of the run's tokenizer. None: there is no such token. Each key is
+    there: transformers would otherwise take the ids of the class's first model, which are other words here.
+    """
+    found: dict[str, int | None] = dict.fromkeys(SPECIAL_IDS)
+    try:
+        if config.data.tokenizer is not None:
+            tokenizer = load_tokenizer(config.data.tokenizer)
+            eod, special = tokenizer.eod, tokenizer.special
+        elif config.data.sources and (card := load_card(config.data.sources[0].path)) is not None:
+            eod, special = card.tokenizer.eod, SpecialTokens(card.tokenizer.special)
+        else:
+            return found
+    except UserError:  # it is no longer there
+        return found
+    return found | {"eos_token_id": eod, "pad_token_id": special.pad}
+
+
+def _path_of(config: RunConfig) -> Path | None:
+    """Return the tokenizer that `data.tokenizer` or the card of the first source names."""
+    if config.data.tokenizer is not None:
+        return None if is_bytes(config.data.tokenizer) else Path(config.data.tokenizer)
+    if not config.data.sources:
+        return None
+    try:
+        card = load_card(config.data.sources[0].path)
+    except UserError:
+        return None
+    if card is None or is_bytes(card.tokenizer.reference):
+        return None
+    return Path(config.data.sources[0].path).parent / card.tokenizer.reference

@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 def _analyze(parsed: argparse.Namespace) -> None:
     from megamoe.apps.command import data_overrides
     from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.routing_analysis.files import summary_lines, write_study
+    from megamoe.apps.routing_analysis.figures import summary_lines, write_study
     from megamoe.apps.routing_analysis.study import check_names, study
 
     paths = [Path(text) for text in parsed.inputs if _is_path(text)]

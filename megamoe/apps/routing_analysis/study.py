@@ -9,15 +9,22 @@ from typing import Any
 from megamoe.apps.evaluation.perplexity import datasets_of
 from megamoe.apps.evaluation.trained_model import Session, TrainedModel
 from megamoe.apps.routing_analysis.collect import LayerPass, RoutingPass, TokenSample, chosen_layers, collect
-from megamoe.apps.routing_analysis.load import coactivation, compare_loads, required, training_load
-from megamoe.apps.routing_analysis.positive import SIGNED, check_activation, positive_activations, removal
-from megamoe.apps.routing_analysis.stability import (
+from megamoe.apps.routing_analysis.measures import (
+    SIGNED,
+    check_activation,
+    coactivation,
+    compare_loads,
     correlations,
     fluctuation,
     inter_run_consistency,
+    positive_activations,
+    removal,
     representation_collapse,
+    required,
+    token_map,
+    token_specialisation,
+    training_load,
 )
-from megamoe.apps.routing_analysis.tokens import token_map, token_specialisation
 from megamoe.config.shapes import expert_activation
 from megamoe.errors import UserError
 

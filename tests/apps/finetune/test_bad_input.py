@@ -151,7 +151,7 @@ def test_the_command_ends_with_one_line(tmp_path: Path, refused: Callable[..., s
 
 
 def test_missing_libraries_are_named_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    from megamoe.apps.finetune.metrics import check_libraries
+    from megamoe.apps.finetune.results import check_libraries
 
     check_libraries()
     monkeypatch.setitem(sys.modules, "sklearn.metrics", None)

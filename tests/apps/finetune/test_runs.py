@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megamoe.apps.finetune.examples import read_examples
-from megamoe.apps.finetune.runs import run_config
+from megamoe.apps.finetune.finetune import run_config
 from megamoe.apps.finetune.task import load_task
 from megamoe.config import RunConfig
 from megamoe.errors import UserError

@@ -8,7 +8,7 @@ import torch
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search
-from megamoe.apps.generation.source_runner import CachedSourceRunner
+from megamoe.apps.generation.runner import CachedSourceRunner
 from megamoe.errors import UserError
 from tests.support.apps.encoder_decoders import END, opened, whole_batch
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, beam_search
-from megamoe.apps.generation.source_runner import CachedSourceRunner
+from megamoe.apps.generation.runner import CachedSourceRunner
 from megamoe.config import RunConfig
 from tests.support.apps.encoder_decoders import END, SOURCES, opened, whole_logits
 from tests.support.model.plain import sinusoids

@@ -5,9 +5,8 @@ import torch
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis
-from megamoe.apps.generation.runner import prepare
+from megamoe.apps.generation.runner import CachedSourceRunner, PlainSourceRunner, prepare
 from megamoe.apps.generation.sampling import Sampling
-from megamoe.apps.generation.source_runner import CachedSourceRunner, PlainSourceRunner
 from megamoe.apps.generation.translate import Drawing, Lengths, translate
 from tests.support.apps.encoder_decoders import DIRECTION, END, SOURCES, opened, sentences, whole_logits
 

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import Session
-from megamoe.apps.generation.beam_search import BeamOptions
-from megamoe.apps.generation.beams import continued
+from megamoe.apps.generation.beam_search import BeamOptions, continued
 from megamoe.apps.generation.generate import generate
 from megamoe.apps.generation.sampling import Sampling
 from megamoe.apps.hf.export_run import export_run

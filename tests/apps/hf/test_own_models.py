@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megamoe.apps.hf.export_run import export_run
-from megamoe.apps.hf.tokenizer import special_ids, tokenizer_files
+from megamoe.apps.hf.folder import special_ids, tokenizer_files
 from megamoe.config import parse_config
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.model.architectures.decoder import GPT

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from megamoe.apps.routing_analysis.figures import DRAW, MOST_PANELS, figures_of
-from megamoe.apps.routing_analysis.files import summary_lines
+from megamoe.apps.routing_analysis.figures import DRAW, MOST_PANELS, figures_of, summary_lines
 
 LAYER: dict[str, Any] = {
     "collapse": 0.5,

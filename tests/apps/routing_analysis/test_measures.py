@@ -14,18 +14,19 @@ from megamoe.apps.routing_analysis.collect import (
     TokenSample,
     required_experts,
 )
-from megamoe.apps.routing_analysis.load import coactivation, compare_loads, required, shares
-from megamoe.apps.routing_analysis.stability import (
+from megamoe.apps.routing_analysis.measures import (
     changed_first,
     changed_sets,
+    coactivation,
+    compare_loads,
     correlations,
     fluctuation,
     inter_run_consistency,
-    representation_collapse,
-)
-from megamoe.apps.routing_analysis.tokens import (
     mutual_information,
     pca,
+    representation_collapse,
+    required,
+    shares,
     token_map,
     token_specialisation,
     token_table,

@@ -13,8 +13,15 @@ import numpy as np
 import pytest
 import torch
 
-from megamoe.apps.translation.batches import OrderedPairs, PairBatches, cut_batches, epoch_order
-from megamoe.apps.translation.dataset import PairDataset, PairOptions, verify_pairs
+from megamoe.apps.translation.dataset import (
+    OrderedPairs,
+    PairBatches,
+    PairDataset,
+    PairOptions,
+    cut_batches,
+    epoch_order,
+    verify_pairs,
+)
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.batches import Batch, pair_batch
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary

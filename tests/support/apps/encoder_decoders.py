@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.languages import Sentences, TranslationDirection
+from megamoe.apps.generation.translate import Sentences, TranslationDirection
 from megamoe.apps.routing_record.replay import RunRouting
 from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary

@@ -8,9 +8,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.apps.hf.convert import open_source
 from megamoe.apps.hf.export_run import export_run
-from megamoe.apps.hf.import_folder import import_folder
+from megamoe.apps.hf.import_folder import import_folder, open_source
 from megamoe.apps.hf.rules import flat
 from megamoe.checkpoint.format.reader import MOMENTS, CheckpointReader, moment_name
 from megamoe.config import RunConfig, load_config

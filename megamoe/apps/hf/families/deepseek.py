@@ -12,10 +12,12 @@ from megamoe.apps.hf.families.common import (
     SHARED,
     SHARED_KEYS,
     TIED,
+    TOP_K,
+    dense_first,
+    group_limit,
     rotary,
 )
 from megamoe.apps.hf.families.experts import EXPERTS, ROUTER, biased_keys
-from megamoe.apps.hf.families.routers import TOP_K, dense_first, group_limit
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import REQUIRED, Entry, Json, fixed, ignored, only, same, unsupported
 from megamoe.config import RunConfig

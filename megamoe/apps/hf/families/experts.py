@@ -4,8 +4,10 @@ from dataclasses import replace
 
 from megamoe.apps.hf.families.common import (
     BIAS,
+    BIASED_TOP_K,
     DECODER,
     DENSE_FFN,
+    EVERY_BLOCK,
     FURTHER,
     FURTHER_KEY,
     HEAD_NORMS,
@@ -13,25 +15,21 @@ from megamoe.apps.hf.families.common import (
     SHARED,
     SHARED_KEYS,
     THEIRS,
+    TOP_K,
     UNUSED_WINDOW,
     WHOLE_NORMS,
     biases,
-    full_attention,
-    groups,
-    heads,
-    norm_and_rotary,
-    rotary,
-    shared_experts,
-)
-from megamoe.apps.hf.families.routers import (
-    BIASED_TOP_K,
-    EVERY_BLOCK,
-    TOP_K,
     block_range,
     dense_first,
+    full_attention,
     group_limit,
+    groups,
+    heads,
     loss_weight,
+    norm_and_rotary,
     normalised,
+    rotary,
+    shared_experts,
     sparse_steps,
 )
 from megamoe.apps.hf.family import Family
@@ -209,28 +207,6 @@ ERNIE4_5_MOE = Family(
         replace(BIAS, sources=f"{THEIRS}mlp.moe_statics.e_score_correction_bias", split=row),
         *EXPERTS,
         *SHARED,
-    ),
-)
-
-QWEN2_MOE = Family(
-    "qwen2_moe",
-    "Qwen2MoeForCausalLM",
-    keys=(
-        *qwen_keys(dense=5632, expert=1408, experts=60, chosen=4),
-        same("shared_expert_intermediate_size", "moe.shared_expert_ffn_hidden_size", 5632),
-        fixed(moe__num_shared_experts=1, moe__shared_expert_mode="gated"),
-        groups(16),
-        *norm_and_rotary(1e-6),
-        biases("qkv_bias", True, output=False),
-        *UNUSED_WINDOW,
-    ),
-    table=(
-        *DECODER,
-        *DENSE_FFN,
-        ROUTER,
-        *EXPERTS,
-        *shared_experts("shared_expert"),
-        Line(f"{LAYER}shared.gate", "H", f"{THEIRS}mlp.shared_expert_gate.weight", row, blocks="moe"),
     ),
 )
 

@@ -3,16 +3,18 @@
 from megamoe.apps.hf.families.common import (
     ATTENTION,
     DECODER,
+    EVERY_BLOCK,
     LAYER,
     SHARED_KEYS,
     THEIR_ATTENTION,
     THEIRS,
+    TOP_K,
     biases,
     groups,
     heads,
+    loss_weight,
     norm_and_rotary,
 )
-from megamoe.apps.hf.families.routers import EVERY_BLOCK, TOP_K, loss_weight
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import REQUIRED, Entry, Json, fixed, ignored, only, same, unsupported
 from megamoe.apps.hf.rules import (

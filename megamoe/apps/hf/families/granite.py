@@ -2,14 +2,16 @@
 
 from megamoe.apps.hf.families.common import (
     DECODER,
+    EVERY_BLOCK,
     LAYER,
     SHARED_KEYS,
     THEIRS,
+    TOP_K,
     biases,
     groups,
+    loss_weight,
     norm_and_rotary,
 )
-from megamoe.apps.hf.families.routers import EVERY_BLOCK, TOP_K, loss_weight
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import Entry, Json, converted, fixed, same
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, Line

@@ -1,16 +1,19 @@
 """Mixtral and MiniMax-M2: every block is an MoE layer without shared experts."""
 
 from megamoe.apps.hf.families.common import (
+    BIASED_TOP_K,
     DECODER,
+    EVERY_BLOCK,
     LAYER,
     SHARED_KEYS,
     THEIRS,
+    TOP_K,
     WHOLE_NORMS,
     groups,
     heads,
+    loss_weight,
     norm_and_rotary,
 )
-from megamoe.apps.hf.families.routers import BIASED_TOP_K, EVERY_BLOCK, TOP_K, loss_weight
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, whole

@@ -7,9 +7,17 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from megamoe.apps.translation.batches import OrderedPairs, PairBatches
 from megamoe.apps.translation.card import PairCard, load_pair_card
-from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag, TooLong, verify_pairs
+from megamoe.apps.translation.dataset import (
+    Direction,
+    OrderedPairs,
+    PairBatches,
+    PairDataset,
+    PairOptions,
+    Tag,
+    TooLong,
+    verify_pairs,
+)
 from megamoe.apps.translation.pairs import select_languages
 from megamoe.config.schema import RunConfig
 from megamoe.data.batches import Batch, Item, pair_batch

@@ -1,0 +1,488 @@
+"""The measures of a study of routing: loads, experts chosen together, how many a token needs, consistency
+between runs and checkpoints, collapse, what experts contribute, and which tokens go to which expert.
+"""
+
+import importlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import ArrayLike, NDArray
+from torch import Tensor, nn
+
+from megamoe.apps.evaluation.perplexity import micro_batches, perplexity_on
+from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.apps.routing_analysis.collect import WINDOW, LayerPass, RoutingPass, TokenSample, collect, hooked
+from megamoe.config.shapes import expert_activation
+from megamoe.errors import UserError
+from megamoe.moe.experts.activations import is_gated
+from megamoe.moe.experts.grouped import GroupedExperts
+from megamoe.moe.layer import MoELayer
+from megamoe.moe.router import Router
+from megamoe.moe.routing import Routing
+from megamoe.train.step import model_inputs, set_context
+
+DRAWS = 4  # passes in training mode, each with the random draws of another step
+SIGNED = {"relu", "gelu", "reglu", "geglu"}  # f(x) > 0 where x > 0, and for ReLU and GELU nowhere else
+POINTS = 2000  # more of them hide each other
+NEIGHBOURS, MIN_DISTANCE = 100, 1.0  # as in the paper
+Floats = NDArray[np.floating]
+
+
+def training_load(
+    trained: TrainedModel, dataset: Any, samples: int, layers: dict[int, MoELayer]
+) -> dict[int, NDArray[np.int64]]:
+    """Return the pairs that each expert computes with its layer in training mode, int64 [E] by layer.
+
+    These are sums over `DRAWS` passes, with the random draws (noise, jitter, expert dropout) of the steps
+    that would follow. The MoE layers are in training mode, with their capacity for training; the rest of the
+    model has no dropout, so the tokens of the first MoE layer are those of inference. Collective.
+    """
+    sums: dict[int, NDArray[np.int64]] = {}
+    nothing, first_step = TokenSample.draw(0, 0), trained.context.step
+    try:
+        with _in_training(trained):
+            for draw in range(DRAWS):
+                trained.context.step = first_step + draw
+                found = collect(trained, dataset, samples, sample=nothing, layers=layers)
+                for number, layer in found.layers.items():
+                    sums[number] = sums.get(number, 0) + layer.load_E.numpy()
+    finally:
+        trained.context.step = first_step
+    return sums
+
+
+def compare_loads(inference: RoutingPass, training: dict[int, NDArray[np.int64]]) -> dict[str, Any]:
+    """Return by layer the share f_i of the pairs that expert i computes in each mode, and their distance.
+
+    inference, training: f_E. distance: half the sum of |difference|, between 0 and 1. inference_max_over_mean
+    and training_max_over_mean: the largest share over the mean share.
+
+    Source: Xie et al. 2022 (MoEC), figure 5, which shows f of one cluster in both modes; f_i is that of their
+    balance loss (eq. 3). The distance is ours (total variation).
+    """
+    found = {}
+    for number, layer in inference.layers.items():
+        calm_E, noisy_E = shares(layer.load_E.numpy()), shares(training[number])
+        found[str(number)] = {
+            "inference": calm_E.tolist(),
+            "training": noisy_E.tolist(),
+            "distance": float(np.abs(calm_E - noisy_E).sum() / 2),
+            "inference_max_over_mean": float(calm_E.max() * len(calm_E)),
+            "training_max_over_mean": float(noisy_E.max() * len(noisy_E)),
+        }
+    return found
+
+
+def shares(load_E: ArrayLike) -> NDArray[np.float64]:
+    """Return each expert's share of the pairs; 0 for all where there is no pair."""
+    load = np.asarray(load_E, dtype=np.float64)
+    return load / max(load.sum(), 1.0)
+
+
+@contextmanager
+def _in_training(trained: TrainedModel) -> Iterator[None]:
+    layers = [layer for _, layer in trained.model.moe_layers()]
+    try:
+        for layer in layers:
+            layer.train()
+        yield
+    finally:
+        for layer in layers:
+            layer.eval()
+
+
+def coactivation(chosen_SE: NDArray[np.bool_]) -> dict[str, Any]:
+    """Count the pairs of experts that the same token chose.
+
+    Returns:
+        together_EE: int counts; the diagonal is the number of tokens of each expert. share_EE: the share of
+        expert i's tokens that also chose j, together_ij / together_ii; 0 for an unused expert. lift_EE:
+        together_ij S / (together_ii together_jj), 1 where i and j are independent; None where one is unused.
+        max_lift: the largest lift of two different experts that are used, None if there are not two.
+
+    Source: ours; lift is a usual measure of association rules.
+    """
+    chosen = chosen_SE.astype(np.int64)
+    together_EE = chosen.T @ chosen
+    used_E = together_EE.diagonal()
+    share_EE = together_EE / np.maximum(used_E, 1)[:, None]
+    lift_EE = together_EE * len(chosen) / np.maximum(np.outer(used_E, used_E), 1)
+    known_EE = np.outer(used_E > 0, used_E > 0)
+    others = known_EE & ~np.eye(len(used_E), dtype=bool)
+    return {
+        "together_EE": together_EE.tolist(),
+        "share_EE": share_EE.tolist(),
+        "lift_EE": [
+            [float(lift) if known else None for lift, known in zip(*row, strict=True)]
+            for row in zip(lift_EE, known_EE, strict=True)
+        ],
+        "max_lift": float(lift_EE[others].max()) if others.any() else None,
+    }
+
+
+def required(layer: LayerPass, thresholds: tuple[float, ...]) -> dict[str, Any]:
+    """Return for each threshold the number m of experts that tokens need, over all tokens of the pass.
+
+    m is the smallest number with p_1 + ... + p_m >= t (p_1 + ... + p_E), p sorted from the largest. Returns
+    by threshold: mean, and tokens_M, the number of tokens with m = 1, 2, ..., E.
+
+    Source: Yang et al. 2024 (XMoE), figure 5; eq. 5 and algorithm 1 for m.
+    """
+    found = {}
+    for threshold, row_E in zip(thresholds, layer.required_CE.numpy(), strict=True):
+        number_E = np.arange(1, len(row_E) + 1)
+        mean = float((row_E * number_E).sum() / max(row_E.sum(), 1))
+        found[f"{threshold:g}"] = {"mean": mean, "tokens_M": row_E.tolist()}
+    return found
+
+
+def correlations(load_RE: ArrayLike) -> NDArray[np.float64] | None:
+    """Return Pearson's correlation of each two of R runs' loads, [R, R]; None if a load is constant."""
+    load = np.asarray(load_RE, dtype=np.float64)
+    centred = load - load.mean(1, keepdims=True)
+    norm = np.sqrt((centred**2).sum(1))
+    if load.shape[1] < 2 or not norm.all():
+        return None
+    unit = centred / norm[:, None]
+    return np.clip(unit @ unit.T, -1.0, 1.0)
+
+
+def inter_run_consistency(load_RE: ArrayLike) -> float | None:
+    """Return IC, the mean of the whole correlation matrix: sum over i, j of rho(l_i, l_j) / m^2.
+
+    load_RE: for each of m runs, the number of tokens that each expert was chosen for. The diagonal is part of
+    the mean, so m unrelated runs have about 1/m. None: the load of a run is constant, which has no
+    correlation.
+
+    Source: Chi et al. 2022 (X-MoE), section 4.5 and figure 3b, for fine-tuned copies of one model. Runs that
+    were initialised with different seeds number their experts differently, and IC is then about 1/m.
+    """
+    found = correlations(load_RE)
+    return None if found is None else float(found.mean())
+
+
+def fluctuation(earlier: LayerPass, later: LayerPass) -> dict[str, float]:
+    """Compare the choices of two checkpoints for the same sampled tokens.
+
+    Returns:
+        first: the share of tokens whose first choice differs: the RF ratio. chosen: the mean over tokens of
+        1 - |A and B| / |A or B| for the sets A and B of all chosen experts; equal to `first` where each token
+        has one expert.
+
+    Source: Chi et al. 2022 (X-MoE), section 4.5 and figure 3a, where each token has one expert; `chosen` is
+    ours, for several.
+    """
+    return {
+        "first": changed_first(earlier.first_S.numpy(), later.first_S.numpy()),
+        "chosen": changed_sets(earlier.chosen_SE.numpy(), later.chosen_SE.numpy()),
+    }
+
+
+def changed_first(earlier_S: NDArray[np.int64], later_S: NDArray[np.int64]) -> float:
+    """Return the share of tokens whose expert differs; -1, no expert, counts like an expert."""
+    return float((earlier_S != later_S).mean()) if len(earlier_S) else 0.0
+
+
+def changed_sets(earlier_SE: NDArray[np.bool_], later_SE: NDArray[np.bool_]) -> float:
+    """Return the mean Jaccard distance of the tokens' sets of experts; two empty sets have distance 0."""
+    both_S = (earlier_SE & later_SE).sum(1)
+    any_S = (earlier_SE | later_SE).sum(1)
+    same_S = np.where(any_S > 0, both_S / np.maximum(any_S, 1), 1.0)
+    return float(1 - same_S.mean()) if len(same_S) else 0.0
+
+
+SMALLEST = 1e-12  # an eigenvalue of the between-class covariance below this share of the largest counts as 0
+
+
+def representation_collapse(hidden_SH: NDArray[np.floating], first_S: NDArray[np.int64]) -> float | None:
+    """Return RC = Tr(W B+), with the covariances W within and B between classes; B+ is the pseudo inverse.
+
+    A token's class is the expert that it chose first. With n_k tokens, mean m_k and class k of N tokens in
+    all, and the mean m of all: W = 1/N sum_k sum_(i in k) (h_i - m_k)(h_i - m_k)^T and
+    B = sum_k n_k/N (m_k - m)(m_k - m)^T. A smaller RC means more collapse.
+
+    hidden_SH: the router's input [S, H]. first_S: int64 [S], -1 for a token without an expert, which is left
+    out. None: fewer than two classes, or all of them have one mean.
+
+    Source: Chi et al. 2022 (X-MoE), eq. 11, after Zhu et al. 2021, whose classes have equal sizes and who
+    divide by the number of classes as well. Where sizes differ, the papers do not say how B weights the
+    classes. Here each counts with its share of the tokens, so that W + B is the covariance of all tokens.
+    """
+    has_S = first_S >= 0
+    hidden, expert = hidden_SH[has_S].astype(np.float64), first_S[has_S]
+    classes, class_S, size_K = np.unique(expert, return_inverse=True, return_counts=True)
+    if len(classes) < 2:
+        return None
+    mean_KH: Floats = np.zeros((len(classes), hidden.shape[1]))
+    np.add.at(mean_KH, class_S, hidden)
+    mean_KH /= size_K[:, None]
+    between_KH = (mean_KH - hidden.mean(0)) * np.sqrt(size_K / len(hidden))[:, None]
+    # B = between^T between has the eigenvectors `axes` and the eigenvalues `scale` squared.
+    _, scale, axes = np.linalg.svd(between_KH, full_matrices=False)
+    real = scale**2 > SMALLEST * max(scale[0] ** 2, np.finfo(np.float64).tiny)
+    if not real.any():
+        return None
+    along = (hidden - mean_KH[class_S]) @ axes[real].T
+    return float(((along**2).mean(0) / scale[real] ** 2).sum())
+
+
+def check_activation(trained: TrainedModel) -> None:
+    """Refuse a model whose experts have neither ReLU nor GELU.
+
+    Raises:
+        UserError: for such a model.
+    """
+    activation = expert_activation(trained.config)
+    if activation not in SIGNED:
+        raise UserError(
+            f"{trained.path}: positive activations need experts with {', '.join(sorted(SIGNED))}; these "
+            f"have {activation}"
+        )
+
+
+@torch.no_grad()
+def positive_activations(
+    trained: TrainedModel, dataset: Any, samples: int, layers: dict[int, MoELayer]
+) -> dict[str, dict[str, float | None]]:
+    """Return the share of values above 0 after the activation, by layer. Collective over all ranks.
+
+    experts: of the routed experts of these MoE layers, over the rows that they compute. dense: of all blocks
+    with a dense FFN whose activation is ReLU or GELU. A gated activation counts f(gate), before the product.
+    None: the experts had no row.
+
+    Source: Yang et al. 2024 (XMoE), figure 1 (dense models) and figure 6 (experts).
+
+    Raises:
+        UserError: as `check_activation` and `perplexity_on`.
+    """
+    check_activation(trained)
+    activation, device = trained.config.model.activation, trained.world.device
+    blocks = dict(_dense_blocks(trained)) if activation in SIGNED else {}
+    experts = {number: _Positives(device) for number in layers}
+    dense = {number: _Positives(device, is_gated(activation)) for number in blocks}
+    hooks: list[tuple[nn.Module, Any]] = [
+        (module, experts[number].add_experts)
+        for number, layer in layers.items()
+        for module in layer.experts.modules()  # an expert of several sub-layers has several
+        if isinstance(module, GroupedExperts)
+    ]
+    hooks += [(linear, dense[number].add_dense) for number, linear in blocks.items()]
+    with hooked(hooks):
+        for number, batch in micro_batches(trained, dataset, samples):
+            set_context(trained.context, batch, number)
+            trained.model(**model_inputs(batch))
+    return {
+        "experts": {str(number): found.share() for number, found in experts.items()},
+        "dense": {str(number): found.share() for number, found in dense.items()},
+    }
+
+
+def up_projections(experts: GroupedExperts, rows_NH: Tensor, counts_E: Tensor) -> Iterator[Tensor]:
+    """Yield what each expert's activation f reads, [n, F]: the first product, or of a gated one the gate."""
+    for expert, rows in enumerate(rows_NH.split(counts_E.tolist())):
+        rows_nF = rows @ experts.up[expert].T
+        if experts.up_bias is not None:
+            rows_nF = rows_nF + experts.up_bias[expert]
+        yield rows_nF.chunk(2, dim=-1)[0] if is_gated(experts.activation) else rows_nF
+
+
+class _Positives:
+    """Values above 0, and all values, of this rank. gated: whether a dense FFN's activation is gated."""
+
+    def __init__(self, device: torch.device, gated: bool = False) -> None:
+        self.counts, self._gated = torch.zeros(2, dtype=torch.int64, device=device), gated
+
+    def add_experts(self, module: GroupedExperts, inputs: tuple[Any, ...], output: Tensor) -> None:
+        for values in up_projections(module, inputs[0], inputs[1]):
+            self._add(values)
+
+    def add_dense(
+        self, module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+    ) -> None:
+        values, bias = output
+        values = values if bias is None else values + bias
+        self._add(values.chunk(2, dim=-1)[0] if self._gated else values)
+
+    def _add(self, values: Tensor) -> None:
+        self.counts[0] += (values > 0).sum()
+        self.counts[1] += values.numel()
+
+    def share(self) -> float | None:
+        """Return the share over all ranks: each computes its own rows, or its own slice of an FFN."""
+        dist.all_reduce(self.counts)
+        positive, values = self.counts.tolist()
+        return positive / values if values else None
+
+
+def _dense_blocks(trained: TrainedModel) -> Iterator[tuple[int, nn.Module]]:
+    """Yield the number of each block with a dense FFN, and the FFN's first linear layer."""
+    for block in trained.decoder.model.decoder.layers:
+        with suppress(AttributeError):
+            yield block.layer_number, block.mlp.linear_fc1
+
+
+def removal(trained: TrainedModel, dataset: Any, samples: int, layers: dict[int, MoELayer]) -> dict[str, Any]:
+    """Evaluate the model once for each expert of the layers, without that expert. Collective over all ranks.
+
+    A removed expert computes nothing: its pairs are dropped after the router, and a token's other pairs keep
+    their weights. No token is sent elsewhere instead. Returns lm_loss: of the whole model, in nats. rise_E:
+    by layer, how much the loss rises without each expert, in nats; negative where it falls. share_E: the
+    share of the layer's pairs that the expert computes.
+
+    Source: ours; Michel et al. 2019 remove attention heads one at a time in the same way.
+    """
+    whole = perplexity_on(trained, dataset, samples)
+    found: dict[str, Any] = {"lm_loss": whole.lm_loss, "layers": {}}
+    for number, layer in layers.items():
+        rise_E = []
+        for expert in range(layer.num_experts):
+            with without_expert(layer, expert):
+                rise_E.append(perplexity_on(trained, dataset, samples).lm_loss - whole.lm_loss)
+        load_E = whole.load_LE[number]
+        found["layers"][str(number)] = {
+            "rise_E": rise_E,
+            "share_E": [load / max(sum(load_E), 1) for load in load_E],
+        }
+    return found
+
+
+def without_expert(layer: MoELayer, expert: int) -> AbstractContextManager[None]:
+    """Drop the pairs of one expert of a layer."""
+
+    def drop(router: Router, inputs: tuple[Any, ...], routing: Routing) -> Routing:
+        return replace(routing, pairs=routing.pairs.keep(routing.pairs.expert_N != expert))
+
+    return hooked([(layer.router, drop)])
+
+
+def token_map(layer: LayerPass) -> dict[str, Any]:
+    """Place the first `POINTS` sampled tokens on a plane.
+
+    The vectors are the router's input, or what its scorer makes of it where it compares tokens and experts in
+    a space of its own. Returns method: `umap` if the package umap-learn is installed, otherwise `pca`.
+    xy_S2: coordinates without a unit. first_S: the first expert of each, -1 for none. explained: for PCA, the
+    two axes' shares of the variance.
+
+    Source: Chi et al. 2022 (X-MoE), figures 2a and 2b: UMAP with 100 neighbours and a minimum distance of 1.
+    """
+    vectors = layer.hidden_SH if layer.projected_SD is None else layer.projected_SD
+    vectors_SD, first_S = vectors[:POINTS].double().numpy(), layer.first_S[:POINTS]
+    found: dict[str, Any] = {"first_S": first_S.tolist()}
+    xy_S2 = umap_of(vectors_SD) if len(vectors_SD) > 3 else None
+    if xy_S2 is not None:
+        return {"method": "umap", "xy_S2": xy_S2.round(4).tolist(), **found}
+    xy_S2, explained = pca(vectors_SD)
+    return {"method": "pca", "explained": explained, "xy_S2": xy_S2.round(4).tolist(), **found}
+
+
+def pca(vectors_SD: Floats) -> tuple[Floats, list[float]]:
+    """Return the first two principal components [S, 2], and the shares of the variance that they have.
+
+    The sign of an axis is such that its entry of the largest absolute value is positive.
+    """
+    if not len(vectors_SD):
+        return np.zeros((0, 2)), [0.0, 0.0]
+    centred = vectors_SD - vectors_SD.mean(0)
+    left, scale, axes = np.linalg.svd(centred, full_matrices=False)
+    axes_2D = axes[:2]
+    sign = np.sign(axes_2D[np.arange(len(axes_2D)), np.abs(axes_2D).argmax(1)])
+    total = max(float((scale**2).sum()), np.finfo(np.float64).tiny)
+    xy_S2 = left[:, :2] * scale[:2] * sign
+    missing = 2 - xy_S2.shape[1]  # one token or one dimension has one axis
+    shares = [float(value**2) / total for value in scale[:2]] + [0.0] * missing
+    return np.pad(xy_S2, ((0, 0), (0, missing))), shares
+
+
+def umap_of(vectors_SD: Floats) -> Floats | None:
+    """Return UMAP's two dimensions [S, 2], the same in every call; None if umap-learn cannot be imported."""
+    try:
+        umap = importlib.import_module("umap")
+    except ImportError:
+        return None
+    neighbours = min(NEIGHBOURS, len(vectors_SD) - 1)
+    reducer = umap.UMAP(
+        n_neighbors=neighbours, min_dist=MIN_DISTANCE, n_components=2, random_state=0, n_jobs=1
+    )
+    return np.asarray(reducer.fit_transform(vectors_SD), dtype=np.float64)
+
+
+TOP_TOKENS, EXAMPLES = 8, 3
+Ints = NDArray[np.int64]
+Decode = Callable[[list[int]], str]
+
+
+def token_specialisation(found: RoutingPass, layer: LayerPass, decode: Decode | None) -> dict[str, Any]:
+    """Describe a layer's experts by the sampled tokens that chose them.
+
+    Returns:
+        mutual_information: I(expert; token id) in bits over the chosen (token, expert) pairs. expert_entropy:
+        H(expert) in bits, its upper bound. share: the first over the second. chance: the mutual information
+        after the token ids were shuffled, which is what so few pairs show of independent variables. experts:
+        by expert, `token_table`'s rows.
+
+    Source: ours. The mutual information is the plug-in estimate, which is too high for few observations;
+    hence `chance`. Tables of the tokens of an expert are in Zoph et al. 2022 (ST-MoE).
+    """
+    row_N, expert_N = np.nonzero(layer.chosen_SE.numpy())
+    token_S = found.token_S.numpy()
+    token_N = token_S[row_N]
+    shuffled_N = np.random.default_rng(0).permutation(token_N)
+    entropy = entropy_bits(np.unique(expert_N, return_counts=True)[1])
+    information = mutual_information(token_N, expert_N)
+    return {
+        "mutual_information": information,
+        "expert_entropy": entropy,
+        "share": information / entropy if entropy else 0.0,
+        "chance": mutual_information(shuffled_N, expert_N),
+        "experts": [
+            token_table(found.window_SW.numpy(), chosen_S, decode) for chosen_S in layer.chosen_SE.numpy().T
+        ],
+    }
+
+
+def entropy_bits(count_X: NDArray[np.integer]) -> float:
+    """Return the entropy in bits of a distribution that is given by counts."""
+    share_X = count_X[count_X > 0] / max(count_X.sum(), 1)
+    return max(float(-(share_X * np.log2(share_X)).sum()), 0.0)
+
+
+def mutual_information(first_N: Ints, second_N: Ints) -> float:
+    """Return I(A; B) = H(A) + H(B) - H(A, B) in bits, for N observations of two discrete variables."""
+    if not len(first_N):
+        return 0.0
+    counts = [np.unique(values, return_counts=True)[1] for values in (first_N, second_N)]
+    joint = np.unique(np.stack([first_N, second_N]), axis=1, return_counts=True)[1]
+    return max(entropy_bits(counts[0]) + entropy_bits(counts[1]) - entropy_bits(joint), 0.0)
+
+
+def token_table(
+    window_SW: Ints, chosen_S: NDArray[np.bool_], decode: Decode | None = None
+) -> list[dict[str, Any]]:
+    """Return the most frequent tokens of one expert, at most `TOP_TOKENS`; of equals, the smaller id first.
+
+    A row: token: the id. text: its text, None without a tokenizer. count: how many sampled tokens of this id
+    chose the expert. of_token: their share of all sampled tokens of this id. examples: for up to `EXAMPLES`
+    of them the text around, or without a tokenizer the ids.
+    """
+    token_S = window_SW[:, WINDOW]
+    ids_I, count_I = np.unique(token_S[chosen_S], return_counts=True)
+    rows = []
+    for place in np.lexsort((ids_I, -count_I))[:TOP_TOKENS]:
+        token, is_here_S = int(ids_I[place]), token_S == ids_I[place]
+        windows = window_SW[chosen_S & is_here_S][:EXAMPLES]
+        texts = [[int(word) for word in window if word >= 0] for window in windows]
+        rows.append(
+            {
+                "token": token,
+                "text": None if decode is None else decode([token]),
+                "count": int(count_I[place]),
+                "of_token": float(count_I[place] / is_here_S.sum()),
+                "examples": texts if decode is None else [decode(text) for text in texts],
+            }
+        )
+    return rows
