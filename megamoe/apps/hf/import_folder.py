@@ -44,6 +44,27 @@ INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.in
 FURTHER_OPTION = "--multi-token-prediction"
 
 
+@dataclass(frozen=True)
+class Source:
+    """An open folder with what it says.
+
+    tree: `model` and `moe` of our configuration. rules: in groups, see `Family.rules`. unused: the tensors
+    that are left out, by the reason.
+    """
+
+    folder: Weights
+    family: Family
+    tree: Json
+    config: RunConfig
+    rules: list[list[Rule]]
+    unused: dict[str, list[str]]
+
+    @property
+    def words(self) -> int:
+        """The number of rows of the embedding."""
+        return int(self.config.model.vocab_size or 0)
+
+
 def import_folder(
     source: Path, run: Path, *, further: bool = False, report: Callable[[str], None] = print
 ) -> None:
@@ -183,27 +204,6 @@ def _run_yaml(source: Source, folder: Path, run: Path, tokenizer: str | None) ->
 def _size(source: Source) -> str:
     count = sum(math.prod(rule.shape) for group in source.rules for rule in group)
     return f"{count:,} parameters, {dtype_name(source.folder.tensors)}"
-
-
-@dataclass(frozen=True)
-class Source:
-    """An open folder with what it says.
-
-    tree: `model` and `moe` of our configuration. rules: in groups, see `Family.rules`. unused: the tensors
-    that are left out, by the reason.
-    """
-
-    folder: Weights
-    family: Family
-    tree: Json
-    config: RunConfig
-    rules: list[list[Rule]]
-    unused: dict[str, list[str]]
-
-    @property
-    def words(self) -> int:
-        """The number of rows of the embedding."""
-        return int(self.config.model.vocab_size or 0)
 
 
 def family_of(config: Json, where: Path) -> Family:
