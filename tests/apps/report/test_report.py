@@ -338,12 +338,10 @@ def test_a_failed_write_leaves_the_old_report(tmp_path: Path, monkeypatch: pytes
     page = write_report(folder)
     before = page.read_bytes()
 
-    def disk_full(self: Path, content: bytes) -> int:
-        with self.open("wb") as file:
-            file.write(content[:10])
+    def disk_full(self: Path, target: Path) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(Path, "write_bytes", disk_full)
+    monkeypatch.setattr(Path, "replace", disk_full)
     with pytest.raises(OSError, match="no space") as caught:
         write_report(folder)
     assert caught.value.filename == str(page), "not the temporary file"
