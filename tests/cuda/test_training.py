@@ -13,8 +13,8 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "stages", "context")
-OTHERS = ("dropped", "scattered")  # runs of `make test-full`
+NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "stages")
+OTHERS = ("dropped", "scattered", "context")  # runs of `make test-full`
 FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
 BUDGETS = [

@@ -189,7 +189,7 @@ def test_a_list_of_modules(one_rank: None, names: str) -> None:
 
 
 @pytest.mark.parametrize("names", ["latent_up", "latent_up, core_attention", f"latent_up, {TOGETHER}"])
-@pytest.mark.parametrize("ranks", ["12", "null"])
+@pytest.mark.parametrize("ranks", ["12", pytest.param("null", marks=pytest.mark.full)])
 def test_latent_attention_keeps_its_compressed_states(one_rank: None, names: str, ranks: str) -> None:
     latent = [each.replace("query_rank: 12", f"query_rank: {ranks}") for each in LATENT]
     model, plain = made(f"[{names}]", *latent), made("none", *latent)

@@ -47,7 +47,6 @@ from megamoe.moe.routing import tokens_and_choices
 from megamoe.moe.suggestions import provides
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
-from megamoe.parallel.layout import Layout
 from megamoe.parallel.pipeline.schedule import Pass
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
@@ -160,12 +159,12 @@ def simulate_step(
         UserError: for a configuration that training would refuse.
     """
     on_cuda = device == "cuda"
-    rank = stage * Layout.of(config.parallel, ranks).stage_ranks
-    world = launch.World(rank, ranks, 0, torch.device("cuda:0" if on_cuda else "cpu"), "fake")
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     config.model.cpu_kernels = "plain"
     with fake_torch_cuda() if on_cuda else nullcontext():
         run = resolve_run(config, ranks)
+    rank = stage * run.plan.layout.stage_ranks
+    world = launch.World(rank, ranks, 0, torch.device("cuda:0" if on_cuda else "cpu"), "fake")
     _check_load(load, run.plan.layout.expert)
     sample = sample_batch(run)
     join_fake_group(rank, ranks)

@@ -101,6 +101,8 @@ def add_shorthands(sections: dict[str, Schema]) -> None:
     source = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/SourceConfig"}]}
     sources = {"anyOf": [{"type": "string"}, {"type": "array", "items": source}]}
     data["sources"] = described(data["sources"]) | sources
+    recompute = sections["ModelConfig"]["recompute"]
+    recompute["anyOf"] = recompute.pop("oneOf")  # pydantic's word for a union with tags
     data["validation"]["additionalProperties"] = sources
     moe["layers"] = {"anyOf": [{"$ref": "#/$defs/LayersConfig"}, {"enum": ["none", None]}]}
     preset = [{"enum": list(registry.list_presets())}, {"type": "string"}]  # known ones, and those of plugins
