@@ -34,6 +34,7 @@ BUILTIN_PACKAGES = (
     "megamoe.moe.selectors",
     "megamoe.moe.losses",
     "megamoe.moe.capacity",
+    "megamoe.moe.exchanges",
     "megamoe.moe.presets",
     "megamoe.objectives",
     "megamoe.apps.finetune.objectives",
@@ -49,7 +50,7 @@ APPLICATIONS = {
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "loss_scale", "skipped_steps")
 # Of these an MoE layer is made.
 LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
-KINDS = (*LAYER_KINDS, "callback", "objective")
+KINDS = (*LAYER_KINDS, "exchange", "callback", "objective")
 STAGES = ("scorer", "score_function", "selector", "capacity")  # the router's stages with one part each
 MOST_NAMES = 30  # that a message lists
 

@@ -84,9 +84,9 @@ FAULTS = (
         "expert-slices",
         "the outputs of an expert's slices are summed",
         "parallelism.md",
-        "megamoe/moe/dispatch.py",
-        "rows_NH.shape[1]).sum(0)",
-        "rows_NH.shape[1]).mean(0)",
+        "megamoe/moe/dispatch/all_to_all.py",
+        "rows_MH.shape[1]).sum(0)",
+        "rows_MH.shape[1]).mean(0)",
         ("tests/distributed/parity/test_dispatch.py",),
     ),
     Fault(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from megamoe.config import RunConfig, load_config
 from megamoe.config.shapes import expert_ffn_size, shared_ffn_size
 from megamoe.errors import UserError, raise_first
-from megamoe.model.size import mean_choices
+from megamoe.moe.router import mean_choices
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.validation.run import validate
 
@@ -51,6 +51,6 @@ class Asked:
 
 def active_ffn_size(config: RunConfig) -> int:
     """Return the FFN size of the dense model: that of the chosen and the shared experts together."""
-    routed = mean_choices(config) * config.moe.expert_sublayers
+    routed = mean_choices(config.moe) * config.moe.expert_sublayers
     size = expert_ffn_size(config)
     return round(routed * size + shared_ffn_size(config.moe, size))

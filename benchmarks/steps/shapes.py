@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megamoe.config import RunConfig
 from megamoe.config.shapes import expert_ffn_size
-from megamoe.model.size import mean_choices
+from megamoe.moe.router import mean_choices
 
 OPTIMIZER_BAR = 1.1  # over one flat tensor of as many parameters
 TRANSFORMERS_BAR = 1.3  # at least: the seconds of its step over ours
@@ -35,7 +35,7 @@ class Shape:
             heads=model.num_attention_heads,
             ffn=expert_ffn_size(config),
             experts=config.moe.num_experts,
-            choices=round(mean_choices(config)),
+            choices=round(mean_choices(config.moe)),
             sequence=config.data.sequence_length,
             tokens=sequences * config.data.sequence_length,
         )

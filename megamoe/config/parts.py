@@ -17,6 +17,7 @@ DEFAULTS = {
     "selector": "top_k",
     "capacity": "none",
     "objective": "causal",
+    "exchange": "auto",
 }
 LARGEST_INT, LARGEST_FLOAT, SMALLEST_FLOAT = 10**9, 10**6, 1e-12
 STRICT = ConfigDict(extra="forbid", strict=True, arbitrary_types_allowed=True, allow_inf_nan=False)

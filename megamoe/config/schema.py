@@ -92,6 +92,7 @@ class DataConfig(Section):
 
 
 Callback = Annotated[PartChoice, part_validator("callback")]
+ExchangeChoice = Annotated[PartChoice, part_validator("exchange")]
 ObjectiveChoice = Annotated[PartChoice, part_validator("objective")]
 Callbacks = Annotated[list[Callback], BeforeValidator(none_means_empty)]
 
@@ -120,6 +121,14 @@ class ParallelConfig(Section):
     """ranks that share one set of experts"""
     expert_tensor: Size = 1
     """ranks that hold slices of one expert"""
+    exchange: ExchangeChoice = field(default_factory=lambda: PartChoice.default("exchange"))
+    """how rows travel to the ranks of their experts: direct, a row for each expert of a token; by_node, a row
+    for each node with experts of it; auto chooses; or a plugin's exchange
+    """
+    exchange_dtype: Literal["model", "fp8"] = "model"
+    """in which rows travel to the experts; what returns, and all gradients, have the model's"""
+    node_size: Size | None = None
+    """ranks of a node, for exchange by_node and auto; default: of this machine, by its launcher"""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: the precision of the DeepSpeed file"""
     deepspeed: PathText | None = None

@@ -201,6 +201,8 @@ class BlockMaker:
             products=self.modules.products,
             kernels=_kernels(model),
             computed_again=self.computed_again,
+            exchange=self.config.parallel.exchange,
+            exchange_fp8=self.config.parallel.exchange_dtype == "fp8",
         )
 
 

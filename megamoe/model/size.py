@@ -28,7 +28,7 @@ from megamoe.config.shapes import (
 from megamoe.model.attention.latent import latent_norms, latent_scores, latent_weights
 from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
-from megamoe.moe.router import Router, build_part
+from megamoe.moe.router import Router, build_part, mean_choices
 
 
 @dataclass(frozen=True)
@@ -54,13 +54,6 @@ class ModelSize:
         """
         whole = self.total - self.expert - self.cut
         return self.cut / tensor_parallel + whole, self.expert / expert_ranks
-
-
-def mean_choices(config: RunConfig) -> float:
-    """Return the mean number of experts of a token; 1 if its selector does not know."""
-    with torch.device("meta"):
-        selector = build_part(config.moe.router.selector, _dims(config, config.model.vocab_size))
-    return float(selector.mean_choices)
 
 
 def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
@@ -93,7 +86,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     if inserted_has_norm(moe):
         dense += (layers - moe_blocks) * _norm(model)
     expert = layers * _expert(config)
-    active = dense + round(mean_choices(config) * expert)
+    active = dense + round(mean_choices(config.moe) * expert)
     return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert, cut, beside)
 
 
@@ -293,7 +286,7 @@ def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]
     stack, *further = stacks(config)
     size, length = expert_ffn_size(config), float(config.data.sequence_length)
     expert = model.hidden_size * (up_width(size, expert_activation(config)) + size)
-    experts = mean_choices(config) * moe.expert_sublayers + shared_ffn_size(moe, size) / size
+    experts = mean_choices(config.moe) * moe.expert_sublayers + shared_ffn_size(moe, size) / size
     layer = moe.num_experts * model.hidden_size + experts * expert
 
     def of(block: int, is_moe: bool) -> float:

@@ -9,10 +9,12 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from megamoe.config import PartChoice
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.config.shapes import shared_ffn_size
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.moe.dispatch import AllToAllDispatch, DispatchState, LocalDispatch
+from megamoe.moe.dispatch.choice import build_dispatcher
+from megamoe.moe.dispatch.dispatcher import ExpertPlaces
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
@@ -35,7 +37,7 @@ class LayerShape:
     init_scale: see `rng.init_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
     experts that have norms of their own. products: the routed experts'. kernels: the model's choice.
     computed_again: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
-    the encoder of an encoder_decoder.
+    the encoder of an encoder_decoder. exchange, exchange_fp8: see `parallel.exchange`, `exchange_dtype`.
     """
 
     hidden_size: int
@@ -53,6 +55,8 @@ class LayerShape:
     products: Products = OWN_PRODUCTS
     kernels: Kernels = DEFAULT_KERNELS
     computed_again: frozenset[str] = frozenset()
+    exchange: PartChoice | None = None
+    exchange_fp8: bool = False
 
 
 class MoELayer(nn.Module):
@@ -81,7 +85,11 @@ class MoELayer(nn.Module):
             {name: build_part(choice, self.router.dims) for name, choice in config.losses.items()}
         )
         self.loss_weights = {name: float(choice.options.weight) for name, choice in config.losses.items()}
-        self.dispatcher, expert_ids = _place_experts(config.num_experts, groups, shape.kernels)
+        expert_ids = _own_experts(config.num_experts, groups)
+        self.dispatcher = build_dispatcher(
+            shape.exchange or PartChoice.default("exchange"),
+            ExpertPlaces(config.num_experts, groups, shape.kernels, shape.exchange_fp8),
+        )
         self.experts = _routed_experts(config, shape, expert_ids, groups)
         self.computes_experts_again = "moe" in shape.computed_again
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
@@ -111,10 +119,15 @@ class MoELayer(nn.Module):
         with self._stage("route"):
             routing = self.router(hidden_TH, context)
             own = self.token_sharding.local_shard(routing, context)
+        self.context.compute_timer.pause()
+        with self._stage("dispatch"):
+            state = self.dispatcher.start(hidden_TH, own)
+        self.context.compute_timer.resume()
+        # Beside the exchange; in the backward pass too, because autograd runs nodes in reverse order.
         shared_TH = None if self.shared is None else self.shared(hidden_TH)
         self.context.compute_timer.pause()
         with self._stage("dispatch"):
-            rows_NH, counts_E, state = self.dispatcher.dispatch(hidden_TH, own)
+            rows_NH, counts_E = self.dispatcher.finish(state)
         with self._stage("experts"):
             dropout = self._expert_dropout(own, state, context)
             rows_NH = self._of_experts(rows_NH, counts_E, dropout)
@@ -140,23 +153,17 @@ class MoELayer(nn.Module):
         measured = timers is not None and self.training and not self.recomputing
         return timers.stage(name) if timers is not None and measured else nullcontext()
 
-    def _expert_dropout(
-        self, own: Routing, state: DispatchState, context: StepContext
-    ) -> ExpertDropout | None:
+    def _expert_dropout(self, own: Routing, state: Any, context: StepContext) -> ExpertDropout | None:
         """Return the dropout of the experts' rows in training, if a rate is set; row numbers travel with the
         rows.
         """
         output, activation = self.dropout
         if not self.training or output == activation == 0:
             return None
-        token_N = state.rows.token_N
-        device = token_N.device
         index_T = self.token_sharding.local_context(context, own.num_tokens).token_index(
-            own.num_tokens, device
+            own.num_tokens, own.pairs.token_N.device
         )
-        experts_E = torch.arange(self.num_experts, device=device)
-        expert_N = torch.repeat_interleave(experts_E, own.counts_E(), output_size=len(token_N))
-        row_N = index_T[token_N] * self.num_experts + expert_N
+        row_N = index_T[own.pairs.token_N] * self.num_experts + own.pairs.expert_N
         draw_key = functools.partial(self.context.draw_key, self.router.dims.layer)
         row_N = self.dispatcher.send_along(row_N, state)
         return ExpertDropout(output, activation, row_N, draw_key, self.router.dims.kernels)
@@ -288,17 +295,14 @@ def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:
     )
 
 
-def _place_experts(num_experts: int, groups: ParallelGroups, kernels: Kernels) -> tuple[LocalDispatch, range]:
-    """The dispatch, and the global numbers of the experts that this rank holds."""
+def _own_experts(num_experts: int, groups: ParallelGroups) -> range:
+    """Return the global numbers of the experts that this rank holds."""
     ranks = size_of(groups.expert)
     if num_experts % ranks:
         raise ValueError(f"{num_experts} experts do not divide over {ranks} expert-parallel ranks")
     size = num_experts // ranks
     first = rank_in(groups.expert) * size
-    expert_ids = range(first, first + size)
-    if ranks == size_of(groups.expert_tensor) == 1:
-        return LocalDispatch(kernels), expert_ids
-    return AllToAllDispatch(groups.expert, groups.expert_tensor, kernels), expert_ids
+    return range(first, first + size)
 
 
 def _routed_experts(

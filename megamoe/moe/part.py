@@ -296,6 +296,13 @@ class Mask(Part):
         """Return bounds on a token's candidates in a training step; by default it may leave all experts."""
         return Candidates(num_experts, each=(0, num_experts))
 
+    @classmethod
+    def group_limit(cls, options: Any) -> tuple[int, int] | None:
+        """Return (groups of neighbouring experts, how many of them a token's experts lie in at most), if the
+        mask limits them for each token.
+        """
+        return None
+
     def closed_E(self, context: StepContext) -> Tensor | None:
         """Return the experts that no token of any rank can choose in this training step.
 

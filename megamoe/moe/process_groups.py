@@ -12,12 +12,16 @@ class ParallelGroups:
 
     tensor: ranks over which the tokens of one micro batch are spread (tensor parallelism). expert: ranks that
     hold different experts. expert_tensor: ranks that hold slices of the same experts. The expert groups do
-    not depend on the tensor group: every rank has its own tokens.
+    not depend on the tensor group: every rank has its own tokens. between_nodes: the ranks of `expert` with
+    this rank's number within their node, a rank of each node; None: rows do not travel by node. inside_node:
+    the ranks of `expert` on this node.
     """
 
     tensor: dist.ProcessGroup | None = None
     expert: dist.ProcessGroup | None = None
     expert_tensor: dist.ProcessGroup | None = None
+    between_nodes: dist.ProcessGroup | None = None
+    inside_node: dist.ProcessGroup | None = None
 
     @property
     def follows_data(self) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config import PartChoice
-from megamoe.config.schema import RouterConfig
+from megamoe.config.schema import MoEConfig, RouterConfig
 from megamoe.errors import UserError
 from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import Pairs, Routing, Scored, has_row_per_token
@@ -38,6 +38,13 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
         if weight.dim() == 0:
             raise UserError(f"the {named}: {parameter} is a parameter of shape []; a scalar needs shape [1]")
     return part
+
+
+def mean_choices(moe: MoEConfig) -> float:
+    """Return the mean number of experts of a token; 1 if the selector does not know."""
+    with torch.device("meta"):
+        selector = build_part(moe.router.selector, Dims(1, moe.num_experts))
+    return float(selector.mean_choices)
 
 
 class Choices(Protocol):

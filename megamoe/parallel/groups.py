@@ -168,8 +168,11 @@ def _make_groups(layout: Layout, timeout: timedelta) -> tuple[dist.ProcessGroup,
     holders = exchange[0] if len(exchange) == 1 else _own(layout.expert_holder_groups(), shared)
     copies = _own(layout.expert_copy_groups(), shared)
     tokens = _own(layout.batch_groups(), shared) if layout.batch_ranks > 1 else None
+    by_node = layout.nodes > 1
+    between = _own(layout.between_nodes_groups(), new) if by_node else None
+    inside = _own(layout.inside_node_groups(), new) if by_node and layout.nodes < layout.expert else None
     groups = Groups(
-        layer=ParallelGroups(tensor=tokens, expert=expert, expert_tensor=expert_tensor),
+        layer=ParallelGroups(tokens, expert, expert_tensor, between, inside),
         data=_own(layout.data_groups(), shared),
         stage=_own(layout.stage_groups(), shared),
         pipeline=_own(layout.pipeline_groups(), shared),

@@ -76,8 +76,8 @@ def find_world() -> World:
     return World(rank, size, local, torch.device("cpu"), "gloo")
 
 
-def ranks_of_machine() -> int:
-    """Return the number of ranks on this machine; 1 if the launcher does not say.
+def ranks_of_machine() -> int | None:
+    """Return the number of ranks on this machine; None if the launcher does not say.
 
     torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE, `srun --ntasks-per-node` SLURM_NTASKS_PER_NODE.
     """
@@ -85,7 +85,7 @@ def ranks_of_machine() -> int:
         text = os.environ.get(name, "")
         if text.isdecimal() and 0 < len(text) < 8:
             return max(1, int(text))
-    return 1
+    return None
 
 
 def _device_index(local_rank: int) -> int:

@@ -25,6 +25,9 @@ class Layout:
     has, and which data it reads; the second, which slice of which experts it holds. Every rank has its own
     tokens in an MoE layer, so the two are independent within a pipeline stage (Megatron-Core's parallel
     folding). No group of experts crosses stages.
+
+    nodes: those between which the rows of an expert group are exchanged by node; 1: rows go straight to the
+    ranks of their experts, see `megamoe.parallel.exchange`.
     """
 
     ranks: int
@@ -33,6 +36,7 @@ class Layout:
     expert_tensor: int = 1
     pipeline: int = 1
     context: int = 1
+    nodes: int = 1
 
     @classmethod
     def of(cls, config: ParallelConfig, ranks: int) -> "Layout":
@@ -129,6 +133,17 @@ class Layout:
             for copy in range(self.ranks // self.expert_ranks)
             for first in range(copy * self.expert_ranks, copy * self.expert_ranks + self.expert_tensor)
         ]
+
+    def inside_node_groups(self) -> list[list[int]]:
+        """Return the parts of the expert groups on each of their nodes."""
+        size = self.expert // self.nodes
+        starts = range(0, self.expert, size)
+        return [ranks[first : first + size] for ranks in self.expert_groups() for first in starts]
+
+    def between_nodes_groups(self) -> list[list[int]]:
+        """Return the ranks of expert groups with the same number within their nodes, a rank of each node."""
+        size = self.expert // self.nodes
+        return [ranks[number::size] for ranks in self.expert_groups() for number in range(size)]
 
     def expert_tensor_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold the slices of the same experts."""

@@ -14,7 +14,8 @@ from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import DataConfig
 from megamoe.data.card import LABELLED, LABELS, DataFiles, datasets_of, load_card
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.parallel.launch import World
+from megamoe.parallel.exchange import uses_nodes
+from megamoe.parallel.launch import World, ranks_of_machine
 from megamoe.parallel.rank_consistency import Facts
 
 # Keys that may differ between ranks: they change nothing that is computed or sent. Other paths may not:
@@ -35,11 +36,18 @@ ENDS = 1 << 16  # bytes read at each end of an index without a card
 def facts_of_start(config: RunConfig, world: World) -> Facts:
     """Return the values that need no file of the run: ranks, versions, source code and configuration."""
     return {
-        "environment": {"WORLD_SIZE": world.size, "device": world.device.type},
+        "environment": {"WORLD_SIZE": world.size, "device": world.device.type, **_machine(config)},
         "versions": _versions(),
         "source": {**_own_source(), **_plugin_sources(config.plugins)},
         "configuration": configuration_facts(to_dict(config)),
     }
+
+
+def _machine(config: RunConfig) -> dict[str, Any]:
+    """Return the ranks of this machine, if the exchange between experts follows them."""
+    if config.parallel.node_size is not None or not uses_nodes(config):
+        return {}
+    return {"ranks of a machine, which is parallel.node_size": ranks_of_machine()}
 
 
 def facts_of_files(

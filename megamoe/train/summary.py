@@ -20,15 +20,18 @@ from megamoe.config.shapes import (
 )
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import backend_rows
-from megamoe.model.size import ModelSize, mean_choices, model_size
+from megamoe.model.size import ModelSize, model_size
 from megamoe.model.stage import block_ranges, stage_sizes
+from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.experts.activations import num_halves
+from megamoe.moe.router import mean_choices
 from megamoe.optim.groups import weight_decay
 from megamoe.optim.schedule import warmup_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic, stage_traffic
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
+from megamoe.registry import get_part, is_ours
 from megamoe.train.resolved import ResolvedRun
 from megamoe.validation.memory import in_bytes, states_of
 
@@ -165,12 +168,26 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int) -> list[tuple[str,
     rows: list[tuple[str, object]] = [
         ("world", _world(plan.layout, config.parallel.sequence)),
         ("device", f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}"),
+        *_exchange_rows(config, plan.layout),
         *_stage_rows(config, run.vocabulary.size, run.schedule.accumulation_at(0)),
         ("memory per rank", f"{of_states}, {elsewhere}and about {in_bytes(activations)} of activations"),
     ]
     if sent:
         rows.append(("sent per micro batch", f"{in_bytes(sent)} by each rank in its blocks, with even loads"))
     return rows
+
+
+def _exchange_rows(config: RunConfig, layout: Layout) -> list[tuple[str, object]]:
+    """Return the row about the exchange between expert-parallel ranks, where it has something to say."""
+    parallel = config.parallel
+    said = []
+    if layout.nodes > 1:
+        said.append(f"by node, {layout.nodes} nodes with {layout.expert // layout.nodes} expert ranks each")
+    elif not is_ours(get_part("exchange", parallel.exchange.name)):
+        said.append(parallel.exchange.name)
+    if parallel.exchange_dtype == "fp8":
+        said.append("rows to the experts in 8 bits")
+    return [("exchange", ", ".join(said))] if said and layout.expert_ranks > 1 else []
 
 
 def _stage_rows(config: RunConfig, vocab_size: int, micro_batches: int) -> list[tuple[str, object]]:
@@ -201,7 +218,12 @@ def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
     sent += num_blocks(config) / stages * context_traffic(layout, **options, **sizes)
     if layers:
         layer = moe_traffic(
-            layout, **hidden, pairs=tokens * mean_choices(config), num_experts=moe.num_experts
+            layout,
+            **hidden,
+            pairs=tokens * mean_choices(moe),
+            num_experts=moe.num_experts,
+            nodes_of_token=mean_nodes(moe, layout.nodes, mean_choices(moe)),
+            fp8=config.parallel.exchange_dtype == "fp8",
         )
         sent += layers * layer.total
     return sent
@@ -248,7 +270,7 @@ def _block_width(config: RunConfig) -> float:
     if layers and "moe_layer" not in again:
         shared = shared_ffn_size(moe, expert_ffn_size(config)) / expert_ffn_size(config)
         shared = 0 if "shared_experts" in again else shared
-        chosen = mean_choices(config) * moe.expert_sublayers
+        chosen = mean_choices(config.moe) * moe.expert_sublayers
         width = _ffn_width(expert_activation(config)) * expert_ffn_size(config)
         hidden = 3 * model.hidden_size
         inner += layers * (chosen * ((0 if "moe" in again else width) + hidden) + shared * (width + hidden))

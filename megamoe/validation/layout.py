@@ -6,6 +6,7 @@ from itertools import product
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers, num_blocks
 from megamoe.errors import Problem
+from megamoe.parallel.exchange import exchange_problems
 from megamoe.parallel.layout import Layout
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM needs rows of a multiple of this
@@ -20,6 +21,7 @@ def layout_problems(config: RunConfig, layout: Layout, precision: Precision | No
     for key, reason in misfits(config, layout, precision):
         legal = _legal(config, layout, precision, key)
         yield Problem(f"parallel.{key}", f"{getattr(parallel, key)} {reason}; {legal}")
+    yield from exchange_problems(config, layout)
 
 
 def misfits(config: RunConfig, layout: Layout, precision: Precision | None) -> Iterator[tuple[str, str]]:

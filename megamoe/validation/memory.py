@@ -66,7 +66,7 @@ def memory_problems(
     on_host = {"offloaded states": states.cpu, BATCHES: _batch_bytes(config, plan)}
     built = {BUILT: 4 * _built_at_once(config, plan, size)}
     bucket = {BUCKET: 4 * bucket_elements(plan)}
-    ranks, available = ranks_of_machine(), available_bytes()
+    ranks, available = ranks_of_machine() or 1, available_bytes()
     host = math.inf if available is None else available / ranks
     each = f" for each of its {ranks} ranks" if ranks > 1 else ""
     of_host = f"this machine has {in_bytes(host)} available{each}"

@@ -16,8 +16,9 @@ from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size
 from megamoe.data.batches import document_items
 from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import find_library
-from megamoe.model.size import mean_choices, model_size
+from megamoe.model.size import model_size
 from megamoe.moe.part import Dims, Part
+from megamoe.moe.router import mean_choices
 from tests.support.moe.plain import plain_activation
 from tests.support.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 
@@ -186,7 +187,7 @@ def test_size_by_hand() -> None:
 def test_active_experts_are_those_that_the_selector_counts_with() -> None:
     config = tiny("moe.router={scorer: hierarchical, selector: hierarchical_top_k}", "moe.num_experts=16")
     size = model_size(config, VOCABULARY)
-    assert mean_choices(config) == 4  # 2 experts in each of 2 groups
+    assert mean_choices(config.moe) == 4  # 2 experts in each of 2 groups
     assert size.total - size.active == 2 * (16 - 4) * 3 * 16 * 12  # blocks, experts not met, each one's size
 
 

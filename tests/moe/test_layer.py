@@ -123,17 +123,16 @@ def noted(function: Callable[..., Any], name: str, order: list[str]) -> Callable
     return call
 
 
-def test_shared_experts_begin_before_the_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that on a GPU they are computed meanwhile."""
+def test_shared_experts_are_computed_while_the_rows_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(moe_config(num_experts=4, num_shared_experts=1, router={"selector": TOP_1}))
     assert layer.shared is not None
     order: list[str] = []
     layer.shared.register_forward_hook(lambda *_: order.append("shared"))
     layer.experts.register_forward_hook(lambda *_: order.append("routed"))
-    for name in ("dispatch", "combine"):
+    for name in ("start", "finish", "combine"):
         monkeypatch.setattr(layer.dispatcher, name, noted(getattr(layer.dispatcher, name), name, order))
     layer(make_hidden(5))
-    assert order == ["shared", "dispatch", "routed", "combine"]
+    assert order == ["start", "shared", "finish", "routed", "combine"]
 
 
 @pytest.mark.parametrize("num_shared", [0, 1])

@@ -17,13 +17,15 @@ from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, TEMPORARY, MemoryTimeli
 from megamoe.apps.plan.operators import dtype_of, name_of, operator_cost, tensor_bytes, tensors_in
 from megamoe.compat.fake_cuda import on_cuda, ranks_of_collective, running_node, schema_of, sequence_number
 
+DISPATCH = "dispatch"
+SHARED_EXPERTS = "shared experts"
 # Classes whose modules are parts, by name: Megatron-Core's, and ours.
 PART_OF_CLASS = {
     "SelfAttention": "attention",
     "Router": "router",
     "GroupedExperts": "experts",
     "ExpertStack": "experts",
-    "SharedExperts": "shared experts",
+    "SharedExperts": SHARED_EXPERTS,
     "MoELayer": "MoE layer, rest",
     "MLP": "dense FFN",
     "TransformerBlock": "norms and residuals",

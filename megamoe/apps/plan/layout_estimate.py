@@ -25,9 +25,11 @@ from megamoe.config.shapes import (
     shared_ffn_size,
 )
 from megamoe.errors import UserError
-from megamoe.model.size import ModelFlops, ModelSize, block_flops, mean_choices, model_flops, model_size
+from megamoe.model.size import ModelFlops, ModelSize, block_flops, model_flops, model_size
 from megamoe.model.stage import blocks_of_parts
+from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.experts.activations import up_width
+from megamoe.moe.router import mean_choices
 from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.pipeline.schedule import alive as alive_passes
@@ -65,7 +67,7 @@ class Sizes:
         if words is None:
             raise UserError("model.vocab_size: not set; --search needs it")
         padded = padded_vocab_size(words, config.model.vocab_multiple)
-        choices = mean_choices(config) if moe_layer_numbers(config) else 0.0
+        choices = mean_choices(config.moe) if moe_layer_numbers(config) else 0.0
         blocks, after = block_flops(config, words)
         flops = model_flops(config, words)
         return cls(model_size(config, words), flops, choices, padded, tuple(blocks), after)
@@ -176,8 +178,12 @@ def _micro_batch(
             hidden_size=model.hidden_size,
             num_experts=config.moe.num_experts,
             width=2,
+            nodes_of_token=mean_nodes(config.moe, layout.nodes, sizes.choices),
+            fp8=config.parallel.exchange_dtype == "fp8",
         )
-        rows = traffic.rows / _bandwidth(layout.expert, layout.expert_tensor, gpu, gpus_per_node, ring=False)
+        inside = layout.expert // layout.nodes  # a node, if rows are exchanged by node
+        rows = traffic.rows / _bandwidth(inside, layout.expert_tensor, gpu, gpus_per_node, ring=False)
+        rows += (traffic.between + traffic.pairs) / (gpu.network * ASSUMED.link)
         slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
         beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
         seconds += resent * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.plan.layout_estimate import Estimate, Sizes, estimate
-from megamoe.apps.plan.plan import RESERVED, Cluster, Plan, make_plan
+from megamoe.apps.plan.plan import RESERVED, Cluster, Plan, make_plan, with_node_size
 from megamoe.apps.plan.plan_page import GB, record
 from megamoe.apps.plan.stand_ins import without_data
 from megamoe.compat.fake_cuda import fake_torch_cuda
@@ -98,6 +98,7 @@ def search(
     Raises:
         UserError: if no layout is legal, and near the memory of the device by the formulas.
     """
+    config = with_node_size(config, cluster)
     sizes = Sizes.of(without_data(config)[0])
     considered = list(variants(config, cluster))
     legal = legal_ones(considered, cluster.ranks)

@@ -1,6 +1,6 @@
 """The plan of a run on a cluster that need not exist: memory, traffic and time of a step."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megamoe.apps.plan.counter import STAGES, CollectiveTotal
 from megamoe.apps.plan.figures import Figures, extrapolated, is_worth_it, kinds, with_micro_batches
@@ -100,6 +100,13 @@ class Plan:
         return self.size.total * (CHECKPOINT_BYTES + MODEL_BYTES[self.run.plan.precision])
 
 
+def with_node_size(config: RunConfig, cluster: Cluster) -> RunConfig:
+    """Return the configuration with the cluster's nodes, unless `parallel.node_size` is set."""
+    if config.parallel.node_size is not None:
+        return config
+    return replace(config, parallel=replace(config.parallel, node_size=cluster.gpus_per_node))
+
+
 def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: bool = False) -> Plan:
     """Simulate a step of rank 0, or of the first rank of each pipeline stage, and return what it costs.
 
@@ -109,6 +116,7 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
     Raises:
         UserError: for a configuration that training would refuse, or that cannot be simulated.
     """
+    config = with_node_size(config, cluster)
     with fake_torch_cuda():
         # With the parts that are replaced below.
         raise_first(validate(config, cluster.ranks, resolve_parallel(config, cluster.ranks)))

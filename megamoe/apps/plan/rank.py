@@ -41,8 +41,10 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
 from megamoe.model.stage import StageBlocks, drop_other_blocks
+from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.layer import device_scalar
 from megamoe.moe.part import StepContext
+from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.moe.suggestions import provides
 from megamoe.parallel import launch
@@ -186,8 +188,9 @@ def simulate_step(
         with torch.device(device), fakes_are_drawn():
             model = _start_model(config, run, stage, factory, groups.context)
         parts = Parts(model)
+        spread = mean_nodes(config.moe, run.plan.layout.nodes, mean_choices(config.moe))
         for _, layer in model.moe_layers():
-            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts)  # type: ignore[assignment]
+            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts, spread)  # type: ignore[assignment]
         counter = CostCounter(parts, on_cuda)
         router = config.moe.router
         shares = run.plan.layout.batch_ranks  # of a micro batch's tokens

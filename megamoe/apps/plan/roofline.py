@@ -4,7 +4,15 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from megamoe.apps.plan.counter import STAGES, CollectiveKey, CollectiveTotal, OperatorKey, OperatorTotal
+from megamoe.apps.plan.counter import (
+    DISPATCH,
+    SHARED_EXPERTS,
+    STAGES,
+    CollectiveKey,
+    CollectiveTotal,
+    OperatorKey,
+    OperatorTotal,
+)
 from megamoe.apps.plan.hardware import ASSUMED, RANKS_OF_A_NODE, Assumptions, Gpu
 from megamoe.apps.plan.rank import StepCosts
 
@@ -38,7 +46,8 @@ class PartTime:
 class Roofline:
     """A step's time by part, in seconds, and its model FLOP utilisation.
 
-    seconds: everything one after the other. hidden: of these, the collectives that the code launches beside
+    seconds: everything one after the other, without the exchange of rows that shared experts hide.
+    hidden: of these, the collectives that the code launches beside
     the backward pass, as far as the pass lasts so long; overlapped_utilisation: without them.
     """
 
@@ -79,6 +88,8 @@ def roofline(
             continue
         parts[group.part].seconds["link"] += seconds_of(group, traffic, gpu, assumed)
         parts[group.part].launches += traffic.calls
+    for phase in ("forward", "backward"):
+        parts["dispatch"].seconds["link"] -= _beside_shared_experts(costs, phase, gpu, assumed, seconds_of)
     for name, waits in (costs.counts.syncs + costs.counts.uploads).items():
         parts[name].seconds["sync"] += waits * assumed.sync_s
     seconds = sum(part.total for part in parts.values())
@@ -86,6 +97,20 @@ def roofline(
     hidden = min(beside_seconds(costs, gpu, assumed, seconds_of))
     utilisations = [flops / (time * gpu.bf16) for time in (seconds, seconds - hidden)]
     return Roofline(dict(parts), seconds, flops, utilisations[0], hidden, utilisations[1])
+
+
+def _beside_shared_experts(
+    costs: StepCosts, phase: str, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds
+) -> float:
+    """Seconds of the rows' exchange to the experts for which shared experts are computed meanwhile."""
+    traffic = costs.counts.collectives
+    sent = [key for key in traffic if key.part == DISPATCH and key.phase == phase and key.is_async]
+    shared = [
+        operator_seconds(key, total, gpu, assumed)[0]
+        for key, total in costs.counts.operators.items()
+        if key.part == SHARED_EXPERTS and key.phase == phase
+    ]
+    return min(sum(shared), sum(seconds_of(key, traffic[key], gpu, assumed) for key in sent))
 
 
 def beside_seconds(
@@ -97,10 +122,10 @@ def beside_seconds(
     the other down, and that they can begin when the first part of the pass is done, of the vocabulary.
     """
     backward = [(key, total) for key, total in costs.counts.operators.items() if key.phase == "backward"]
-    beside = [key for key in costs.counts.collectives if key.phase == "backward" and key.is_async]
+    traffic = costs.counts.collectives
+    beside = [key for key in traffic if key.phase == "backward" and key.is_async and key.part != DISPATCH]
     times = {key: operator_seconds(key, total, gpu, assumed)[0] for key, total in backward}
     passed = sum(time for key, time in times.items() if key.part != "vocabulary and loss")
-    traffic = costs.counts.collectives
     return passed, sum(seconds_of(key, traffic[key], gpu, assumed) for key in beside)
 
 

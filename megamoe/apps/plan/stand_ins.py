@@ -1,7 +1,7 @@
 """What a plan puts in the place of data, batches, and parts whose sizes depend on the values of tokens."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import fields
 from typing import Any
@@ -10,15 +10,17 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megamoe.apps.plan.counter import STAGES, CostCounter, Parts
+from megamoe.apps.plan.counter import DISPATCH, STAGES, CostCounter, Parts
 from megamoe.config import RunConfig
 from megamoe.config.parts import PartChoice
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.batches import Batch
 from megamoe.kernels.attention.documents import Documents, SourceLengths
-from megamoe.model.size import mean_choices
 from megamoe.moe.context import Padding
-from megamoe.moe.dispatch import AllToAllDispatch, DispatchState, LocalDispatch
+from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
+from megamoe.moe.dispatch.between_nodes import ByNodeDispatch
+from megamoe.moe.dispatch.dispatcher import Dispatcher
+from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import Routing
 from megamoe.moe.suggestions import provides
 from megamoe.parallel.pipeline.links import StageLinks
@@ -51,7 +53,7 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
         )
         router.masks = []
     if provides("assigned", router.selector) or not provides("fixed_count", router.selector):
-        chosen = max(1, round(mean_choices(config)))
+        chosen = max(1, round(mean_choices(config.moe)))
         line = (
             f"moe.router.selector: {router.selector.name} chooses by value; counted as top_k with k={chosen}"
         )
@@ -139,41 +141,69 @@ def stages_that_send(parts: Parts, counter: CostCounter) -> Iterator[None]:
 class CountedDispatch:
     """A dispatch whose operators belong to the parts `dispatch` and `combine`, under a given load.
 
-    load: rows that this rank's experts get, over the mean of all ranks.
+    load: rows that this rank's experts get, over the mean of all ranks. nodes_of_token: on how many nodes a
+    token's experts lie on average.
     """
 
-    def __init__(self, inner: AllToAllDispatch | LocalDispatch, load: float, parts: Parts) -> None:
+    def __init__(self, inner: Dispatcher, load: float, parts: Parts, nodes_of_token: float = 1.0) -> None:
         self._inner, self._load, self._parts = inner, load, parts
-        self._pairs = 0
-        if isinstance(inner, AllToAllDispatch):
+        self._pairs, self._tokens, self._nodes_of_token = 0, 0, nodes_of_token
+        if isinstance(inner, AllToAllDispatch | ByNodeDispatch):
             inner.read_counts = self._counts
 
-    def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, DispatchState]:
-        """See `AllToAllDispatch`."""
-        self._pairs = len(routing.pairs.token_N)
+    def start(self, hidden_TH: Tensor, routing: Routing) -> Any:
+        """See `Dispatcher`."""
+        self._pairs, self._tokens = len(routing.pairs.token_N), len(hidden_TH)
+        with self._parts.inside(DISPATCH):
+            return self._inner.start(hidden_TH, routing)
+
+    def finish(self, state: Any) -> tuple[Tensor, Tensor]:
+        """See `Dispatcher`."""
         with self._parts.inside("dispatch"):
-            return self._inner.dispatch(hidden_TH, routing)
+            return self._inner.finish(state)
 
-    def send_along(self, values_N: Tensor, plan: DispatchState) -> Tensor:
-        """See `AllToAllDispatch`."""
-        return self._inner.send_along(values_N, plan)
+    def send_along(self, values_N: Tensor, state: Any) -> Tensor:
+        """See `Dispatcher`."""
+        return self._inner.send_along(values_N, state)
 
-    def combine(self, rows_NH: Tensor, plan: DispatchState) -> Tensor:
-        """See `AllToAllDispatch`."""
+    def combine(self, rows_MH: Tensor, state: Any) -> Tensor:
+        """See `Dispatcher`."""
         with self._parts.inside("combine"):
-            return self._inner.combine(rows_NH, plan)
+            return self._inner.combine(rows_MH, state)
 
-    def _counts(self, counts: Sequence[Tensor]) -> list[list[int]]:
+    def _counts(self, counts: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """This rank is the fullest, and all ranks send to it alike; the others share the rest evenly."""
+        next(iter(counts.values())).cpu()  # the copy for which a real run waits
         inner: Any = self._inner
-        for vector in counts[:1]:
-            vector.cpu()  # the copy for which a real run waits
-        sent, received, gathered = (len(vector) for vector in counts)
-        to_full = min(self._pairs, round(self._load * self._pairs / sent))
-        others = evenly(self._pairs - to_full, sent - 1)
-        sent_R = [*others[: inner.rank], to_full, *others[inner.rank :]] if sent > 1 else [self._pairs]
-        received_R = [to_full] * received
-        return [sent_R, received_R, [sum(received_R)] * gathered]
+        by_node = isinstance(inner, ByNodeDispatch)
+        nodes = inner.num_nodes if by_node else 1
+        direct: AllToAllDispatch = inner.inside if by_node else inner
+        ranks = nodes * direct.num_ranks
+        to_full = min(self._pairs, round(self._load * self._pairs / ranks))
+        others = evenly(self._pairs - to_full, ranks - 1) if ranks > 1 else []
+        # Sorted by node, this rank's own in its place.
+        place = direct.rank + (inner.node if by_node else 0) * direct.num_ranks
+        sent_R = [*others[:place], to_full, *others[place:]]
+        found = {"sent": sent_R, "received": [to_full] * ranks}
+        if by_node:
+            found = self._by_node(sent_R, to_full, nodes, inner.node)
+        found["gathered"] = [sum(found.get("received", sent_R))] * direct.num_slices
+        return {name: numbers for name, numbers in found.items() if name in counts}
+
+    def _by_node(self, sent_R: list[int], to_full: int, nodes: int, node: int) -> dict[str, list[int]]:
+        size = len(sent_R) // nodes
+        pairs_S = [sum(sent_R[first : first + size]) for first in range(0, len(sent_R), size)]
+        share = self._tokens * self._nodes_of_token / max(self._pairs, 1)  # rows of a pair
+        rows_S = [min(self._tokens, round(share * pairs)) for pairs in pairs_S]
+        return {
+            "rows_sent": rows_S,
+            "rows_received": [rows_S[node]] * nodes,
+            "pairs_sent": pairs_S,
+            "pairs_received": [pairs_S[node]] * nodes,
+            # Every rank of this node has the pairs of a rank of each node.
+            "sent": [nodes * pairs for pairs in sent_R[node * size : (node + 1) * size]],
+            "received": [nodes * to_full] * size,
+        }
 
 
 def evenly(total: int, parts: int) -> list[int]:

@@ -87,7 +87,8 @@ def json_schema() -> Schema:
 def add_parts(sections: dict[str, Schema]) -> None:
     """Let the keys that hold parts refer to the parts of their kind. sections: the keys of each section."""
     router, train, moe = (sections[name] for name in ("RouterConfig", "TrainConfig", "MoEConfig"))
-    for keys, kind in (*((router, stage) for stage in registry.STAGES), (train, "objective")):
+    stages = [(router, stage) for stage in registry.STAGES]
+    for keys, kind in (*stages, (train, "objective"), (sections["ParallelConfig"], "exchange")):
         keys[kind] |= {"$ref": f"#/$defs/{kind}"}
     for keys, name, kind in ((router, "masks", "mask"), (train, "callbacks", "callback")):
         listed = {"type": "array", "items": {"$ref": f"#/$defs/{kind}"}}

@@ -83,11 +83,13 @@ class Order:
 class GroupedPairs:
     """(token, expert) pairs sorted by expert: the token and the weight of each row.
 
-    counts_E: int64, the rows of each expert; None where the sort did not count them.
+    order_N: int64, the pair of each row. counts_E: int64, the rows of each expert; None where the sort did
+    not count them.
     """
 
     rows: RowTokens
     weight_N: Tensor
+    order_N: Tensor
     counts_E: Tensor | None
 
 
@@ -103,11 +105,11 @@ def group_pairs(
     if weights is None or weight_N.dtype != torch.float32 or not 0 < num_experts <= MOST_EXPERTS:
         order = Order.by_key(expert_N, num_experts, kernels)
         rows = RowTokens.of_pairs(token_N, order, num_tokens, kernels)
-        return GroupedPairs(rows, permute(weight_N, order), None)
-    moved_N, token_N, place_N, counts_E, ends_T = _GroupPairs.apply(
+        return GroupedPairs(rows, permute(weight_N, order), order.order_N, None)
+    moved_N, token_N, place_N, order_N, counts_E, ends_T = _GroupPairs.apply(
         weight_N, token_N, expert_N, sizes, weights
     )
-    return GroupedPairs(RowTokens(token_N, num_tokens, place_N, ends_T), moved_N, counts_E)
+    return GroupedPairs(RowTokens(token_N, num_tokens, place_N, ends_T), moved_N, order_N, counts_E)
 
 
 class _GroupPairs(torch.autograd.Function):
@@ -129,8 +131,8 @@ class _GroupPairs(torch.autograd.Function):
         kernels.call("group_pairs", weight_N.dtype, *given, *found)
         ctx.place_N = place_N
         ctx.set_materialize_grads(False)  # not zeros for the results without gradient
-        ctx.mark_non_differentiable(moved_token_N, place_N, counts_E, ends_T)
-        return moved_N, moved_token_N, place_N, counts_E, ends_T
+        ctx.mark_non_differentiable(moved_token_N, place_N, order_N, counts_E, ends_T)
+        return moved_N, moved_token_N, place_N, order_N, counts_E, ends_T
 
     @staticmethod
     @once_differentiable
@@ -181,6 +183,28 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_NH: Tensor) -> tuple[Tensor, None, None]:
         return _sum_rows(gradient_NH.contiguous(), None, ctx.rows, ctx.kernels), None, None
+
+
+def sum_rows(rows_NH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
+    """Return the sum of each token's rows, in fp32 and then in their dtype: [N, H] to [T, H]."""
+    chosen = kernels.rows_for(rows_NH)
+    if rows.row_N is None or chosen is None:
+        summed_TH = rows_NH.new_zeros(rows.num_tokens, rows_NH.shape[1], dtype=torch.float32)
+        return summed_TH.index_add(0, rows.token_N, rows_NH.float()).to(rows_NH.dtype)
+    output_TH: Tensor = _SumRows.apply(rows_NH, rows, chosen)
+    return output_TH
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows_NH: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
+        ctx.rows = rows
+        return _sum_rows(rows_NH.contiguous(), None, rows, kernels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_TH: Tensor) -> tuple[Tensor, None, None]:
+        return gradient_TH.index_select(0, ctx.rows.token_N), None, None
 
 
 def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:

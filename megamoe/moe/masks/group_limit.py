@@ -57,6 +57,11 @@ class GroupLimit(Mask):
                 raise ValueError("best must be at least 1")
 
     @classmethod
+    def group_limit(cls, options: Config) -> tuple[int, int]:
+        """See `Mask`."""
+        return options.num_groups, options.keep
+
+    @classmethod
     def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
         size, kept = num_experts // options.num_groups, options.keep
         return Candidates(num_experts, options.num_groups, (kept, kept), (size, size))

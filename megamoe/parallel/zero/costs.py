@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import astuple, dataclass
 
 from megamoe.config.schema import Precision
+from megamoe.moe.dispatch.fp8 import fp8_row_bytes
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.offload import Offload
 
@@ -96,6 +97,7 @@ def _offloaded(
 
 COUNT_BYTES = 8  # of a row count
 SCORE_BYTES = 4  # of a score
+PAIR_BYTES = 16  # of a pair between nodes: its row and expert, its weight, and the weight's gradient
 
 
 @dataclass(frozen=True)
@@ -105,7 +107,9 @@ class MoETraffic:
     tokens: without sequence parallelism, the layer's output to all tensor ranks, and its input's gradient.
     scores: all scores to all tensor ranks, and their gradient back. counts: row counts, over the
     expert-parallel and the expert-tensor group. rows: to the experts' ranks and back, forward and backward.
-    slices: to the ranks with the other slices of an expert and back, forward and backward.
+    slices: to the ranks with the other slices of an expert and back, forward and backward. between: between
+    the nodes of an exchange by node, forward and backward; rows are then those inside the nodes. pairs: the
+    experts and weights of the pairs, with the rows between nodes.
     """
 
     tokens: float
@@ -113,11 +117,13 @@ class MoETraffic:
     counts: float
     rows: float
     slices: float
+    between: float = 0.0
+    pairs: float = 0.0
 
     @property
     def total(self) -> float:
         """The sum of all."""
-        return self.tokens + self.scores + self.counts + self.rows + self.slices
+        return sum(astuple(self))
 
 
 def moe_traffic(
@@ -129,25 +135,38 @@ def moe_traffic(
     hidden_size: int,
     num_experts: int,
     width: int,
+    nodes_of_token: float = 1.0,
+    fp8: bool = False,
 ) -> MoETraffic:
     """Return the traffic of one layer with an even load.
 
     tokens, pairs: of one micro batch, over all ranks that share it. width: bytes of a number in the model's
     dtype.
-    sequence: whether sequence parallelism is on.
+    sequence: whether sequence parallelism is on. nodes_of_token: on how many of `layout.nodes` a token's
+    experts lie on average. fp8: whether rows go to the experts in 8 bits.
     """
     row = hidden_size * width
+    # Four transfers: to the experts and back, in forward and in backward.
+    transfers = 3 * row + (fp8_row_bytes(hidden_size) if fp8 else row)
     own = pairs / layout.batch_ranks
-    experts_away = (layout.expert - 1) / layout.expert
+    inside = layout.expert // layout.nodes  # ranks
     others_slices = layout.expert_tensor - 1
     local = num_experts // layout.expert
+    counts = _share(inside) * num_experts / layout.nodes + others_slices * inside * local
+    between = pairs_sent = 0.0
+    if layout.nodes > 1:
+        away = _share(layout.nodes)
+        between = away * nodes_of_token * tokens / layout.batch_ranks * transfers
+        pairs_sent = away * own * PAIR_BYTES
+        counts += away * (num_experts + layout.nodes)
     return MoETraffic(
         tokens=0 if sequence else 2 * _share(layout.tensor) * tokens / layout.context * row,
         scores=2 * _share(layout.batch_ranks) * tokens * num_experts * SCORE_BYTES,
-        counts=COUNT_BYTES * (experts_away * num_experts + others_slices * layout.expert * local),
-        # Four transfers: to the experts and back, in forward and in backward.
-        rows=4 * experts_away * own * row,
+        counts=COUNT_BYTES * counts,
+        rows=_share(inside) * own * transfers,
         slices=4 * others_slices * own * row,
+        between=between,
+        pairs=pairs_sent,
     )
 
 

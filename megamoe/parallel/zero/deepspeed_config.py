@@ -14,6 +14,7 @@ from typing import Any
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
+from megamoe.parallel.exchange import with_nodes
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.offload import Offload, read_offload
 
@@ -181,7 +182,7 @@ class ParallelPlan:
             UserError: if the file and `parallel.precision` disagree.
         """
         precision, offload = resolve_precision(config, content), read_offload(content)
-        layout = Layout.of(config.parallel, ranks)
+        layout = with_nodes(config, Layout.of(config.parallel, ranks))
         return cls(layout, zero_stage(content), precision, offload, json.dumps(content))
 
     @property

@@ -25,9 +25,9 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import small_run
 
 HIDDEN, FFN, EXPERTS, K, TOKENS = 16, 32, 8, 2, 32
-# tensor, expert, expert_tensor, pipeline, context
+# tensor, expert, expert_tensor, pipeline, context, nodes
 LAYOUTS: dict[int, list[tuple[int, ...]]] = {
-    2: [(1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2)],
+    2: [(1, 2, 1), (1, 1, 2), (2, 1, 1), (2, 2, 1), (2, 1, 2), (1, 2, 1, 1, 1, 2)],
     4: [
         (1, 4, 1),
         (1, 2, 2),
@@ -39,6 +39,10 @@ LAYOUTS: dict[int, list[tuple[int, ...]]] = {
         (2, 2, 1, 1, 2),
         (1, 2, 1, 2, 2),
         (1, 2, 1, 1, 4),
+        (1, 4, 1, 1, 1, 2),
+        (1, 4, 1, 1, 1, 4),
+        (1, 2, 2, 1, 1, 2),
+        (2, 4, 1, 1, 1, 2),
     ],
 }
 
@@ -70,7 +74,12 @@ def counted_bytes() -> Iterator[Counter[str]]:
 
 
 def _all_to_all(
-    output: Tensor, rows: Tensor, received: Any = None, sent: Any = None, group: Any = None
+    output: Tensor,
+    rows: Tensor,
+    received: Any = None,
+    sent: Any = None,
+    group: Any = None,
+    async_op: bool = False,
 ) -> int:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     home = len(rows) // size if sent is None else sent[rank]
@@ -90,7 +99,7 @@ COLLECTIVES: dict[str, Any] = {
 }
 
 
-def send_evenly(layouts: list[tuple[int, ...]], dtype: torch.dtype) -> list[Counter[str]]:
+def send_evenly(layouts: list[tuple[int, ...]], dtype: torch.dtype, fp8: bool) -> list[Counter[str]]:
     """Job: what this rank's layer sends, forward and backward, by layout; every expert has as many rows."""
     launch.start(launch.find_world(), timeout_minutes=1)
     config = small_run(
@@ -102,7 +111,7 @@ def send_evenly(layouts: list[tuple[int, ...]], dtype: torch.dtype) -> list[Coun
     for sizes in layouts:
         layout = Layout(dist.get_world_size(), *sizes)
         groups = start_groups(layout, timeout_minutes=1).layer
-        shape = LayerShape(HIDDEN, FFN, 1, "swiglu", 0.1, 0.1, seed=1)
+        shape = LayerShape(HIDDEN, FFN, 1, "swiglu", 0.1, 0.1, seed=1, exchange_fp8=fp8)
         layer = MoELayer(config.moe, shape, StepContext(), groups).to(dtype)
         layer.router.scorer.weight.data = torch.eye(EXPERTS, HIDDEN, dtype=dtype)
         first_T = torch.arange(TOKENS // layout.batch_ranks) % EXPERTS
@@ -119,8 +128,9 @@ def send_evenly(layouts: list[tuple[int, ...]], dtype: torch.dtype) -> list[Coun
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_an_even_moe_layer(pool: Pool, ranks: int) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        ranks_found = pool.run(send_evenly, LAYOUTS[ranks], dtype, ranks=ranks)
+    """A token has two neighbouring experts: with 2 nodes of 4 experts each it is on 1.25 of them."""
+    for dtype, fp8 in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
+        ranks_found = pool.run(send_evenly, LAYOUTS[ranks], dtype, fp8, ranks=ranks)
         for number, sizes in enumerate(LAYOUTS[ranks]):
             expected = moe_traffic(
                 Layout(ranks, *sizes),
@@ -130,12 +140,15 @@ def test_an_even_moe_layer(pool: Pool, ranks: int) -> None:
                 hidden_size=HIDDEN,
                 num_experts=EXPERTS,
                 width=dtype.itemsize,
+                nodes_of_token={1: 1.0, 2: 1.25, 4: 1.5}[Layout(ranks, *sizes).nodes],
+                fp8=fp8,
             )
             for found in ranks_found:
                 assert sum(found[number].values()) == expected.total, sizes
-                counts_by_hand = 8 * EXPERTS * (sizes[1] - 1) // sizes[1]
-                rows = found[number]["all_to_all_single"] - counts_by_hand
-                assert rows == expected.rows + expected.slices, sizes
+                if Layout(ranks, *sizes).nodes == 1:
+                    counts_by_hand = 8 * EXPERTS * (sizes[1] - 1) // sizes[1]
+                    rows = found[number]["all_to_all_single"] - counts_by_hand
+                    assert rows == expected.rows + expected.slices, sizes
 
 
 def sent_in_attention(context: int, tensor: int, groups_of_queries: int) -> float:

@@ -1,4 +1,4 @@
-"""AllToAllDispatch against a plain loop over tokens: outputs and every gradient, bit of load by bit."""
+"""The exchanges against a plain loop over tokens: outputs and every gradient, bit of load by bit."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,14 +8,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.config import PartChoice
 from megamoe.kernels.choice import DEFAULT_KERNELS
-from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
+from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
+from megamoe.moe.dispatch.choice import build_dispatcher
+from megamoe.moe.dispatch.dispatcher import Dispatcher, ExpertPlaces, LocalDispatch
 from megamoe.moe.experts.activations import activate
 from megamoe.moe.experts.grouped import GroupedExperts, Slice
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.parallel import launch
-from megamoe.parallel.groups import start_groups
+from megamoe.parallel.groups import groups_of, start_groups
 from megamoe.parallel.layout import Layout
 from tests.support.moe.build import make_scored
 from tests.support.ranks.pool import Pool
@@ -103,7 +106,7 @@ def own_experts(layout: Layout, rank: int, case: Case) -> GroupedExperts:
 
 
 def exchange_all(layout: Layout) -> dict[str, dict[str, Tensor]]:
-    """Job: this rank's part of every case through AllToAllDispatch."""
+    """Job: this rank's part of every case through the layout's dispatch."""
     world, dispatcher = start(layout)
     found = {}
     for name, case in CASES.items():
@@ -113,16 +116,17 @@ def exchange_all(layout: Layout) -> dict[str, dict[str, Tensor]]:
     return found
 
 
-def start(layout: Layout) -> tuple[launch.World, AllToAllDispatch]:
+def start(layout: Layout) -> tuple[launch.World, Dispatcher]:
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
     groups: ParallelGroups = start_groups(layout, timeout_minutes=1).layer
-    return world, AllToAllDispatch(groups.expert, groups.expert_tensor)
+    return world, build_dispatcher(PartChoice.default("exchange"), ExpertPlaces(EXPERTS, groups))
 
 
 def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
     """Job: every token chooses among its own rank's experts; dispatch with and without `is_local`."""
     world, dispatcher = start(layout)
+    groups = groups_of(layout).layer
     size = EXPERTS // layout.expert
     calls, real = [], dist.all_to_all_single
 
@@ -141,8 +145,8 @@ def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
         rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, routing)
         output_TH = dispatcher.combine(experts(rows, counts_E), plan)
         output_TH.backward(problem.upstream_TH)
-        among = [calls.count(group) for group in (dispatcher.expert, dispatcher.expert_tensor)]
-        result = {"output": output_TH.detach(), "calls": torch.tensor(among)}
+        sliced = calls.count(groups.expert_tensor)
+        result = {"output": output_TH.detach(), "calls": torch.tensor([len(calls) - sliced, sliced])}
         found.append({**result, **gradients(experts, problem)})
     return found
 
@@ -161,17 +165,19 @@ def stray(case: Case) -> str:
     problem = make_problem(case, world.rank)
     routing = problem.routing()
     routing.is_local = True
+    places = ExpertPlaces(EXPERTS, ParallelGroups(expert=dist.group.WORLD))
     try:
-        AllToAllDispatch(dist.group.WORLD).dispatch(problem.hidden_TH, routing)
+        AllToAllDispatch(None, places).dispatch(problem.hidden_TH, routing)
     except RuntimeError as error:
         return str(error)
     return ""
 
 
-def through(dispatcher: AllToAllDispatch | LocalDispatch, experts: GroupedExperts, problem: Problem) -> dict:
+def through(dispatcher: Dispatcher, experts: GroupedExperts, problem: Problem) -> dict:
     """Dispatch, experts, combine, and back. along: the number of each row's token over all ranks."""
-    rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, problem.routing())
-    along = dispatcher.send_along(plan.rows.token_N + 100 * problem.rank, plan)
+    routing = problem.routing()
+    rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, routing)
+    along = dispatcher.send_along(routing.pairs.token_N + 100 * problem.rank, plan)
     output_TH = dispatcher.combine(experts(rows, counts_E), plan)
     output_TH.backward(problem.upstream_TH)
     result = {"output": output_TH.detach(), "rows": rows.detach(), "along": along, "counts": counts_E}
@@ -228,6 +234,10 @@ LAYOUTS = {
     "ETP 2": Layout(2, expert_tensor=2),
     "EP 2, ETP 2": Layout(4, expert=2, expert_tensor=2),
     "ETP 4": Layout(4, expert_tensor=4),
+    "2 nodes of 1": Layout(2, expert=2, nodes=2),
+    "2 nodes of 2": Layout(4, expert=4, nodes=2),
+    "4 nodes of 1": Layout(4, expert=4, nodes=4),
+    "2 nodes of 1, ETP 2": Layout(4, expert=2, expert_tensor=2, nodes=2),
 }
 
 
@@ -279,15 +289,21 @@ def test_the_local_one_equals_the_loop(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", ["top-2", "a rank without tokens", "dropped pairs"])
-@pytest.mark.parametrize("layout", ["EP 2", "EP 2, ETP 2"])
+@pytest.mark.parametrize("layout", ["EP 2", "EP 2, ETP 2", "2 nodes of 1", "2 nodes of 2"])
 def test_a_local_routing_equals_the_all_to_all(pool: Pool, case: str, layout: str) -> None:
     sizes = LAYOUTS[layout]
     sliced = 4 if sizes.expert_tensor > 1 else 0  # rows to the slices and back, forwards and backwards
     for home, away in pool.run(stay_home, CASES[case], sizes, ranks=sizes.ranks):
         assert home.pop("calls").tolist() == [0, sliced]
-        assert away.pop("calls").tolist() == [5, sliced]  # sizes, and the rows as among the slices
+        # Sizes, and the rows as among the slices. By node also the pairs' experts and weights, with gradient.
+        inside = 5 if sizes.expert > sizes.nodes else 0
+        between = 8 if sizes.nodes > 1 else 0
+        assert away.pop("calls").tolist() == [inside + between, sliced]
         for name, value in home.items():
-            assert torch.equal(value, away[name]), name
+            if sizes.nodes > 1:  # whose sums have another order
+                torch.testing.assert_close(value, away[name], rtol=1e-5, atol=1e-6)
+            else:
+                assert torch.equal(value, away[name]), name
 
 
 def test_a_pair_on_another_rank_is_an_error(pool: Pool) -> None:

@@ -113,7 +113,7 @@ def run_of(number: int, folder: str, **further: Any) -> RunConfig:
 
 
 def planned(
-    number: int, folder: str, device: str = "cuda", counts: list[list[list[int]]] | None = None
+    number: int, folder: str, device: str = "cuda", counts: list[dict[str, list[int]]] | None = None
 ) -> dict[str, Any]:
     """What the simulation says of a case; see `tests.support.ranks.watched.measure`.
 
@@ -147,7 +147,7 @@ def planned(
 
 
 @contextmanager
-def exchanged(counts: list[list[list[int]]]) -> Iterator[None]:
+def exchanged(counts: list[dict[str, list[int]]]) -> Iterator[None]:
     """Inside, the simulated layers exchange so many rows, one after the other."""
     from megamoe.apps.plan.stand_ins import CountedDispatch
 

@@ -1,7 +1,7 @@
 """Every legal layout of up to four ranks with everything that must not change what is trained."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
@@ -89,7 +89,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
 class Case:
     """One way to train one of the presets.
 
-    accumulation: micro batches a step of each data-parallel rank. blocks: of the model.
+    accumulation: micro batches a step of each data-parallel rank. blocks: of the model. node: the ranks of a
+    node, between which rows are exchanged by node; 0: directly.
     """
 
     ranks: int
@@ -106,6 +107,7 @@ class Case:
     chunks: int = 1
     context: int = 1
     blocks: int = 2
+    node: int = 0
 
     @property
     def data(self) -> int:
@@ -117,6 +119,7 @@ class Case:
             **SIZES,
             **SYSTEMS[self.preset],
             **parallel_changes(self, ds_file(folder, f"zero{self.zero}_{self.precision}")),
+            **({"parallel__exchange": "by_node", "parallel__node_size": self.node} if self.node else {}),
             "model__num_layers": self.blocks,
             "model__recompute": self._recomputed(),
             "train__global_batch_size": SEQUENCES * self.accumulation * self.data,
@@ -135,7 +138,7 @@ class Case:
 @cache
 def every_case() -> list[Case]:
     """All that are legal; the checks of the configuration decide."""
-    choices = product(
+    choices: Iterator[Any] = product(
         (1, 2, 4),
         (1, 2, 4),
         (1, 2, 4),
@@ -147,7 +150,7 @@ def every_case() -> list[Case]:
         SYSTEMS,
         ("fp32", "bf16"),
     )
-    cases = (Case(*choice) for choice in choices)
+    cases = (replace(Case(*choice), node=node) for choice, node in product(choices, (0, 1, 2)))
     return list(_legal(case for case in cases if case.tensor > 1 or not case.sequence))
 
 
@@ -159,7 +162,9 @@ def _legal(cases: Iterable[Case]) -> Iterator[Case]:
         layout = Layout(case.ranks, *sizes)
         if layout not in legal:
             legal[layout] = next(misfits(config, layout, "fp32"), None) is None
-        if legal[layout]:
+        # Nodes within an expert group; one of the slices of an expert is not cut.
+        by_node = case.expert_tensor <= case.node < case.expert * case.expert_tensor
+        if legal[layout] and (by_node or case.node == 0):
             yield case
 
 
@@ -181,6 +186,7 @@ def staged_cases() -> list[Case]:
         (1, 2),
         (1, 2, 4),
         (4,),
+        (0, 1, 2),
     )
     found = []
     for choice in choices:

@@ -128,7 +128,7 @@ def _stacks(silent: dict[int, _Rank]) -> list[str]:
 def _run_rank(connection: Connection, log: str, job: bytes, variables: dict[str, str]) -> None:
     """Run the job in the process of a rank, and send back its result or traceback."""
     threading.Thread(target=_die_with_parent, args=(log,), daemon=True).start()
-    os.environ.update(variables, LOCAL_RANK=variables["RANK"])
+    os.environ.update(variables, LOCAL_RANK=variables["RANK"], LOCAL_WORLD_SIZE=variables["WORLD_SIZE"])
     with open(log, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         try:

@@ -4,7 +4,7 @@ import gc
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamoe.config import RunConfig
 from megamoe.kernels.attention.rotary import angles
-from megamoe.moe import dispatch
+from megamoe.moe.dispatch import all_to_all, between_nodes
 from megamoe.moe.layer import device_scalar
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
@@ -167,9 +167,9 @@ def _measured(config: RunConfig) -> dict[str, Any]:
         cached.cache_clear()  # what an earlier run has left there would not be seen here
     watch = Watch()
     engine_class = type("Watched", (WatchedEngine,), {"watch": watch})
-    counts: list[list[list[int]]] = []
+    counts: list[dict[str, list[int]]] = []
 
-    def read_counts(vectors: Sequence[Tensor]) -> list[list[int]]:
+    def read_counts(vectors: Mapping[str, Tensor]) -> dict[str, list[int]]:
         counts.append(read(vectors))
         return counts[-1]
 
@@ -181,10 +181,11 @@ def _measured(config: RunConfig) -> dict[str, Any]:
         finally:
             watch.counts = True
 
-    read = dispatch.read_counts
+    read = all_to_all.read_counts
     with (
         patch.object(trainer_module, "Engine", engine_class),
-        patch.object(dispatch, "read_counts", read_counts),
+        patch.object(all_to_all, "read_counts", read_counts),
+        patch.object(between_nodes, "read_counts", read_counts),
         patch.object(step, "merged_over_stages", merged),
         rows_are_not_padded(),
         watch,

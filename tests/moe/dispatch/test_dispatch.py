@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.moe.dispatch import AllToAllDispatch, LocalDispatch
+from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
+from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
+from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.routing import Routing
 from tests.support.moe.build import make_hidden, make_pairs, make_scored, routed
 
@@ -20,6 +22,10 @@ def alone() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def of_group(group: dist.ProcessGroup) -> AllToAllDispatch:
+    return AllToAllDispatch(None, ExpertPlaces(4, ParallelGroups(expert=group)))
 
 
 def make_routing(experts: list[list[int]], weights: list[list[float]]) -> Routing:
@@ -61,7 +67,10 @@ def test_the_exchange_of_one_rank_equals_the_local_path(
     alone: dist.ProcessGroup, case: tuple[list[list[int]], list[list[float]]]
 ) -> None:
     results: list[list[Tensor]] = []
-    for dispatcher in (LocalDispatch(), AllToAllDispatch(alone)):
+    for dispatcher in (
+        LocalDispatch(),
+        AllToAllDispatch(None, ExpertPlaces(4, ParallelGroups(expert=alone))),
+    ):
         routing, hidden_TH = make_routing(*case), make_hidden(len(case[0])).requires_grad_()
         rows_NH, counts_E, plan = dispatcher.dispatch(hidden_TH, routing)
         output_TH = dispatcher.combine(rows_NH.square(), plan)
@@ -93,7 +102,7 @@ def test_a_local_routing_sends_nothing(
     for is_local in (True, False):
         routing, hidden_TH = make_routing(*case), make_hidden(len(case[0])).requires_grad_()
         routing.is_local = is_local
-        dispatcher = AllToAllDispatch(alone)
+        dispatcher = of_group(alone)
         rows_NH, counts_E, plan = dispatcher.dispatch(hidden_TH, routing)
         output_TH = dispatcher.combine(rows_NH.square(), plan)
         gradients = torch.autograd.grad((output_TH**2).sum(), [hidden_TH, routing.pairs.weight_N])

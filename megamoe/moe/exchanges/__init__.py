@@ -1,0 +1,1 @@
+"""Exchanges: how rows travel to the ranks of their experts (`parallel.exchange`)."""

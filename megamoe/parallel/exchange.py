@@ -1,0 +1,84 @@
+"""The nodes that rows of the experts' exchange cross (`parallel.exchange`, `parallel.node_size`)."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from megamoe.config.schema import RunConfig
+from megamoe.config.shapes import moe_layer_numbers
+from megamoe.errors import Problem
+from megamoe.moe.dispatch.choice import mean_nodes
+from megamoe.moe.router import mean_choices
+from megamoe.parallel.launch import ranks_of_machine
+from megamoe.parallel.layout import Layout
+from megamoe.registry import get_part
+
+WORTH_IT = 1.25  # a token's experts over its nodes, from which the exchange `auto` sends rows by node
+
+
+def with_nodes(config: RunConfig, layout: Layout) -> Layout:
+    """Return the layout with the number of nodes between which rows are exchanged; it is not checked here."""
+    return replace(layout, nodes=_exchange_nodes(config, layout))
+
+
+def uses_nodes(config: RunConfig) -> bool:
+    """Whether the exchange may depend on the ranks of a node."""
+    return config.parallel.expert > 1 and _node_use(config) != "none" and bool(moe_layer_numbers(config))
+
+
+def exchange_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """Yield a size of nodes that does not fit."""
+    parallel, size = config.parallel, _node_size(config, layout)
+    if parallel.exchange_dtype == "fp8" and not hasattr(torch, "float8_e4m3fn"):
+        yield Problem("parallel.exchange_dtype", "fp8: this PyTorch has no float8_e4m3fn; set it to model")
+    if parallel.node_size is not None and layout.ranks % size:
+        yield Problem(
+            "parallel.node_size",
+            f"{size} does not divide the number of ranks {layout.ranks}; {_legal(layout)}",
+        )
+    elif _node_use(config) != "always" or not uses_nodes(config):
+        return
+    elif parallel.node_size is None and ranks_of_machine() is None:
+        yield Problem("parallel.node_size", f"not set, and the launcher does not say it; {_legal(layout)}")
+    elif _nodes(layout, size) is None:
+        whence = "" if parallel.node_size is not None else " (from the launcher)"
+        yield Problem(
+            "parallel.node_size",
+            f"{size}{whence} cuts the {layout.expert_ranks} ranks of an expert group (parallel.expert x "
+            f"expert_tensor) unevenly; {_legal(layout)}, or set parallel.exchange=direct",
+        )
+
+
+def _exchange_nodes(config: RunConfig, layout: Layout) -> int:
+    if not uses_nodes(config):
+        return 1
+    nodes = _nodes(layout, _node_size(config, layout)) or 1
+    if nodes == 1 or _node_use(config) == "always":
+        return nodes
+    choices = mean_choices(config.moe)
+    return nodes if choices >= WORTH_IT * mean_nodes(config.moe, nodes, choices) else 1
+
+
+def _node_size(config: RunConfig, layout: Layout) -> int:
+    """Return `parallel.node_size`, or what the launcher says; one node has all ranks if it says nothing."""
+    return config.parallel.node_size or ranks_of_machine() or layout.ranks
+
+
+def _node_use(config: RunConfig) -> str:
+    use: str = get_part("exchange", config.parallel.exchange.name).node_use
+    return use
+
+
+def _nodes(layout: Layout, size: int) -> int | None:
+    """Return the nodes of an expert group, None if they do not hold equal parts of it."""
+    ranks = layout.expert_ranks
+    if ranks <= size:
+        return 1 if size % ranks == 0 else None
+    return ranks // size if ranks % size == 0 and size % layout.expert_tensor == 0 else None
+
+
+def _legal(layout: Layout) -> str:
+    sizes = [size for size in range(1, layout.ranks + 1) if layout.ranks % size == 0]
+    legal = [size for size in sizes if _nodes(layout, size) is not None]
+    return f"legal on {layout.ranks} ranks: {', '.join(map(str, legal))}"
