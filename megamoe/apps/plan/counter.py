@@ -19,12 +19,14 @@ from megamoe.compat.fake_cuda import on_cuda, ranks_of_collective, running_node,
 
 DISPATCH = "dispatch"
 SHARED_EXPERTS = "shared experts"
+WEIGHT_GRADIENTS = "experts, weight gradients"  # where they are computed beside the exchange
 # Classes whose modules are parts, by name: Megatron-Core's, and ours.
 PART_OF_CLASS = {
     "SelfAttention": "attention",
     "Router": "router",
     "GroupedExperts": "experts",
     "ExpertStack": "experts",
+    "WeightGradients": WEIGHT_GRADIENTS,
     "SharedExperts": SHARED_EXPERTS,
     "MoELayer": "MoE layer, rest",
     "MLP": "dense FFN",
