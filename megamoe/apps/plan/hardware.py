@@ -47,8 +47,10 @@ class Assumptions:
             f"flash attention {self.attention:.0%} (of its causal half)",
             f"of the memory bandwidth: {self.bytes:.0%}; rows at random places {self.scattered_bytes:.0%}",
             f"of the links: {self.link:.0%}, and {self.collective_s * 1e6:g} us to start; a node has "
-            f"{RANKS_OF_A_NODE} GPUs; rows travel to the experts beside shared experts, no other collective "
-            "runs beside other work",
+            f"{RANKS_OF_A_NODE} GPUs; no collective runs beside other work, but",
+            "rows travel to the experts beside shared experts, their gradients beside these and the experts' "
+            "weight gradients; with train.in_flight=2 a pass lasts as long as the longer of what is computed "
+            "and what else travels, in all but recomputed blocks",
             f"{self.kernel_s * 1e6:g} us between kernels, {self.launch_s * 1e6:g} us of the host for each "
             f"launch, {self.sync_s * 1e6:g} us for each wait of the host",
             "an operator reads its arguments once and writes its results once, unless "
