@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megamoe.config import PartChoice
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.config.shapes import shared_ffn_size
+from megamoe.errors import UserError
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch.choice import build_dispatcher
 from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
@@ -121,6 +122,11 @@ class MoELayer(nn.Module):
             routing = self.router(hidden_TH, context)
             own = self.token_sharding.local_shard(routing, context)
         self.context.compute_timer.pause()
+        if own.places is not None and self.sends_rows and context.bounds is not None:
+            raise UserError(
+                "moe.router.capacity.pad: the micro batches have padding, so that the ranks would not send "
+                "each other as many rows; set it to false"
+            )
         with self._stage("dispatch"):
             state = self.dispatcher.start(hidden_TH, own)
         self.context.compute_timer.resume()
@@ -173,7 +179,8 @@ class MoELayer(nn.Module):
         index_T = self.token_sharding.local_context(context, own.num_tokens).token_index(
             own.num_tokens, own.pairs.token_N.device
         )
-        row_N = index_T[own.pairs.token_N] * self.num_experts + own.pairs.expert_N
+        token_N = own.pairs.token_N if own.places is None else own.pairs.token_N.clamp(max=len(index_T) - 1)
+        row_N = index_T[token_N] * self.num_experts + own.pairs.expert_N
         draw_key = functools.partial(self.context.draw_key, self.router.dims.layer)
         row_N = self.dispatcher.send_along(row_N, state)
         return ExpertDropout(output, activation, row_N, draw_key, self.router.dims.kernels)

@@ -90,8 +90,8 @@ def roofline(
             continue
         parts[group.part].seconds["link"] += seconds_of(group, traffic, gpu, assumed)
         parts[group.part].launches += traffic.calls
-    for (_, part), saved in hidden_exchange(costs, gpu, assumed, seconds_of).items():
-        parts[part].seconds["link"] -= saved
+    for (_, name), saved in hidden_exchange(costs, gpu, assumed, seconds_of).items():
+        parts[name].seconds["link"] -= saved
     for name, waits in (costs.counts.syncs + costs.counts.uploads).items():
         parts[name].seconds["sync"] += waits * assumed.sync_s
     seconds = sum(part.total for part in parts.values())

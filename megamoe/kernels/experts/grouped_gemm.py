@@ -161,9 +161,7 @@ class _LaterProduct(torch.autograd.Function):
     def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, ...]:
         rows_NI, weight_EOI, ends_E = ctx.saved_tensors
         gradient_NO, kernels = gradient_NO.contiguous(), ctx.kernels
-        ctx.later.put_off(
-            ctx.place, lambda: _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, kernels)
-        )
+        ctx.later.put_off(ctx.place, lambda: _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, kernels))
         rows = _to_rows(gradient_NO, weight_EOI, ends_E, kernels) if ctx.needs_input_grad[0] else None
         return rows, None, None, None, gradient_NO.new_empty(0), None, None
 

@@ -58,9 +58,7 @@ def test_an_exchange_between_runs_beside_them(monkeypatch: pytest.MonkeyPatch) -
     """The exchange of the gradients starts where its result was received and ends where it was sent."""
     order: list[str] = []
     real = grouped_gemm._to_weight
-    monkeypatch.setattr(
-        grouped_gemm, "_to_weight", lambda *given: (order.append("weight"), real(*given))[1]
-    )
+    monkeypatch.setattr(grouped_gemm, "_to_weight", lambda *given: (order.append("weight"), real(*given))[1])
     for puts_off in (True, False):
         order.clear()
         experts = make_experts()
