@@ -96,9 +96,9 @@ def _is_bound_to_ranks(moe: MoEConfig) -> bool:
 
 
 def some() -> dict[str, Case]:
-    """A tenth of the compositions, and every mode."""
+    """A few of the compositions, and every mode."""
     found = cases()
-    drawn = [name for name in found if name.startswith("composition")][::10]
+    drawn = [name for name in found if name.startswith("composition")][::15]
     return {name: found[name] for name in (*MODES, *drawn)}
 
 
@@ -116,7 +116,7 @@ def layer_outcome(case: Case, layout: Layout, groups: Any, exchange: str) -> dic
     sequences = 4 if tokens % 4 == 0 and tokens else 1
     context = StepContext(
         seed=5, step=3, token_ids_T=torch.arange(tokens) % 32, sample_index_B=torch.arange(sequences),
-        data_group=dist.group.WORLD,
+        data_group=dist.group.WORLD, micro_batch=rank // layout.tensor,
     )  # fmt: skip
     layer = MoELayer(case.moe, shape, context, groups).to(case.dtype)
     context.num_rollouts = max((loss.num_rollouts for loss in layer.objectives.values()), default=1)
