@@ -1,4 +1,4 @@
-"""The exchange by node equals the direct one in whole layers: every preset, random compositions, every mode."""
+"""The exchange by node equals the direct one in whole layers: every mode, every preset, compositions."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
