@@ -109,6 +109,7 @@ def estimate(
             once += ring * (6 if plan.stage and layout.tensor == 1 else 10)
     idle = (layout.pipeline - 1) / parallel.pipeline_chunks  # micro batches
     alive = _alive(layout.pipeline, parallel.pipeline_chunks, min(micro_batches, 8 * layout.pipeline))
+    alive += config.train.in_flight - 1
     held = states_of(config, plan, size).total + _activations(config, layout, sizes, share, alive)
     return Estimate((micro_batches + idle) * each + once, held)
 
@@ -183,7 +184,10 @@ def _micro_batch(
         )
         inside = layout.expert // layout.nodes  # a node, if rows are exchanged by node
         rows = traffic.rows / _bandwidth(inside, layout.expert_tensor, gpu, gpus_per_node, ring=False)
-        rows += (traffic.between + traffic.pairs) / (gpu.network * ASSUMED.link)
+        between = traffic.between / (gpu.network * ASSUMED.link)
+        if config.train.in_flight == 2:  # it travels beside what the other micro batch computes
+            seconds -= min(seconds, layers * (between if layout.nodes > 1 else rows))
+        rows += between + traffic.pairs / (gpu.network * ASSUMED.link)
         slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
         beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
         seconds += resent * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)
