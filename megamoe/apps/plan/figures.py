@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from megamoe.apps.plan.counter import STAGES, CollectiveKey
 from megamoe.apps.plan.hardware import ASSUMED, Gpu, Topology
-from megamoe.apps.plan.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS
+from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from megamoe.apps.plan.rank import StepCosts
 from megamoe.apps.plan.roofline import beside_seconds, roofline
 from megamoe.config import RunConfig
@@ -90,24 +90,17 @@ def figures_of(costs: StepCosts, gpu: Gpu, topology: Topology) -> Figures:
         seconds={name: part.total for name, part in times.parts.items()},
         calls={key: total.calls for key, total in many.items()},
         bytes={key: total.bytes for key, total in many.items()},
-        peaks=_peaks(costs),
+        peaks={
+            (phase, name): size
+            for phase, peak in costs.peaks.items()
+            for name, size in peak.by_category.items()
+        },
         kept={
             (phase, part): size
             for phase, peak in costs.peaks.items()
             for part, size in peak.activations_by_part.items()
         },
     )
-
-
-def _peaks(costs: StepCosts) -> dict[tuple[str, str], float]:
-    """Return bytes by (phase, category); of each further micro batch in flight the activations are held."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    for phase, peak in costs.peaks.items():
-        for name, size in peak.by_category.items():
-            found[phase, name] += size
-    for phase in ("forward", "backward"):
-        found[phase, ACTIVATIONS] += (costs.in_flight - 1) * costs.kept_bytes
-    return dict(found)
 
 
 def with_micro_batches(costs: StepCosts, gpu: Gpu, topology: Topology, micro_batches: int) -> Figures:
