@@ -133,9 +133,11 @@ void release(void* data) {
   order.free(data);
   c10::GetCPUAllocator()->raw_deallocate(data);
 }
+bool zeroed = false;
 struct Memory : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     void* data = bytes ? c10::GetCPUAllocator()->raw_allocate(bytes) : nullptr;
+    if (data && zeroed) std::memset(data, 0, bytes);
     if (data) add(data, bytes);
     order.allocate(data, current_stream);
     return {data, data, &release, c10::Device(CUDA, current_device)};
