@@ -10,9 +10,6 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
-#include <time.h>
-
-#include <atomic>
 #include <utility>
 
 #include "tensors.h"
@@ -35,20 +32,6 @@ bool has_mask(const c10::IValue& value) {
       return true;
   return false;
 }
-
-// The processor's time in what stands for the device: kernels, and what this library does about them.
-std::atomic<int64_t> inside_ns{0};
-struct Inside {
-  static inline thread_local int depth = 0;
-  int64_t begin = 0;
-  static int64_t now() {
-    timespec time;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
-    return time.tv_sec * 1000000000LL + time.tv_nsec;
-  }
-  Inside() { if (depth++ == 0) begin = now(); }
-  ~Inside() { if (--depth == 0) inside_ns += now() - begin; }
-};
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
   Inside inside;
