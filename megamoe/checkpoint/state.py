@@ -162,7 +162,8 @@ class EngineState:
             state.pop(tensor, None)
             if not stepped:
                 continue
-            moments = {moment: torch.zeros_like(tensor.detach()) for moment in MOMENTS}
+            dtype = getattr(self.engine.inner_optimizer, "moment_dtype", tensor.dtype)
+            moments = {moment: torch.zeros_like(tensor.detach(), dtype=dtype) for moment in MOMENTS}
             steps = [reader.tensor(STEP + self._name(fragment)) for fragment in stepped]
             for moment, values in moments.items():
                 reader.fill(
