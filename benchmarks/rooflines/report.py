@@ -6,7 +6,7 @@ from typing import Any
 from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, Assumptions
 from megamoe.apps.plan.hardware import GPUS, Gpu
 from megamoe.apps.plan.rank import StepCosts
-from megamoe.apps.plan.roofline import BOUNDS, Roofline, roofline
+from megamoe.apps.plan.roofline import BOUNDS, Roofline, host_seconds, roofline
 
 
 def figures(costs: StepCosts) -> dict[str, Any]:
@@ -21,6 +21,7 @@ def figures(costs: StepCosts) -> dict[str, Any]:
         "host_waits": (costs.counts.syncs + costs.counts.uploads).total(),
         "parameters": costs.parameters,
         "tokens": costs.tokens,
+        "host_seconds": host_seconds(costs, ASSUMED),
         "peak_by_category": costs.peak.by_category,
     }
     for name, gpu in GPUS.items():

@@ -121,6 +121,8 @@ def read(path: str) -> tuple[Rate, ...]:
         found: Any = json.loads(read_plain(Path(path), MOST_BYTES).decode("utf-8"))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"--assumptions: {path} cannot be read: {reason(error)}") from None
+    if isinstance(found, dict) and found.get("rehearsal"):
+        raise UserError(f"--assumptions: {path}: a rehearsal at small sizes; expected a check of a GPU")
     rows = found.get("rates") if isinstance(found, dict) else None
     if not isinstance(rows, list):
         raise UserError(f"--assumptions: {path}: expected an object with a list `rates`")

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from megamoe.apps.plan.counter import STAGES, CollectiveKey
 from megamoe.apps.plan.assumptions import Assumptions
+from megamoe.apps.plan.counter import STAGES, CollectiveKey
 from megamoe.apps.plan.hardware import Gpu, Topology
 from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from megamoe.apps.plan.rank import StepCosts

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass, replace
 
-from megamoe.apps.plan.counter import STAGES, CollectiveTotal
 from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, Rate
+from megamoe.apps.plan.counter import STAGES, CollectiveTotal
 from megamoe.apps.plan.figures import Figures, Models, extrapolated, is_worth_it, kinds, with_micro_batches
 from megamoe.apps.plan.hardware import Gpu, Topology
 from megamoe.apps.plan.rank import simulate_step

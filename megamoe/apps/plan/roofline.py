@@ -4,6 +4,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from megamoe.apps.plan.assumptions import ASSUMED, Assumptions
 from megamoe.apps.plan.counter import (
     DISPATCH,
     SHARED_EXPERTS,
@@ -13,7 +14,6 @@ from megamoe.apps.plan.counter import (
     OperatorKey,
     OperatorTotal,
 )
-from megamoe.apps.plan.assumptions import ASSUMED, Assumptions
 from megamoe.apps.plan.hardware import RANKS_OF_A_NODE, Gpu, Topology
 from megamoe.apps.plan.rank import StepCosts
 
@@ -153,6 +153,22 @@ def _smallest(key: OperatorKey) -> int:
     return min((size for shape in key.shape for size in shape[-2:] if len(shape) > 1), default=0)
 
 
+def host_seconds(costs: StepCosts, assumed: Assumptions) -> float:
+    """The host's time of all launches of a step."""
+    return sum(_of_host(costs, assumed).values())
+
+
+def _of_host(costs: StepCosts, assumed: Assumptions) -> dict[tuple[str, str], float]:
+    """The host's time of launches by (phase, part)."""
+    found: dict[tuple[str, str], float] = defaultdict(float)
+    for key, total in costs.counts.operators.items():
+        own = key.name.startswith("megamoe::")
+        found[key.phase, key.part] += total.calls * (assumed.own_call_s if own else assumed.aten_call_s)
+    for group, traffic in costs.counts.collectives.items():
+        found[group.phase, group.part] += traffic.calls * assumed.collective_call_s
+    return found
+
+
 def _behind_the_host(
     costs: StepCosts, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds
 ) -> dict[str, float]:
@@ -164,12 +180,11 @@ def _behind_the_host(
     found: dict[str, float] = defaultdict(float)
     host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
     device: dict[str, float] = defaultdict(float)
+    for (phase, part), seconds in _of_host(costs, assumed).items():
+        host[phase][part] += seconds
     for key, total in costs.counts.operators.items():
-        own = key.name.startswith("megamoe::")
-        host[key.phase][key.part] += total.calls * (assumed.own_call_s if own else assumed.aten_call_s)
         device[key.phase] += operator_seconds(key, total, gpu, assumed)[0] + total.launches * assumed.kernel_s
     for group, traffic in costs.counts.collectives.items():
-        host[group.phase][group.part] += traffic.calls * assumed.collective_call_s
         if not group.is_async and group.part != STAGES:
             device[group.phase] += seconds_of(group, traffic, gpu, assumed)
     for phase, parts in host.items():
