@@ -115,7 +115,9 @@ def _run_all(names: list[str], machine: Machine, output: Path, seconds: float) -
     for name in names:
         started = time.monotonic()
         left = deadline - started
-        section = _in_process(name, machine, output, min(left, SECTIONS[name].seconds)) if left > 0 else None
+        section = (
+            _in_process(name, machine, output, min(left, SECTIONS[name].limit(machine))) if left > 0 else None
+        )
         if section is None:
             section = Section(name, reason="the time (--minutes) was over", status="skipped")
         sections.append(section)

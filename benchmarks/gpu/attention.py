@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,7 +45,7 @@ def run(machine: Machine, section: Section) -> None:
                         "attention", head, phase, rate / peak, f"causal, {batch} x {heads} x {length}"
                     )
         if machine.device == "cuda" and not machine.quick:
-            section.add(f"head {head}: kernels of the default", _kernels(lambda: _call(sides)))
+            section.add(f"head {head}: kernels of the default", _kernels(partial(_call, sides)))
 
 
 @contextmanager

@@ -13,6 +13,8 @@ from gpu import attention, collectives, comparisons, environment, extensions, ke
 from gpu.findings import Finding, Machine, Section
 from megamoe.apps.plan.assumptions import Rate
 
+SLOWER = 10
+
 
 @dataclass(frozen=True)
 class Task:
@@ -20,6 +22,10 @@ class Task:
 
     run: Callable[[Machine, Section], None]
     seconds: float
+
+    def limit(self, machine: Machine) -> float:
+        """Return the most seconds on this machine: a rehearsal shares it with other work."""
+        return SLOWER * self.seconds if machine.quick else self.seconds
 
 
 # In the order of what a single slot of ten minutes must not miss. Each family of kernels has a process of its

@@ -21,7 +21,7 @@ CONFIG = str(ROOT / "benchmarks/rooflines/models/moe_1b.yaml")
 MOST_RANKS = 8
 WARM_UP, STEPS, PROFILED = 3, 7, 2
 TIMEOUT_S = 90.0
-# As in docs/roofline.md: reductions beside the backward pass and Triton's kernels; and what is chosen by default.
+# Those of docs/roofline.md, with reductions beside the backward pass and Triton's kernels; and the defaults.
 SETTINGS = {
     "tuned": ("parallel.deepspeed=ds_configs/zero1_bf16_cuda.json", "model.gpu_kernels=triton"),
     "default": (),
@@ -41,7 +41,7 @@ SMALL = (
 
 
 def run(machine: Machine, section: Section) -> None:
-    """Report speed, memory and the device's time by part beside the model's; the loss must fall and be finite."""
+    """Report speed, memory and the device's time by part beside the model's; the loss must fall."""
     ranks = 1 << (min(machine.count, MOST_RANKS).bit_length() - 1)
     for setting, of_setting in SETTINGS.items():
         for expert in sorted({1, ranks}, reverse=True):
@@ -98,7 +98,7 @@ def _simulated(ranks: int, overrides: list[str]) -> Any:
 def _beside_the_model(
     section: Section, name: str, ranks: int, overrides: list[str], found: dict[str, Any]
 ) -> None:
-    """Add what the simulation says of the same step: FLOPs, from which utilisation follows, parts and memory."""
+    """Add what the simulation says of the same step: FLOPs, parts and memory."""
     seconds = statistics.median(found["seconds"])
     try:
         figures = _simulated(ranks, overrides)

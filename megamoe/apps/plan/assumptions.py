@@ -1,7 +1,7 @@
 """What share of a peak is reached, and what a launch and a wait cost: a table with a source for each row.
 
-The table is `rates.json`. `make gpu-check` writes a file of measured rows, which `tools/plan.py --assumptions`
-puts in the place of the table's.
+The table is `rates.json`. `make gpu-check` writes a file of measured rows, which `tools/plan.py
+--assumptions` puts in the place of the table's.
 """
 
 import json
@@ -61,8 +61,8 @@ class Rate:
 class Assumptions:
     """The rows of one case. matmul, grouped, attention: of the peak FLOP/s. bytes, scattered_bytes: of the
     memory bandwidth, by passes over whole tensors and by rows at random places. link: of a link's bandwidth.
-    hidden: of a collective beside the backward pass. kernel_s: between two kernels. sync_s: a wait of the host
-    and until the next kernel. collective_s, peer_s: start of a collective, and for each rank of another node
+    hidden: of a collective beside the backward pass. kernel_s: between two kernels. sync_s: a wait of the
+    host and until the next kernel. collective_s, peer_s: start of a collective, and for each rank of another node
     of an all-to-all. aten_call_s, own_call_s, collective_call_s: the host's time of a call.
     """
 
@@ -70,7 +70,7 @@ class Assumptions:
     rows: tuple[Rate, ...]
 
     def of(self, kind: str, size: float = 0.0, phase: str = "") -> float:
-        """Return the value for that size and phase: of the row with the largest `at_least` that it reaches."""
+        """Return the value for that size and phase: of the last row that it reaches."""
         fitting = [row for row in self.rows if row.kind == kind and row.phase in ("", phase)]
         reached = [row for row in fitting if row.at_least <= size] or fitting
         return max(reached, key=lambda row: row.at_least).value
@@ -112,7 +112,7 @@ PESSIMISTIC, ASSUMED, OPTIMISTIC = map(of_case, CASES)
 
 
 def read(path: str) -> tuple[Rate, ...]:
-    """Return the rows of a file of measured ones: `{"rates": [{"kind", "phase", "at_least", "value", "source"}]}`.
+    """Return the rows of a file of measured ones: a JSON object whose list `rates` has the fields of `Rate`.
 
     Raises:
         UserError: for a file that is not such a list, naming the row.

@@ -119,7 +119,8 @@ def beside_seconds(
 ) -> tuple[float, float]:
     """Seconds of the backward pass, and of the collectives that run beside it.
 
-    These are the ones that the code launches there and waits for at its end. It is assumed that they can begin when the first part of the pass is done, of the vocabulary.
+    These are the ones that the code launches there and waits for at its end. It is assumed that they can
+    begin when the first part of the pass is done, of the vocabulary.
     """
     backward = [(key, total) for key, total in costs.counts.operators.items() if key.phase == "backward"]
     traffic = costs.counts.collectives
