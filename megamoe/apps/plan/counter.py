@@ -22,6 +22,7 @@ SHARED_EXPERTS = "shared experts"
 # Classes whose modules are parts, by name: Megatron-Core's, and ours.
 PART_OF_CLASS = {
     "SelfAttention": "attention",
+    "MultiLatentAttention": "latent attention",
     "Router": "router",
     "GroupedExperts": "experts",
     "ExpertStack": "experts",
