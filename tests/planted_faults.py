@@ -93,7 +93,7 @@ FAULTS = (
         "gated-weights",
         "gate and value of a gated FFN are split separately, and a checkpoint loads at another layout",
         "checkpoints.md",
-        "megamoe/checkpoint/format/chunks.py",
+        "megamoe/parallel/chunks.py",
         "(number * shard.count + shard.index) * block + inside",
         "(shard.index * shard.stride + number) * block + inside",
         ("tests/checkpoint/format/test_chunks.py",),

@@ -56,7 +56,7 @@ APPS = {
     "apps.evaluation": {"apps.command"} | MODELS | {"apps.routing_record", "metrics"},
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
     "apps.generation": {"apps.command"} | MODELS | {"apps.evaluation", "apps.translation"},
-    "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data", "validation"},
+    "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data", "parallel", "validation"},
     "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
     "apps.plan": {"apps.command"} | MODELS | {"metrics"},
     "apps.reference": FOUNDATION | {"apps.command", "metrics"},

@@ -10,14 +10,14 @@ from collections.abc import Container, Iterator
 import torch
 from torch import Tensor, nn
 
-from megamoe.checkpoint.format.chunks import LocalChunk, local_chunks_of, whole_tensor
 from megamoe.checkpoint.format.reader import MOMENTS, STEP, WEIGHT, CheckpointReader, moment_name
-from megamoe.checkpoint.planning import placements
 from megamoe.compat.deepspeed_compat import counts_steps_in_int
 from megamoe.errors import UserError
 from megamoe.parallel import random_state
+from megamoe.parallel.chunks import LocalChunk, local_chunks_of, whole_tensor
 from megamoe.parallel.consensus import gather_from_ranks
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.placements import placements
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.shards import Fragment, Shard, held_part
 

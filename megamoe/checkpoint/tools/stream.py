@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.format.chunks import LocalChunk, Shape, chunks_of_range
 from megamoe.checkpoint.format.files import sha256, write_sums
 from megamoe.checkpoint.format.reader import (
     IN_SAFETENSORS,
@@ -34,6 +33,7 @@ from megamoe.checkpoint.format.reader import (
 from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.errors import UserError
 from megamoe.io import read_plain, sync
+from megamoe.parallel.chunks import LocalChunk, Shape, chunks_of_range
 from megamoe.resilience.processes import Process
 
 SLAB = 1 << 26  # elements that are in memory at a time
