@@ -207,8 +207,8 @@ def ranges_at_zero1(wrapper: Any) -> list[list[FlatRange]]:
 class Slices:
     """How the replicas of a parameter share its flattened elements under ZeRO.
 
-    starts: replica r holds the elements from starts[r] to starts[r + 1]. at: where this rank's begin in `flat`,
-    the tensor that the optimizer steps on.
+    starts: replica r holds the elements from starts[r] to starts[r + 1]. at: where this rank's begin in
+    `flat`, the tensor that the optimizer steps on.
     """
 
     parameter: nn.Parameter
@@ -220,8 +220,8 @@ class Slices:
 def slices_at_zero1(wrapper: Any, optimizer: Any) -> Iterator[Slices]:
     """Yield how every parameter is shared at ZeRO 1 and 2, without round_robin_gradients.
 
-    Reason: DeepSpeed puts the parameters of a group one after the other and cuts the row into equal partitions;
-        it tells of this rank's part alone (`ranges_at_zero1`).
+    Reason: DeepSpeed puts a group's parameters one after the other and cuts them into equal partitions; it
+        tells of this rank's part alone (`ranges_at_zero1`).
     Without it: each rank would have to tell the others what it holds.
     Canary: test_deepspeed_zero.py::test_slices_of_all_replicas
     """

@@ -6,12 +6,12 @@ For a matrix W of R rows and C columns, with gradient G:
     D =  m B + (1 - m) G with Nesterov's momentum, else B
     W <- (1 - lr decay) W - lr scale(R, C) orthogonal(D)
 
-Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), scale `spectral`; Liu et al. 2025 (Moonlight,
-arXiv 2502.16982), eq. 4, scale `moonlight`. The arithmetic is that of torch.optim.Muon.
+Sources: Jordan et al. 2024 (https://kellerjordan.github.io/posts/muon), scale `spectral`; Liu et al. 2025
+(Moonlight, arXiv 2502.16982), eq. 4, scale `moonlight`. The arithmetic is that of torch.optim.Muon.
 
-Momentum and update are elementwise, so each rank computes them for the elements that it holds, whichever these are
-(`Directions`). Between the two a `Solver` turns the D of all ranks into orthogonal matrices; it alone knows where
-the rows of a matrix lie.
+Momentum and update are elementwise, so each rank computes them for the elements that it holds, whichever
+these are (`Directions`). Between the two a `Solver` turns the D of all ranks into orthogonal matrices; it
+alone knows where the rows of a matrix lie.
 """
 
 import math

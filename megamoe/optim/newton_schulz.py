@@ -1,7 +1,7 @@
 """Newton-Schulz steps, which turn a matrix U S V^T into about U V^T by products alone.
 
-A step maps every singular value x to a x + b x^3 + c x^5. Sources: Jordan et al. 2024 (Muon), Amsel et al. 2025
-(Polar Express, arXiv 2505.16932).
+A step maps every singular value x to a x + b x^3 + c x^5. Sources: Jordan et al. 2024 (Muon), Amsel et al.
+2025 (Polar Express, arXiv 2505.16932).
 """
 
 import torch

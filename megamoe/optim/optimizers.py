@@ -67,10 +67,10 @@ def _of_muon(
         return parameters, []
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for parameter in parameters:
-        if algorithm == "muon" and not is_matrix(parameter):
+        if group is not None and algorithm == "muon" and not is_matrix(parameter):
             raise CollectiveError(
-                f"optimizer.groups: pattern {group.pattern!r} with algorithm: muon matches {names[parameter]}, "  # type: ignore[union-attr]
-                "which is no matrix; narrow the pattern, or leave algorithm out"
+                f"optimizer.groups: {group.pattern!r} with algorithm: muon matches {names[parameter]}, which "
+                "is no matrix; narrow the pattern, or leave algorithm out"
             )
         parts[algorithm == "muon" or takes_muon(names[parameter], parameter)].append(parameter)
     lr_scale = config.muon.lr_scale * (1.0 if group is None else group.lr_scale)

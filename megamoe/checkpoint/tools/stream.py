@@ -25,6 +25,7 @@ from megamoe.checkpoint.format.files import sha256, write_sums
 from megamoe.checkpoint.format.reader import (
     IN_SAFETENSORS,
     MOMENTS,
+    MUON_MOMENT,
     STEP,
     WEIGHT,
     CheckpointReader,
@@ -187,7 +188,7 @@ def consolidate(source: Path, path: Path, dtype: str | None = None, optimizer: b
         }
         write_tensors(folder / WEIGHTS, weights, reader)
         if optimizer:
-            prefixes = (STEP, *(moment_name(moment, "") for moment in MOMENTS))
+            prefixes = (STEP, *(moment_name(moment, "") for moment in (*MOMENTS, MUON_MOMENT)))
             names = [name for prefix in prefixes for name in reader.names(prefix)]
             write_tensors(
                 folder / OPTIMIZER, {name: _output_tensor(reader, name, None) for name in names}, reader

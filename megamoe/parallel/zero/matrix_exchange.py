@@ -1,11 +1,11 @@
-"""Muon's matrices between the ranks of a pipeline stage: gathered where one rank orthogonalises each, and shared.
+"""Muon's matrices between the ranks of a pipeline stage: each is gathered and orthogonalised by one of them.
 
-A rank holds a rectangle of a matrix under tensor or expert tensor parallelism, and at ZeRO 1 to 3 a flat slice of that.
-Every matrix has an owner among the ranks that hold parts of it. The holders send it their parts of D (see
-`megamoe.optim.muon`), it computes the orthogonal matrix, and sends back to each holder what that holds: two
-all-to-alls for each call, with matrices of all kinds together. Owners are chosen by FLOPs, the largest matrix
-first, each to the rank with the least work so far. At ZeRO 0 replicas hold the same: the owner gathers from its
-own replica and sends to all.
+A rank holds a rectangle of a matrix under tensor or expert tensor parallelism, and at ZeRO 1 to 3 a flat slice
+of that. Every matrix has an owner among the ranks that hold parts of it. The holders send it their parts of D
+(see `megamoe.optim.muon`). It computes the orthogonal matrix, and sends each holder its part of that. A call
+takes two all-to-alls for all its matrices. Owners are chosen by FLOPs: the largest matrix first, to the rank
+with the least work so far. At ZeRO 0 replicas hold the same: the owner gathers from its own replica, and
+sends to all.
 
 Every rank works out the whole plan from the layout alone, so nothing is sent for it.
 """
@@ -84,8 +84,8 @@ class _Plan:
     """What this rank does in a call.
 
     batches: (matrices, rows, columns) of each. own: its pieces of its own matrices. sent, received: by rank,
-    the pieces that go to owners, and those of its own matrices that come. returned: by rank, the pieces of its
-    own matrices that go back. arriving: by rank, its pieces of their matrices.
+    the pieces that go to owners, and those of its own matrices that come. returned: by rank, the pieces of
+    its own matrices that go back. arriving: by rank, its pieces of their matrices.
     """
 
     batches: list[tuple[int, int, int]] = field(default_factory=list)
@@ -98,8 +98,10 @@ class _Plan:
 
 
 class MatrixExchange:
-    """The `Solver` of a rank. group: the ranks of its pipeline stage. rows: coefficients of the steps. dtype: of
-    the products and of what is sent.
+    """The `Solver` of a rank.
+
+    group: the ranks of its pipeline stage. rows: coefficients of the steps. dtype: of the products and of
+    what is sent. sent_bytes: by this rank to others, in all steps.
     """
 
     def __init__(
@@ -116,7 +118,7 @@ class MatrixExchange:
         for weight in weights:
             self.tensors.setdefault(weight.tensor, []).append(weight)
         self._plans: dict[tuple[int, ...], _Plan] = {}
-        self.sent_bytes = 0  # by this rank to others, in all
+        self.sent_bytes = 0
 
     @torch.no_grad()
     def solve(self, directions: Directions) -> Iterator[tuple[Piece, Tensor]]:
@@ -246,7 +248,7 @@ class MatrixExchange:
         return range(first, first + layout.expert_ranks, layout.expert_tensor)
 
     def _holders(self, weight: SplitWeight) -> list[int]:
-        """Return the ranks of the stage that hold parts of the weight's matrices that this rank has a part of."""
+        """Return the ranks of the stage that hold parts of the same matrices as this rank."""
         layout = self._layout
         ranks = range(layout.stage_ranks)
         if not weight.is_expert:
@@ -259,7 +261,7 @@ class MatrixExchange:
         return rank // (self._layout.expert_ranks if weight.is_expert else self._layout.tensor)
 
     def _sends(self, weight: SplitWeight, rank: int, owner: int) -> bool:
-        """Return whether a holder sends its part to the owner; replicas that hold the same leave it to one."""
+        """Return whether a holder sends its part to the owner; of equal replicas one does."""
         return weight.starts is not None or self._replica(weight, rank) == self._replica(weight, owner)
 
     def _rectangles(self, weight: SplitWeight, rank: int) -> Iterator[_Rectangle]:
@@ -311,7 +313,8 @@ def split_weights(
 ) -> Iterator[SplitWeight]:
     """Yield the weights that Muon updates, in the order in which the optimizer steps on them.
 
-    stage: of ZeRO. chosen: the model's parameters that Muon updates. wrapper: DeepSpeed's optimizer around `optimizer`, or that alone at stage 0.
+    stage: of ZeRO. wrapper: DeepSpeed's optimizer around `optimizer`, or that alone at stage 0. chosen: the
+    model's parameters that Muon updates.
 
     Raises:
         CollectiveError: for a matrix of a single row or column.
@@ -326,8 +329,8 @@ def split_weights(
         for matrix in matrices:
             if matrix.sizes[0] < LEAST:
                 raise CollectiveError(
-                    f"optimizer.name: muon: {name} is a matrix of {matrix.rows} x {matrix.columns}, expected at "
-                    f"least {LEAST} rows and columns; leave it to AdamW with optimizer.groups: "
+                    f"optimizer.name: muon: {name} is a matrix of {matrix.rows} x {matrix.columns}, expected "
+                    f"at least {LEAST} rows and columns; leave it to AdamW with optimizer.groups: "
                     f"[{{pattern: '{re.escape(name)}', algorithm: adamw}}]"
                 )
         yield SplitWeight(name, matrices, cut[name].expert, sharding, shape, starts, tensor, at)
