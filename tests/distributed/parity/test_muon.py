@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from torch import Tensor
 
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
@@ -14,11 +13,15 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import assert_as_alone, run_each
 
 STEPS = 4
+# By a small eps AdamW would make whole steps of gradients that are 0 but for rounding (a bias of the keys).
 MUON: dict[str, Any] = {
     "optimizer__name": "muon",
     "optimizer__muon": {"momentum": 0.9},
     "optimizer__lr": 3e-3,
+    "optimizer__eps": 1e-3,
 }
+
+PLAIN = Case(1, 1, 1, 1, False, 0, "none", 1, "top_2", "fp32")
 
 
 def cases() -> list[Case]:
@@ -69,9 +72,8 @@ def assert_alike(pool: Pool, cases: list[Case], folder: Path) -> None:
             assert_as_alone(found, plain[case.alone()][0], name(case))
             expected = saved(case.alone(), folder)
             for key, weight in saved(case, folder).items():
-                torch.testing.assert_close(
-                    weight, expected[key], rtol=0, atol=1e-5, msg=lambda text: f"{name(case)}: {key}: {text}"
-                )
+                difference = float((weight.double() - expected[key].double()).abs().max())
+                assert difference < 1e-5, f"{name(case)}: {key}: {difference}"
 
 
 def test_layouts(pool: Pool, tmp_path: Path) -> None:
