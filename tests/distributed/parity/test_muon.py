@@ -36,14 +36,12 @@ def cases() -> list[Case]:
     return [*alike, *covering(staged)]
 
 
-# Every stage of ZeRO, every kind of cut, weights of every kind, pipeline stages.
+# Every stage of ZeRO, every kind of cut, weights of every kind.
 QUICK = [
     replace(PLAIN, ranks=2, expert=2, zero=3, preset="moec"),
     replace(PLAIN, ranks=4, tensor=2, expert=2, expert_tensor=2, sequence=True, zero=1, preset="threshold"),
     replace(PLAIN, ranks=4, tensor=4, expert=2, expert_tensor=2, sequence=True, zero=2),
     replace(PLAIN, ranks=4, tensor=2, expert=2, sequence=True),
-    replace(PLAIN, ranks=4, expert_tensor=4, zero=3),
-    replace(PLAIN, ranks=4, pipeline=2, zero=1, preset="threshold"),
 ]
 
 
