@@ -17,7 +17,6 @@ from megamoe.optim.newton_schulz import TABLES, orthogonalise, step_rows
 from megamoe.optim.optimizers import parameter_groups
 from megamoe.parallel.chunks import Sharding
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero import matrix_exchange
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.parallel.zero.matrix_exchange import MatrixExchange, SplitWeight
 from megamoe.validation.deepspeed import deepspeed_problems
@@ -262,17 +261,15 @@ def test_groups_choose_the_algorithm(one_rank: None) -> None:
             r"optimizer\.groups: 'layernorm' with algorithm: muon matches .*, which is no matrix; narrow .*",
         ),
         (
-            ("optimizer.groups=[{pattern: router, algorithm: muon}]", "moe.router.scorer=one_row"),
+            (
+                r"optimizer.groups=[{pattern: 'scorer\.weight', algorithm: muon}]",
+                "moe.router.scorer={name: cosine, routing_dim: 1}",
+            ),
             r"optimizer\.name: muon: .*router.* is a matrix of 1 x \d+, expected at least 2 rows .*",
         ),
     ],
 )
-def test_what_is_no_matrix_is_refused(
-    one_rank: None, monkeypatch: pytest.MonkeyPatch, overrides: tuple[str, ...], line: str
-) -> None:
-    if "one_row" in overrides[-1]:
-        overrides = overrides[:-1]
-        monkeypatch.setattr(matrix_exchange, "whole_shape", lambda parameter: (1, 16))
+def test_what_is_no_matrix_is_refused(one_rank: None, overrides: tuple[str, ...], line: str) -> None:
     config = tiny("optimizer.name=muon", *overrides)
     with pytest.raises(UserError) as refused:
         tiny_engine(config)
