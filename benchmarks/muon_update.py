@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from megamoe.config.schema import MuonConfig
 from megamoe.kernels.adamw import AdamW
@@ -24,6 +25,8 @@ from megamoe.parallel import launch
 from megamoe.parallel.chunks import Sharding
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.matrix_exchange import MatrixExchange, SplitWeight
+
+SHARES = [(1,), (1, 1, 1), (1, 1), (1,)]  # of the matrices in the weights of a layer
 
 
 def main() -> None:
@@ -37,57 +40,68 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     options = parser.parse_args()
     launch.start(launch.find_world(), 1)
-    hidden, ffn, experts = options.hidden, options.hidden, options.experts
-    shapes = [(hidden, hidden), (3 * hidden, hidden), (experts, 2 * ffn, hidden), (experts, hidden, ffn)]
-    weights = [nn.Parameter(torch.randn(shape)) for shape in shapes * options.layers]
+    hidden = options.hidden
+    of_layer = [(hidden, hidden), (3 * hidden, hidden), (options.experts, 2 * hidden, hidden)]
+    of_layer.append((options.experts, hidden, hidden))
+    weights = [nn.Parameter(torch.randn(shape)) for shape in of_layer * options.layers]
     for weight in weights:
         weight.grad = torch.randn_like(weight)
+    runs, batches = make_runs(weights)
+    times = measured(runs, options.rounds)
+    work = sum(len(batch) * flops(batch.shape[1], batch.shape[2], MuonConfig().steps) for batch in batches)
+    products = statistics.median(times["Newton-Schulz products"])
+    print(f"{sum(map(len, batches))} matrices, {work / 1e9:.1f} GFLOP, {torch.get_num_threads()} threads")
+    for name, found in times.items():
+        spread = f"{min(found) * 1e3:.1f} to {max(found) * 1e3:.1f}"
+        median = statistics.median(found)
+        print(f"{name:24} {1e3 * median:8.1f} ms ({spread}), {median / products:.2f} of the products")
+    print(f"products: {work / products / 1e9:.1f} GFLOP/s")
+    launch.stop()
+
+
+def make_runs(weights: list[nn.Parameter]) -> tuple[dict[str, Callable[[], object]], list[Tensor]]:
+    """Return what is timed, and the batches of matrices."""
     config = MuonConfig()
-    rows = step_rows(config)
-    shares = [(1,), (1, 1, 1), (1, 1), (1,)] * options.layers
+    rows, muon = step_rows(config), Muon(config)
     split = [
         SplitWeight(
-            f"w{place}",
-            matrices_of(*weight.shape[-2:], 1, share),
-            weight.dim() == 3,
-            Sharding(),
-            tuple(weight.shape),
-            None,
-            weight,
-            0,
+            name=f"w{place}",
+            matrices=matrices_of(weight.shape[-2], weight.shape[-1], 1, SHARES[place % len(SHARES)]),
+            is_expert=weight.dim() == 3,
+            sharding=Sharding(),
+            local_shape=tuple(weight.shape),
+            starts=None,
+            tensor=weight,
+            at=0,
         )
-        for place, (weight, share) in enumerate(zip(weights, shares, strict=True))
+        for place, weight in enumerate(weights)
     ]
-    muon = Muon(config)
-    muon.solver = MatrixExchange(split, Layout(1), torch.distributed.group.WORLD, rows, torch.float32)
+    assert dist.group.WORLD is not None
+    exchange = MatrixExchange(split, Layout(1), dist.group.WORLD, rows, torch.float32)
+    muon.solver = exchange
+    batches = [torch.randn(sizes) for sizes in exchange._make_plan(split).batches]
     group = {"params": weights, "lr": 1e-4, "weight_decay": 0.1}
-    optimizer = torch.optim.SGD(weights, lr=1e-4)  # holds the state
-    batches = [torch.randn(sizes) for sizes in muon.solver._make_plan(split).batches]
+    state = torch.optim.SGD(weights, lr=1e-4)
     adamw = AdamW([{"params": weights}], lr=1e-4, weight_decay=0.1, fused=True)
     runs: dict[str, Callable[[], object]] = {
         "Newton-Schulz products": lambda: [orthogonalise(batch, rows) for batch in batches],
-        "Muon's update": lambda: muon.step(optimizer, [group], 0.5),
+        "Muon's update": lambda: muon.step(state, [group], 0.5),
         "AdamW's update": lambda: adamw.update(0.5),
     }
+    return runs, batches
+
+
+def measured(runs: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the seconds of each run in each round but the first; the runs take turns."""
     times: dict[str, list[float]] = {name: [] for name in runs}
     with torch.no_grad():
-        for turn in range(options.rounds + 1):
+        for turn in range(rounds + 1):
             for name, run in runs.items():
                 start = time.perf_counter()
                 run()
                 if turn:
                     times[name].append(time.perf_counter() - start)
-    work = sum(len(batch) * flops(*batch.shape[1:], config.steps) for batch in batches)
-    products = statistics.median(times["Newton-Schulz products"])
-    print(f"{sum(map(len, batches))} matrices, {work / 1e9:.1f} GFLOP, {torch.get_num_threads()} threads")
-    for name, found in times.items():
-        median = statistics.median(found)
-        print(
-            f"{name:24} {1e3 * median:8.1f} ms ({min(found) * 1e3:.1f} to {max(found) * 1e3:.1f}), "
-            f"{median / products:.2f} of the products"
-        )
-    print(f"products: {work / products / 1e9:.1f} GFLOP/s")
-    launch.stop()
+    return times
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def test_every_resumed_run_is_bit_identical(pool: Pool, tmp_path: Path, layout: 
 
 
 def change_algorithms(folder: str) -> list[tuple[set[str], list[str]]]:
-    """Job: two steps each of AdamW, Muon, AdamW; of each, the weights with moments at its start, and lines."""
+    """Job: two steps each of AdamW, Muon, AdamW; of each, what has moments at its start, and lines."""
     found = []
     for name in ("adamw", "muon", "adamw"):
         trainer = Trainer(small_run(folder, **RUN, optimizer__name=name, checkpoint__resume="auto"))
