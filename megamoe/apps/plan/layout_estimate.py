@@ -5,7 +5,7 @@ Their constants were chosen by the activations and kernels of simulated steps; d
 order.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -128,7 +128,7 @@ def _largest_stage(blocks: tuple[float, ...], after: float, stages: int, chunks:
 
 
 def _scaled(size: ModelSize, share: float) -> ModelSize:
-    return size if share == 1 else ModelSize(*(round(share * number) for number in astuple(size)))
+    return size if share == 1 else size.times(share)
 
 
 @cache
