@@ -45,13 +45,14 @@ class Pairs:
 
     token_N, expert_N, choice_N: int64; choice 0 is a token's first choice. weight_N: fp32, the factor on the
     expert's output, which carries the gradient to the router. None of them is written to: layers may share
-    them.
+    them. each: the number of pairs of every token, where all have as many; None where that is not known.
     """
 
     token_N: Tensor
     expert_N: Tensor
     weight_N: Tensor
     choice_N: Tensor
+    each: int | None = None
 
     @classmethod
     def of_choices(cls, expert_TK: Tensor, weight_TK: Tensor, valid_TK: Tensor | None = None) -> "Pairs":
@@ -59,12 +60,21 @@ class Pairs:
         pairs.
         """
         token_N, choice_N = tokens_and_choices(*expert_TK.shape, expert_TK.device)
-        pairs = cls(token_N, expert_TK.reshape(-1), weight_TK.reshape(-1), choice_N)
+        columns = (token_N, expert_TK.reshape(-1), weight_TK.reshape(-1), choice_N)
+        pairs = cls(*columns, each=expert_TK.shape[1])
         return pairs if valid_TK is None else pairs.keep(valid_TK.reshape(-1))
 
     def of_tokens(self, first: int, num_tokens: int) -> "Pairs":
-        """Return the pairs of `num_tokens` tokens from `first` on, with the tokens renumbered from 0."""
-        own = self.keep((self.token_N >= first) & (self.token_N < first + num_tokens))
+        """Return the pairs of `num_tokens` tokens from `first` on, with the tokens renumbered from 0.
+
+        The host waits for the device, unless `each` is known.
+        """
+        if self.each is None:
+            own = self.keep((self.token_N >= first) & (self.token_N < first + num_tokens))
+        else:
+            rows = slice(first * self.each, (first + num_tokens) * self.each)
+            columns = (self.token_N, self.expert_N, self.weight_N, self.choice_N)
+            own = Pairs(*(column_N[rows] for column_N in columns), each=self.each)
         return replace(own, token_N=own.token_N - first)
 
     def keep(self, keep_N: Tensor) -> "Pairs":
@@ -122,6 +132,7 @@ class Scored:
     None for all. extras: further tensors of the scorer by name; one with a row for each token has a shape
     suffix that begins with T (clean_TE). open_E: bool, the experts that the step-wide masks left; None for
     all. score_function: the score function, for what it declares; None: every order is that of p.
+    least_candidates: every token has so many candidates, which the host knows without a look at the masks.
 
     ranking_TE holds the scores if the score function is monotone and has no bias (`ranked_by_scores`).
     Otherwise it holds p, or the scorer's extras["ranking_TE"], plus the score function's bias. With a bias,
@@ -137,6 +148,13 @@ class Scored:
     extras: dict[str, Tensor] = field(default_factory=dict)
     open_E: Tensor | None = None
     score_function: "ScoreFunction | None" = field(default=None, repr=False)
+    least_candidates: int = 0
+
+    def candidates_among_TK(self, best_TK: Tensor) -> Tensor | None:
+        """Return which of each token's best experts by `ranking_TE` are candidates, bool; None: all are."""
+        if self.candidates_TE is None or best_TK.shape[1] <= self.least_candidates:
+            return None
+        return self.candidates_TE.gather(1, best_TK)
 
     @property
     def monotone_score_function(self) -> "ScoreFunction | None":

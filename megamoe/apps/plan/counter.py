@@ -23,6 +23,7 @@ WEIGHT_GRADIENTS = "experts, weight gradients"  # where they are computed beside
 # Classes whose modules are parts, by name: Megatron-Core's, and ours.
 PART_OF_CLASS = {
     "SelfAttention": "attention",
+    "MultiLatentAttention": "latent attention",
     "Router": "router",
     "GroupedExperts": "experts",
     "ExpertStack": "experts",

@@ -22,7 +22,8 @@ from megamoe.moe.dispatch.between_nodes import ByNodeDispatch
 from megamoe.moe.dispatch.dispatcher import Dispatcher
 from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import Routing
-from megamoe.moe.suggestions import provides
+from megamoe.moe.suggestions import capabilities, provides
+from megamoe.moe.validation import candidates_of, experts_wanted
 from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part
 from megamoe.train import step
@@ -46,7 +47,7 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if not moe_layer_numbers(config):
         return changed, lines
     router = changed.moe.router
-    if router.masks:
+    if router.masks and not _leaves_enough(config):
         names = ", ".join(mask.name for mask in router.masks)
         lines.append(
             f"moe.router.masks: {names} forbid experts by value; a token's experts are counted without"
@@ -67,6 +68,15 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
         lines.append(f"moe.router.capacity: {name} drops pairs by value; counted as if none were dropped")
         router.capacity = PartChoice.default("capacity")
     return changed, lines
+
+
+def _leaves_enough(config: RunConfig) -> bool:
+    """Return whether the masks change which experts a token has, and not how many."""
+    router = config.moe.router
+    if len(router.masks) > 1 or "by_ranking" not in capabilities(router.selector):
+        return False
+    left = candidates_of(router.masks[0], config.moe.num_experts, config.parallel.expert)
+    return left.least >= experts_wanted(config.moe) and provides("fixed_count", router.selector)
 
 
 def sample_batch(run: ResolvedRun) -> Batch:

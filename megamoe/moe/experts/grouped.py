@@ -160,27 +160,34 @@ class GroupedExperts(nn.Module):
         padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
         if padded_alike and not takes_any_count(rows_NH, (self.up, self.down), self.kernels):
             multiple = math.lcm(multiple, PADDED_ROWS)
+        # The one wait of a layer, if the counts are on a device.
+        host_E = counts_E.cpu() if self.products.host_counts else counts_E
         if multiple == 1:
-            return self._ffn(rows_NH, counts_E, dropout, later)
-        place_N, padded_E = padded_places(counts_E, multiple)
-        num_rows = int(padded_E.sum())
+            return self._ffn(rows_NH, counts_E, host_E, dropout, later)
+        place_N, padded_E = padded_places(counts_E, multiple, len(rows_NH))
+        host_E = padded_counts(host_E, multiple)
+        num_rows = int(host_E.sum())
         padded = rows_NH.new_zeros(num_rows, rows_NH.shape[1]).index_copy(0, place_N, rows_NH)
         spread = None if dropout is None else dropout.spread(place_N, num_rows)
-        return self._ffn(padded, padded_E, spread, later).index_select(0, place_N)
+        return self._ffn(padded, padded_E, host_E, spread, later).index_select(0, place_N)
 
     def _ffn(
-        self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None, later: LaterGradients | None
+        self,
+        rows_NH: Tensor,
+        counts_E: Tensor,
+        product_counts_E: Tensor,
+        dropout: ExpertDropout | None,
+        later: LaterGradients | None,
     ) -> Tensor:
+        """product_counts_E: the counts where the products read them."""
         expert_N = None if self.up_bias is None else experts_of_rows(counts_E, len(rows_NH))
-        if self.products.host_counts:
-            counts_E = counts_E.cpu()
         # The fused form knows SwiGLU without biases alone; all others take the three steps below.
         own_form = self.activation == "swiglu" and dropout is None and expert_N is None
         own_form &= self.products.make is None
         if own_form and (not self.drops or is_one_pass(rows_NH, self.up, self.down, self.kernels)):
             return swiglu_experts(rows_NH, self.up, self.down, counts_E, self.kernels, later)
         options = {} if later is None else {"later": later}
-        rows_NG = self.up_product(rows_NH, self.up, counts_E, **options)
+        rows_NG = self.up_product(rows_NH, self.up, product_counts_E, **options)
         if self.up_bias is not None and expert_N is not None:
             rows_NG = add_expert_bias(rows_NG, self.up_bias, expert_N)
 
@@ -191,7 +198,7 @@ class GroupedExperts(nn.Module):
             return dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
 
         rows_NF = drop_output(activated, rows_NG) if self.drops else activated(rows_NG)
-        output_NH = self.down_product(rows_NF, self.down, counts_E, **options)
+        output_NH = self.down_product(rows_NF, self.down, product_counts_E, **options)
         if self.down_bias is None or expert_N is None:
             return output_NH
         own, hidden_size = self.cut.of(output_NH.shape[1]), output_NH.shape[1]
@@ -212,12 +219,17 @@ def cut_up(weight: Tensor, ffn_size: int, cut: Slice) -> Tensor:
     return weight.view(-1, ffn_size, weight.shape[-1])[:, cut.of(ffn_size)].reshape(-1, weight.shape[-1])
 
 
-def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+def padded_counts(counts_E: Tensor, unit: int) -> Tensor:
+    """Return the counts filled up to multiples of `unit`, int64 [E]."""
+    return (counts_E + unit - 1) // unit * unit
+
+
+def padded_places(counts_E: Tensor, unit: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the places of rows grouped by expert if each group is padded to a multiple of `unit`.
 
-    counts_E: int64 -> (each row's place, int64 [N]; the padded counts, int64 [E]).
+    counts_E: int64, with the sum `num_rows` -> (each row's place, int64 [N]; the padded counts, int64 [E]).
     """
-    padded_E = (counts_E + unit - 1) // unit * unit
+    padded_E = padded_counts(counts_E, unit)
     shift_E = (padded_E.cumsum(0) - padded_E) - (counts_E.cumsum(0) - counts_E)
-    shift_N = shift_E.repeat_interleave(counts_E)
-    return torch.arange(shift_N.numel(), device=counts_E.device) + shift_N, padded_E
+    shift_N = shift_E.repeat_interleave(counts_E, output_size=num_rows)
+    return torch.arange(num_rows, device=counts_E.device) + shift_N, padded_E
