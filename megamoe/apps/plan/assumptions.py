@@ -62,8 +62,8 @@ class Assumptions:
     """The rows of one case. matmul, grouped, attention: of the peak FLOP/s. bytes, scattered_bytes: of the
     memory bandwidth, by passes over whole tensors and by rows at random places. link: of a link's bandwidth.
     hidden: of a collective beside the backward pass. kernel_s: between two kernels. sync_s: a wait of the
-    host and until the next kernel. collective_s, peer_s: start of a collective, and for each rank of another node
-    of an all-to-all. aten_call_s, own_call_s, collective_call_s: the host's time of a call.
+    host and until the next kernel. collective_s, peer_s: start of a collective, and for each rank of another
+    node of an all-to-all. aten_call_s, own_call_s, collective_call_s: the host's time of a call.
     """
 
     case: Case
