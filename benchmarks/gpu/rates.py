@@ -73,8 +73,8 @@ def _real_shapes(machine: Machine, section: Section, device: torch.device) -> No
         section.add(f"product, bf16, {rows} x {summed} x {columns}", work / took / 1e12, "TFLOP/s")
         flops[min(rows, summed, columns)] += work
         seconds[min(rows, summed, columns)] += took
-    for size, work in flops.items():
-        found = work / seconds[size] / peak_of(machine)
+    for size, all_work in flops.items():
+        found = all_work / seconds[size] / peak_of(machine)
         section.expect("matmul", size, "", found, f"products of smallest dimension {size}")
 
 

@@ -5,7 +5,7 @@ Their constants were chosen by the activations and kernels of simulated steps; d
 order.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -128,7 +128,7 @@ def _largest_stage(blocks: tuple[float, ...], after: float, stages: int, chunks:
 
 
 def _scaled(size: ModelSize, share: float) -> ModelSize:
-    return size if share == 1 else ModelSize(*(round(share * number) for number in astuple(size)))
+    return size if share == 1 else size.times(share)
 
 
 @cache
@@ -183,7 +183,10 @@ def _micro_batch(
         )
         inside = layout.expert // layout.nodes  # a node, if rows are exchanged by node
         rows = traffic.rows / _bandwidth(inside, layout.expert_tensor, gpu, gpus_per_node, ring=False)
-        rows += (traffic.between + traffic.pairs) / (gpu.network * ASSUMED.link)
+        between = traffic.between / (gpu.network * ASSUMED.link)
+        if config.train.in_flight == 2:  # it travels beside what the other micro batch computes
+            seconds -= min(seconds, layers * (between if layout.nodes > 1 else rows))
+        rows += between + traffic.pairs / (gpu.network * ASSUMED.link)
         slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
         beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
         seconds += resent * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)

@@ -6,9 +6,11 @@ from dataclasses import dataclass, field
 
 from megamoe.apps.plan.assumptions import ASSUMED, Assumptions
 from megamoe.apps.plan.counter import (
+    COMBINE,
     DISPATCH,
     SHARED_EXPERTS,
     STAGES,
+    WEIGHT_GRADIENTS,
     CollectiveKey,
     CollectiveTotal,
     OperatorKey,
@@ -47,9 +49,9 @@ class PartTime:
 class Roofline:
     """A step's time by part, in seconds, and its model FLOP utilisation.
 
-    seconds: everything one after the other, without the exchange of rows that shared experts hide.
-    hidden: of these, the collectives that the code launches beside
-    the backward pass, as far as the pass lasts so long; overlapped_utilisation: without them.
+    seconds: everything one after the other, without what `hidden_exchange` tells. hidden: of these, the
+    other collectives that the code launches beside the backward pass, as far as the pass lasts so long;
+    overlapped_utilisation: without them.
     """
 
     parts: dict[str, PartTime]
@@ -87,8 +89,8 @@ def roofline(
             continue
         parts[group.part].seconds["link"] += seconds_of(group, traffic, gpu, assumed)
         parts[group.part].launches += traffic.calls
-    for phase in ("forward", "backward"):
-        parts["dispatch"].seconds["link"] -= _beside_shared_experts(costs, phase, gpu, assumed, seconds_of)
+    for (_, name), saved in hidden_exchange(costs, gpu, assumed, seconds_of).items():
+        parts[name].seconds["link"] -= saved
     for name, waits in (costs.counts.syncs + costs.counts.uploads).items():
         parts[name].seconds["sync"] += waits * assumed.sync_s
     for name, idle in _behind_the_host(costs, gpu, assumed, seconds_of).items():
@@ -100,18 +102,42 @@ def roofline(
     return Roofline(dict(parts), seconds, flops, utilisations[0], hidden, utilisations[1])
 
 
-def _beside_shared_experts(
-    costs: StepCosts, phase: str, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds
-) -> float:
-    """Seconds of the rows' exchange to the experts for which shared experts are computed meanwhile."""
-    traffic = costs.counts.collectives
-    sent = [key for key in traffic if key.part == DISPATCH and key.phase == phase and key.is_async]
-    shared = [
-        operator_seconds(key, total, gpu, assumed)[0]
-        for key, total in costs.counts.operators.items()
-        if key.part == SHARED_EXPERTS and key.phase == phase
-    ]
-    return min(sum(shared), sum(seconds_of(key, traffic[key], gpu, assumed) for key in sent))
+def hidden_exchange(
+    costs: StepCosts, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds
+) -> dict[tuple[str, str], float]:
+    """Seconds of the experts' exchange that other work hides, by (phase, part).
+
+    In the forward pass rows travel to the experts beside the shared experts; in the backward pass their
+    gradients travel beside the backward pass of these and the experts' weight gradients. With two micro
+    batches in flight (`train.in_flight`) the exchange of one, both ways, also travels beside the rest of the
+    other's pass: together they last as long as the longer one. What a block that is computed again exchanges
+    travels beside shared experts only. It is assumed that neither slows the other down.
+    """
+    traffic, found = costs.counts.collectives, {}
+    for phase in ("forward", "backward"):
+        seconds: dict[str, float] = defaultdict(float)
+        for key, total in costs.counts.operators.items():
+            if key.phase == phase:
+                seconds[key.part] += operator_seconds(key, total, gpu, assumed)[0]
+        travel = {part: 0.0 for part in (DISPATCH, COMBINE)}
+        for each, sent in traffic.items():
+            if each.phase == phase and each.ranks == costs.travel_ranks and _travels(each):
+                travel[each.part] += seconds_of(each, sent, gpu, assumed)
+        own = min(seconds[SHARED_EXPERTS] + seconds[WEIGHT_GRADIENTS], travel[DISPATCH])
+        found[phase, DISPATCH] = own
+        if costs.in_flight == 2:
+            share = 0.5 if phase == "backward" and costs.exchanges_again else 1.0
+            left = {DISPATCH: max(0.0, share * travel[DISPATCH] - own), COMBINE: share * travel[COMBINE]}
+            total_left = sum(left.values())
+            covered = min(total_left, sum(seconds.values()) - own) / total_left if total_left else 0.0
+            found[phase, DISPATCH] += covered * left[DISPATCH]
+            found[phase, COMBINE] = covered * left[COMBINE]
+    return found
+
+
+def _travels(key: CollectiveKey) -> bool:
+    """Whether these are rows, not counts or pairs, for which the host or the pass waits at once."""
+    return key.part == COMBINE or (key.part == DISPATCH and key.is_async)
 
 
 def beside_seconds(
