@@ -138,6 +138,8 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
         sends = [key for key in figures.calls if key.part == STAGES]
         return max((topology.seconds(key, one, cluster.gpu, ASSUMED) for key in sends), default=0.0)
 
+    # Muon's owners share the matrices of all blocks: a rank's part of them does not grow block by block.
+    whole = whole or config.optimizer.name == "muon"
     blocks = len(kinds(config))
     size = model_size(config, run.vocabulary.size)
     if run.plan.layout.pipeline > 1:
