@@ -261,11 +261,8 @@ def test_groups_choose_the_algorithm(one_rank: None) -> None:
             r"optimizer\.groups: 'layernorm' with algorithm: muon matches .*, which is no matrix; narrow .*",
         ),
         (
-            (
-                r"optimizer.groups=[{pattern: 'scorer\.weight', algorithm: muon}]",
-                "moe.router.scorer={name: cosine, routing_dim: 1}",
-            ),
-            r"optimizer\.name: muon: .*router.* is a matrix of 1 x \d+, expected at least 2 rows .*",
+            ("moe.expert_ffn_hidden_size=1",),
+            r"optimizer\.name: muon: .*experts\.\w+ is a matrix of (1 x 16|16 x 1), expected at least 2 .*",
         ),
     ],
 )

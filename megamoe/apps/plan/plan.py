@@ -158,6 +158,8 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
             (models.topology.seconds(key, one, models.gpu, models.likely) for key in sends), default=0.0
         )
 
+    # Muon's owners share the matrices of all blocks: a rank's part of them does not grow block by block.
+    whole = whole or config.optimizer.name == "muon"
     blocks = len(kinds(config))
     size = model_size(config, run.vocabulary.size)
     if run.plan.layout.pipeline > 1:
