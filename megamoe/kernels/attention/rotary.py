@@ -296,5 +296,5 @@ def _rotate(
     sizes = (length, batch, heads, size // 2)
     (from_s, from_b, from_n, _), (to_s, to_b, to_n, _) = heads_SBND.stride(), output_SBND.stride()
     sides = (heads_SBND, from_s, from_b, from_n, output_SBND, to_s, to_b, to_n)
-    library.call("rotate", heads_SBND.dtype, *sides, *sizes, *angles, turn)
+    library.rotate(*sides, *sizes, *angles, turn)
     return output_SBND
