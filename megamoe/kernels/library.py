@@ -25,7 +25,7 @@ SOURCES = Path(__file__).parent / "cpu"
 FLAGS = ["-O3", "-march=native", "-std=c++17", "-fopenmp", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS_OF = {"x86_64": ["-mprefer-vector-width=512"]}  # GCC's default is half of AVX-512's width
 BUILD_TIMEOUT_S = 300
-WAY_OUT = "take a smaller train.micro_batch_size or data.sequence_length, or free memory of the machine"
+REMEDY = "take a smaller train.micro_batch_size or data.sequence_length, or free memory of the machine"
 
 Pointer, Int, Threads = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
 SUFFIXES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
@@ -116,7 +116,7 @@ class Library:
         missed = getattr(self.functions, name)(*arguments)
         if missed:
             size = "its" if missed < 0 else f"{missed} bytes of"
-            raise MemoryError(f"the CPU pass {name} cannot allocate {size} scratch memory; {WAY_OUT}")
+            raise MemoryError(f"the CPU pass {name} cannot allocate {size} scratch memory; {REMEDY}")
 
     def keeps_activated(self, dtype: torch.dtype) -> bool:
         """Return whether `experts` writes the activated rows, which are then an argument."""

@@ -220,7 +220,7 @@ def rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels:
     library = kernels.rows_on(heads_SBND.device)
     if library is None or heads_SBND.dtype not in library.dtypes:
         return plain_rotate_half(heads_SBND, cosine_SD, sine_SD)
-    turned_SBND: Tensor = _Turned.apply(heads_SBND, cosine_SD, sine_SD, library)
+    turned_SBND: Tensor = _ApplyRotary.apply(heads_SBND, cosine_SD, sine_SD, library)
     return turned_SBND
 
 
@@ -270,7 +270,7 @@ def gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return to_query, to_key, to_value
 
 
-class _Turned(torch.autograd.Function):
+class _ApplyRotary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: RowKernels
