@@ -21,7 +21,7 @@ from megamoe.kernels.library import find_library
 
 
 @dataclass(frozen=True)
-class Found:
+class Availability:
     """The result of a search. version: empty if not found. problem: why it cannot be used, empty if it
     can.
     """
@@ -36,34 +36,34 @@ def has_cuda() -> bool:
 
 
 @cache
-def find_transformer_engine() -> Found:
+def find_transformer_engine() -> Availability:
     """Find Transformer Engine; it is imported on CUDA only, because its libraries need a matching CUDA and
     PyTorch.
     """
     if not is_installed("transformer_engine"):
-        return Found(problem="Transformer Engine is not installed")
+        return Availability(problem="Transformer Engine is not installed")
     if not has_cuda():
-        return Found(problem="Transformer Engine is installed, but there is no CUDA device")
+        return Availability(problem="Transformer Engine is installed, but there is no CUDA device")
     try:
         engine = importlib.import_module("transformer_engine")
         importlib.import_module("transformer_engine.pytorch")
         version = str(engine.__version__)
     except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        return Found(problem=f"Transformer Engine is installed, but cannot be imported: {reason}")
+        return Availability(problem=f"Transformer Engine is installed, but cannot be imported: {reason}")
     if is_too_old(version):
-        return Found(version, f"Transformer Engine {version} is older than {OLDEST}")
-    return Found(version)
+        return Availability(version, f"Transformer Engine {version} is older than {OLDEST}")
+    return Availability(version)
 
 
 @cache
-def find_apex_norms() -> Found:
+def find_apex_norms() -> Availability:
     """Find NVIDIA's Apex with its compiled norms; PyPI's `apex` is another package without this module."""
     if not (is_installed("apex.normalization") and is_installed("fused_layer_norm_cuda")):
-        return Found(problem="NVIDIA's Apex with its compiled norms is not installed")
+        return Availability(problem="NVIDIA's Apex with its compiled norms is not installed")
     if not has_cuda():
-        return Found(problem="NVIDIA's Apex is installed, but there is no CUDA device")
-    return Found("found")
+        return Availability(problem="NVIDIA's Apex is installed, but there is no CUDA device")
+    return Availability("found")
 
 
 def is_installed(module: str) -> bool:

@@ -40,7 +40,7 @@ def uniform(
     token_index_T = token_index_T.to(torch.int64).contiguous()
     unit_TC = torch.empty(len(token_index_T), columns, dtype=torch.float32, device=token_index_T.device)
     sizes = (len(token_index_T), first_column, columns)
-    library.call("uniform", unit_TC.dtype, token_index_T, *sizes, draw_key, unit_TC)
+    library.uniform(token_index_T, *sizes, draw_key, unit_TC)
     return unit_TC
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megamoe.metrics import names
-from megamoe.metrics.sinks.summaries import ROWS, HeatMap, Shown, Summaries, log_rows
+from megamoe.metrics.sinks.summaries import ROWS, HeatMap, StepSummary, Summaries, log_rows
 from megamoe.metrics.sinks.wandb_sink import STALL, WINDOW, Alerts
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
 from tests.train.test_routing_metrics import layer_of
@@ -39,7 +39,7 @@ def step_of(layers: int, experts: int, step: int = 100) -> dict[str, Any]:
     return plain | losses | metrics | {"step": step, "time": 0.0, "val/code/lm_loss": 1.0}
 
 
-def keys(shown: Shown) -> list[str]:
+def keys(shown: StepSummary) -> list[str]:
     return [*shown.scalars, *shown.histograms, *shown.images]
 
 

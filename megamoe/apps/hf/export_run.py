@@ -33,7 +33,7 @@ from megamoe.apps.hf.folder import (
 )
 from megamoe.apps.hf.import_folder import KEPT
 from megamoe.apps.hf.keys import NUM_FURTHER, Json
-from megamoe.apps.hf.rules import Rule, flat
+from megamoe.apps.hf.rules import BlockMapping, flat
 from megamoe.apps.hf.tensor_files import Stored, TensorWriter
 from megamoe.checkpoint.format.files import parse_json
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
@@ -62,7 +62,7 @@ class Target:
 
     family: Family
     config: RunConfig
-    rules: list[list[Rule]]
+    rules: list[list[BlockMapping]]
     like: Json
     others: dict[str, bytes]
     ids: Json
@@ -140,7 +140,7 @@ def _target(
     return Target(family, config, _rules(family, config, words), given if same_class else {}, others, ids)
 
 
-def _rules(family: Family, config: RunConfig, words: int) -> list[list[Rule]]:
+def _rules(family: Family, config: RunConfig, words: int) -> list[list[BlockMapping]]:
     """Return the rules, with the copies of embedding and output layer that the hub's folders hold."""
     copies = family.copies(config)
     found = []
@@ -260,7 +260,11 @@ def _write_tensors(
 
 @torch.no_grad()
 def _write_sources(
-    writer: TensorWriter, reader: CheckpointReader, rule: Rule, shard: set[str], stored: dict[str, Stored]
+    writer: TensorWriter,
+    reader: CheckpointReader,
+    rule: BlockMapping,
+    shard: set[str],
+    stored: dict[str, Stored],
 ) -> None:
     ours = reader.tensor(WEIGHT + rule.target)
     reader.close()  # mapped files count as memory

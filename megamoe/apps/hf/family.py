@@ -6,7 +6,7 @@ from typing import Any
 
 from megamoe.apps.hf.folder import CONFIG, shown
 from megamoe.apps.hf.keys import IRRELEVANT, REQUIRED, Entry, Json
-from megamoe.apps.hf.rules import Line, Rule, expand
+from megamoe.apps.hf.rules import BlockMapping, TensorMapping, expand
 from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.config.model_schema import LatentConfig
 from megamoe.config.shapes import (
@@ -80,7 +80,7 @@ class Family:
     model_type: str
     architecture: str
     keys: tuple[Entry, ...]
-    table: tuple[Line, ...]
+    table: tuple[TensorMapping, ...]
 
     def read(self, given: Json, where: str = CONFIG) -> Json:
         """Return the keys of ours that a config.json says, as a tree with `model` and `moe`.
@@ -136,7 +136,7 @@ class Family:
                 content |= entry.write(config)
         return content
 
-    def rules(self, config: RunConfig, num_words: int) -> list[list[Rule]]:
+    def rules(self, config: RunConfig, num_words: int) -> list[list[BlockMapping]]:
         """Return the rules in groups: those that stand once, then those of each block."""
         moe_blocks = frozenset(number - 1 for number in moe_block_numbers(config))
         return expand(

@@ -88,7 +88,7 @@ MOST_WIDTHS = 33  # bins of the experts per token; the last holds all above
 
 
 @dataclass
-class Shown:
+class StepSummary:
     """A step for W&B and TensorBoard.
 
     histograms: (counts, edges of the bins) by name. images: uint8 [height, width, 3] by name.
@@ -102,14 +102,14 @@ class Shown:
 
 
 class Summaries:
-    """Makes `Shown` of the metrics of each logged step, in their order."""
+    """Makes `StepSummary` of the metrics of each logged step, in their order."""
 
     def __init__(self, heat_map_every: int) -> None:
         self._heat_map = HeatMap(heat_map_every)
 
-    def of(self, metrics: dict[str, Any]) -> Shown:
+    def of(self, metrics: dict[str, Any]) -> StepSummary:
         """Return what is shown of a step; metrics: by their names in metrics.jsonl."""
-        shown = Shown(metrics[names.STEP], metrics.get(names.TIME))
+        shown = StepSummary(metrics[names.STEP], metrics.get(names.TIME))
         layers: dict[str, dict[int, Any]] = defaultdict(dict)
         for key, value in metrics.items():
             found = names.IN_LAYER.fullmatch(key)
@@ -132,7 +132,7 @@ class Summaries:
             self._show_load(shown, loads)
         return shown
 
-    def _show_load(self, shown: Shown, loads: dict[int, list[int]]) -> None:
+    def _show_load(self, shown: StepSummary, loads: dict[int, list[int]]) -> None:
         numbers, fill = list(loads), names.fill
         relative_LE = relative_load(list(loads.values()))
         for quantile, value in _quantiles(relative_LE.ravel().tolist(), FIVE).items():
