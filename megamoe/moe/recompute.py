@@ -17,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megamoe.compat.torch_compat import memory_key
+from megamoe.moe.turns import without_turns
 
 
 class Recomputable(Protocol):
@@ -52,10 +53,13 @@ class _Again(AbstractContextManager[None]):
         self.layers = layers
 
     def __enter__(self) -> None:
+        self._alone = without_turns()
+        self._alone.__enter__()
         self._mark(True)
 
-    def __exit__(self, *unused: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._mark(False)
+        self._alone.__exit__(*raised)
 
     def _mark(self, recomputing: bool) -> None:
         for layer in self.layers:

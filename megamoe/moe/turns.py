@@ -10,8 +10,9 @@ its nodes by itself, so a thread whose turn begins goes on with the number at wh
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -132,6 +133,16 @@ def end_turn(values: Tensor) -> Tensor:
         return values
     turns, place = _own.turn
     return turns.end(place, values)
+
+
+@contextmanager
+def without_turns() -> Iterator[None]:
+    """Context of a recomputation, which is one whole part of its pass: no turn ends in it."""
+    turn, _own.turn = _own.turn, None
+    try:
+        yield
+    finally:
+        _own.turn = turn
 
 
 class _EndOfTurn(torch.autograd.Function):
