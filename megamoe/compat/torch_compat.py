@@ -146,6 +146,28 @@ def set_node_number(node: Any, number: int) -> None:
     node._set_sequence_nr(number)
 
 
+class _ReadParameters(dict[str, Any]):
+    def __init__(self, parameters: dict[str, Any], read: Callable[[Any], Any]) -> None:
+        super().__init__(parameters)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        return None if parameter is None else self._read(parameter)
+
+
+def read_parameters_by(module: torch.nn.Module, read: Callable[[Any], Tensor]) -> None:
+    """Let `module.weight` give read(parameter), in all submodules; iteration gives the parameters themselves.
+
+    Reason: `functional_call` exchanges parameters for all threads, and they would be exchanged at each turn.
+    Without it: two forward passes at a time could not have leaf tensors of their own.
+    Canary: test_torch.py::test_parameters_are_read_by_a_function
+    """
+    for each in module.modules():
+        if each._parameters:
+            each.__dict__["_parameters"] = _ReadParameters(each._parameters, read)
+
+
 @dataclass
 class AdamState:
     """A parameter group's tensors that have a gradient, and their moments, which the first call makes.

@@ -236,8 +236,8 @@ class TrainConfig(Section):
     global_batch_size: PositiveInt | None = None
     """default: micro_batch_size x data-parallel size"""
     in_flight: Literal[1, 2] = 1
-    """2: two micro batches take turns in each pass, so that one computes while the other's rows travel between
-    expert-parallel ranks; their activations are in memory at the same time, see docs/layouts.md
+    """2: two micro batches take turns, so that one computes while the other's rows travel between
+    expert-parallel ranks; the activations of both are in memory, see docs/layouts.md
     """
     batch_rampup: RampupConfig | None = None
     label_smoothing: Fraction = 0.0

@@ -29,14 +29,14 @@ def in_flight_problems(
     if plan.stage == 3:
         yield Problem(
             KEY,
-            f"2 is not possible with zero_optimization.stage 3 ({where}), which gathers and frees the weights "
-            "of one pass at a time; set it to 1, or take stage 0, 1 or 2",
+            f"2 is not possible with zero_optimization.stage 3 ({where}), which gathers and frees the "
+            "weights of one pass at a time; set it to 1, or take stage 0, 1 or 2",
         )
     if config.model.fp8 != "none":
         yield Problem(
             KEY,
-            f"2 is not possible with model.fp8 {config.model.fp8}, whose scales are of one pass at a time; set "
-            "it to 1, or model.fp8: none",
+            f"2 is not possible with model.fp8 {config.model.fp8}, whose scales are of one pass at a time; "
+            "set it to 1, or model.fp8: none",
         )
     if schedule is not None and schedule.final < 2 * schedule.unit:
         yield Problem(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamoe.compat.torch_compat import set_node_number
+from megamoe.compat.torch_compat import read_parameters_by, set_node_number
 
 
 class SeparateGradients:
@@ -29,9 +29,7 @@ class SeparateGradients:
         self._passes = _OwnPass()
         self._uses: dict[nn.Parameter, int] = {}
         self._arrived: dict[nn.Parameter, dict[int, Tensor]] = {}
-        for each in module.modules():
-            if each._parameters:
-                each.__dict__["_parameters"] = _StandingIn(each._parameters, self._passes)
+        read_parameters_by(module, self._passes.read)
 
     @contextmanager
     def of(self, place: int) -> Iterator[None]:
@@ -85,18 +83,8 @@ class _OwnPass(threading.local):
 
     stand_in: Callable[[nn.Parameter], Tensor] | None = None
 
-
-class _StandingIn(dict[str, Any]):
-    """A module's parameters. `module.weight` is the stand-in in a pass; iteration gives the parameters."""
-
-    def __init__(self, parameters: dict[str, Any], passes: _OwnPass) -> None:
-        super().__init__(parameters)
-        self._passes = passes
-
-    def __getitem__(self, name: str) -> Any:
-        parameter = super().__getitem__(name)
-        stand_in = self._passes.stand_in
-        return parameter if stand_in is None or parameter is None else stand_in(parameter)
+    def read(self, parameter: nn.Parameter) -> Tensor:
+        return parameter if self.stand_in is None else self.stand_in(parameter)
 
 
 class _End(torch.autograd.Function):

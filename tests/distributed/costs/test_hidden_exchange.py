@@ -21,7 +21,7 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import small_run
 
 LAYERS, MICRO_BATCHES = 3, 2
-COMPUTES_S, TRAVELS_S = 0.06, 0.05  # the noise of a loaded machine is some ms
+COMPUTES_S, TRAVELS_S = 0.1, 0.08  # the noise of a loaded machine is some ms
 RUN: dict[str, Any] = {
     "model__num_layers": LAYERS,
     "moe__layers": {"every": 1},
@@ -182,5 +182,5 @@ def test_most_of_a_delay_is_hidden(pool: Pool, exchange: dict[str, Any]) -> None
             seconds = [each.seconds[phase] for each in found]
             shown = 1 - (seconds[1] - seconds[0]) / delay_s, 1 - (seconds[3] - seconds[2]) / delay_s
             print(f"{phase}: {shown[0]:.0%} hidden alone, {shown[1]:.0%} in flight")
-            assert shown[0] < 0.1
+            assert shown[0] < 0.3
             assert shown[1] >= 0.7

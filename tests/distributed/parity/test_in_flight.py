@@ -67,7 +67,10 @@ FULL = {
     "untied": Case({**DIRECT, "model__tie_embeddings": False}),
     "shares": Case({**DIRECT, "log__gradient_shares_every": 1, "model__recompute": "full"}),
     "running balance": Case(
-        {**DIRECT, "moe__losses": {"switch_balance": {"weight": 0.1, "scope": "global_batch", "running": True}}}
+        {
+            **DIRECT,
+            "moe__losses": {"switch_balance": {"weight": 0.1, "scope": "global_batch", "running": True}},
+        }
     ),
 }
 OF_FOUR = {
