@@ -304,8 +304,8 @@ FAULTS = (
         "a pipeline stage recomputes a micro batch with that one's draws",
         "layouts.md",
         "megamoe/train/step.py",
-        "                setattr(self.context, name, value)\n",
-        "                pass\n",
+        "            set_micro_batch(self.context, kept.of_micro_batch)\n",
+        "",
         ("tests/distributed/parity/test_stages.py",),
     ),
     Fault(
