@@ -185,6 +185,7 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int) -> list[tuple[str,
         ("device", f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}"),
         *_exchange_rows(config, plan.layout),
         *_stage_rows(config, run.vocabulary.size, run.schedule.accumulation_at(0)),
+        *_in_flight_rows(config, plan.layout, activations),
         ("memory per rank", f"{of_states}, {elsewhere}and about {in_bytes(activations)} of activations"),
     ]
     if sent:
@@ -203,6 +204,16 @@ def _exchange_rows(config: RunConfig, layout: Layout) -> list[tuple[str, object]
     if parallel.exchange_dtype == "fp8":
         said.append("rows to the experts in 8 bits")
     return [("exchange", ", ".join(said))] if said and layout.expert_ranks > 1 else []
+
+
+def _in_flight_rows(config: RunConfig, layout: Layout, activations: float) -> list[tuple[str, object]]:
+    """Return the row about two micro batches in flight: what they cost, and what it hides."""
+    if config.train.in_flight == 1:
+        return []
+    cost = f"two micro batches at a time, whose activations need about {in_bytes(activations / 2)} more"
+    if layout.expert == 1 or not moe_layer_numbers(config):
+        return [("in flight", f"{cost} and hide nothing: no rows are exchanged; set train.in_flight to 1")]
+    return [("in flight", f"{cost}; one computes while the other's rows travel")]
 
 
 def _stage_rows(config: RunConfig, vocab_size: int, micro_batches: int) -> list[tuple[str, object]]:
@@ -272,7 +283,8 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
         kept = _block_width(config)
     logits = 12 * vocabulary.size / ranks if model.num_labels is None else 0.0
     # The first of p stages has 1 / p of the blocks, and keeps the values of p micro batches.
-    return float(tokens * (width * kept + logits) / config.parallel.context)
+    # Of two micro batches in flight, both are kept.
+    return float(config.train.in_flight * tokens * (width * kept + logits) / config.parallel.context)
 
 
 def _block_width(config: RunConfig) -> float:

@@ -179,7 +179,16 @@ class Trainer:
         reason_to_skip = self.skip_policy.reason_to_skip
         with self.routing.of(self.context.step, "train"):
             self.routing.check_batches(batches)
-            record = train_step(self.engine, self.context, batches, lr, smoothing, before, reason_to_skip)
+            record = train_step(
+                self.engine,
+                self.context,
+                batches,
+                lr,
+                smoothing,
+                before,
+                reason_to_skip,
+                self.config.train.in_flight,
+            )
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)

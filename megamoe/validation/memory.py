@@ -108,7 +108,9 @@ def _shortage(parts: dict[str, float], place: str) -> str:
 
 
 def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: int) -> float:
-    """Return the bytes that every implementation needs: the inputs of the blocks, and the logits."""
+    """Return the bytes that every implementation needs: the inputs of the blocks, and the logits, of the
+    micro batches in flight.
+    """
     model, ranks = config.model, plan.layout.tensor
     tokens: float = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
@@ -117,7 +119,7 @@ def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: i
     inputs = blocks * model.hidden_size / (ranks if config.parallel.sequence else 1)
     of_words = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
     logits = of_words if model.num_labels is None and config.parallel.pipeline == 1 else 0.0
-    return float(tokens * width * (inputs + logits))
+    return float(config.train.in_flight * tokens * width * (inputs + logits))
 
 
 def _batch_bytes(config: RunConfig, plan: ParallelPlan) -> float:

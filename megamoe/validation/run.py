@@ -26,6 +26,7 @@ from megamoe.validation.architecture import (
 )
 from megamoe.validation.backends import backend_problems
 from megamoe.validation.deepspeed import deepspeed_problems
+from megamoe.validation.in_flight import in_flight_problems
 from megamoe.validation.layout import layout_problems, row_unit
 from megamoe.validation.objective import objective_problems, routing_record_problems
 from megamoe.validation.pipeline import pipeline_problems
@@ -47,6 +48,7 @@ def validate(config: RunConfig, ranks: int, plan: ParallelPlan | None) -> Iterat
         schedule = BatchSchedule.from_config(config.train, plan.layout.data) if fits else None
         yield from deepspeed_problems(config, plan, schedule)
         yield from pipeline_problems(config, plan, schedule)
+        yield from in_flight_problems(config, plan, schedule)
         yield from recompute_stage_problems(config, plan)
 
 

@@ -110,6 +110,7 @@ def estimate(
             once += ring * (6 if plan.stage and layout.tensor == 1 else 10)
     idle = (layout.pipeline - 1) / parallel.pipeline_chunks  # micro batches
     alive = _alive(layout.pipeline, parallel.pipeline_chunks, min(micro_batches, 8 * layout.pipeline))
+    alive = max(alive, config.train.in_flight)
     held = states_of(config, plan, size).total + _activations(config, layout, sizes, share, alive)
     return Estimate((micro_batches + idle) * each + once, held)
 

@@ -201,6 +201,7 @@ def _way_out(plan: Plan) -> str:
     largest = max(sizes, key=sizes.__getitem__)
     if largest in ("activations", "temporary"):
         ways = "model.recompute=full" if plan.config.model.recompute != "full" else "parallel.tensor"
+        ways = "train.in_flight=1" if plan.config.train.in_flight == 2 else ways
         smaller = " or a smaller train.micro_batch_size" if plan.config.train.micro_batch_size > 1 else ""
         return f"most of it is {largest}; set {ways}{smaller}"
     return f"most of it is {largest}; raise parallel.expert, parallel.tensor or the ZeRO stage"
@@ -303,6 +304,11 @@ def _assumptions(plan: Plan) -> list[str]:
         lines.append(
             f"  expert load {plan.load:g}: this rank's experts get so many times the mean rows, as many from "
             "each rank, and the other ranks' experts as many as each other"
+        )
+    if plan.config.train.in_flight == 2:
+        lines.append(
+            "  two micro batches in flight: the memory is that of one after the other and the activations of "
+            "one more"
         )
     if plan.pipeline is not None:
         lines.append(
