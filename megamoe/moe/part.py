@@ -65,6 +65,7 @@ CAPABILITIES = {
     "over_tokens": "lets a token's experts depend on other tokens, in evaluation too",
     "sees_later_tokens": "lets a token's experts depend on later tokens, without allow_non_causal",
     "by_experts": "lets the experts choose, so that a token may get none",
+    "may_choose_none": "may leave a token without an expert",
     "even_load": "gives every expert as many tokens",
     "even_first_choices": "gives every expert as many first choices",
     "normalised": "makes the weights of a token sum to 1",
