@@ -53,6 +53,7 @@ CAPABILITIES = {
     "sums_to_1": "makes the p of a token's candidates sum to 1",
     "monotone": "makes p that grow with the scores of a token",
     "elementwise": "makes the p of an expert from its own score alone",
+    "zeros": "makes p of exactly 0",
     "bias": "moves the choice by a bias",
     "mask": "takes experts away",  # every mask
     "by_probs": "goes by p, not by ranking_TE",  # mask

@@ -1,5 +1,7 @@
 """`relu`: probabilities that are exactly 0 for many experts."""
 
+from typing import Any
+
 from torch import Tensor
 
 from megamoe.kernels.router import masked
@@ -18,6 +20,10 @@ class ReluScoreFunction(ScoreFunction):
     """
 
     elementwise = True
+
+    @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        return super().provides(options) | {"zeros"}
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value at least 0."""

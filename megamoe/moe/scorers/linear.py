@@ -46,10 +46,6 @@ class LinearScorer(Part):
     def provides(cls, options: Config) -> set[str]:
         return {"gram_EE"} if options.gram else set()
 
-    @classmethod
-    def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
-        return {("loss", "gram_EE"): "which nothing else reads (gram: true)"} if options.gram else {}
-
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
         self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))

@@ -28,8 +28,8 @@ class TokenTableScorer(Part):
     The table, int64 [k, V], is a buffer: checkpoints save it. V is the number of the embedding's rows. The k
     experts of an id are distinct.
 
-    round_robin: id v has the experts v k, v k + 1, ..., modulo E. hash: k experts drawn for each id from
-    (seed, layer). frequency: ids in order of falling frequency, each to the k experts with the fewest tokens
+    round_robin: id v has the k experts from v k + shift on, modulo E, with a shift drawn from (seed, layer).
+    hash: k experts drawn for each id from (seed, layer). frequency: ids in order of falling frequency, each to the k experts with the fewest tokens
     so far, with random ties. file: a .npy file of the table, int64 [V or fewer, k].
 
     Source: DeepSeek-V4, the hash layers at the bottom, as in its transformers module.
@@ -117,12 +117,12 @@ class TokenTableScorer(Part):
 
     def _table_VK(self, vocab_size: int) -> Tensor:
         num_experts, k = self.dims.num_experts, self.dims.num_choices
-        if self.config.table == "round_robin":
-            word_V = torch.arange(vocab_size, device="cpu")
-            return (word_V[:, None] * k + torch.arange(k, device="cpu")) % num_experts
         if self.config.table == "file":
             return _read_table(self.config.path, vocab_size, k, num_experts)
         draw_key = rng.key(self.dims.seed, 0, self.dims.layer, "token table")
+        if self.config.table == "round_robin":
+            first_V = torch.arange(vocab_size, device="cpu") * k + draw_key % num_experts
+            return (first_V[:, None] + torch.arange(k, device="cpu")) % num_experts
         if self.config.table == "frequency":
             word_V = torch.arange(vocab_size, device="cpu")
             tie_V = rng.uniform(draw_key, word_V, 1, kernels=self.dims.kernels)[:, 0]

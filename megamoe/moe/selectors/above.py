@@ -50,6 +50,10 @@ class Above(WeightedByP):
         return {"may_choose_none"} if options.at_least == 0 else set()
 
     @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        return {} if options.value > 0 else {"zeros": "without which value: 0 would choose every expert"}
+
+    @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
         return {"bias": "which does not move p, and so not the choice"}
 

@@ -65,6 +65,10 @@ class SparseMixer(FixedK):
     def replays(cls, options: Config) -> bool:
         return False  # the weights depend on draws beside the choice
 
+    def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
+        """Raise NotImplementedError."""
+        raise NotImplementedError("sparse_mixer cannot replay choices: its weights depend on more draws")
+
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return T * k pairs, in the order in which they were chosen."""
         left_TE, chosen = scored.scores_TE, []
