@@ -148,31 +148,27 @@ _register(
 )
 _register(
     "remoe",
-    "Wang et al. 2024, ReMoE: fully differentiable mixture of experts with ReLU routing; losses.relu_sparsity.k "
-    "is the mean number of experts of a token",
+    "Wang et al. 2024, ReMoE: ReLU routing; losses.relu_sparsity.k is the mean number of experts of a token",
     score_function="relu",
     selector="above",
     losses={"relu_sparsity": {"weight": 1e-8, "k": 1.0}},
 )
 _register(
     "phi_moe",
-    "Liu et al. 2024, GRIN (Phi-3.5-MoE): SparseMixer with two experts; the loss's weight is of its released "
-    "configuration",
+    "Liu et al. 2024, GRIN (Phi-3.5-MoE): two experts; the loss's weight is of its released configuration",
     selector={"name": "sparse_mixer", "k": 2, "epsilon": 0.01},
     losses={"switch_balance": {"weight": 0.001, "scope": "global_batch"}},
 )
 _register(
     "kimi_k2",
-    "Moonshot AI 2025, Kimi K2: DeepSeek-V3's router without groups, and 384 experts; numbers of its released "
-    "configuration",
+    "Moonshot AI 2025, Kimi K2: DeepSeek-V3's router without groups; 384 experts; of its configuration",
     num_shared_experts=1,
     score_function={"name": "sigmoid", "bias_update": 0.001},
     selector={"name": "top_k", "k": 8, "weights": "renormalised", "scale": 2.827},
 )
 _register(
     "minimax_m2",
-    "MiniMax 2025, MiniMax-M2: sigmoid scores with a bias, 8 of 256 experts, none shared; the loss's weight is "
-    "of its released configuration",
+    "MiniMax 2025, MiniMax-M2: 8 of 256 experts, none shared; the loss's weight is of its configuration",
     score_function={"name": "sigmoid", "bias_update": 0.001},
     selector={"name": "top_k", "k": 8, "weights": "renormalised"},
     losses={"switch_balance": 0.001},

@@ -65,7 +65,7 @@ def normal(
 def gumbel(
     draw_key: int, token_index_T: Tensor, columns: int, *, kernels: Kernels = DEFAULT_KERNELS
 ) -> Tensor:
-    """fp32 [T, columns] of Gumbel(0, 1); the largest of scores plus such draws is a sample of their softmax."""
+    """fp32 [T, columns] of Gumbel(0, 1); the largest of scores plus such draws samples their softmax."""
     unit_TC = uniform(draw_key, token_index_T, columns, kernels=kernels)
     return unit_TC.clamp_min(2.0**-25).log().neg().log().neg()  # 0 is drawn once in 2^24
 

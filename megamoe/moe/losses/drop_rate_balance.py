@@ -1,4 +1,4 @@
-"""`drop_rate_balance`: a balance loss whose coefficient follows the share of pairs that the capacity drops."""
+"""`drop_rate_balance`: a balance loss whose coefficient follows the share of dropped pairs."""
 
 from dataclasses import dataclass
 

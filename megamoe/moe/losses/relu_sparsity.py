@@ -15,7 +15,7 @@ from megamoe.registry import register
 
 @register("loss", "relu_sparsity")
 class ReluSparsity(AdaptiveLoss):
-    """c times the mean over tokens of sum_e f_e p_e, the L1 norm of p; c holds the mean number of experts at k.
+    """c times the mean over tokens of sum_e f_e p_e; c holds the mean number of experts of a token at k.
 
     After each step c is multiplied by alpha^sign((1 - k/E) - S), where S is the share of zeros: of (token,
     expert) cells of the global batch that are no wanted pair. f_e = E / (k T) times the wanted pairs of

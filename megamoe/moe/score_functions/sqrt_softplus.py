@@ -32,7 +32,9 @@ class SqrtSoftplusScoreFunction(BiasedScoreFunction):
     def log_values(self, scores: Tensor) -> Tensor:
         """Return log p; precise where p underflows."""
         scores = self._scaled(scores)
-        return 0.5 * functional.softplus(scores).clamp_min(_tiny(scores)).log().where(scores > _LOWEST, scores)
+        return 0.5 * functional.softplus(scores).clamp_min(_tiny(scores)).log().where(
+            scores > _LOWEST, scores
+        )
 
 
 def _tiny(values: Tensor) -> float:

@@ -13,7 +13,7 @@ from megamoe.registry import register
 
 @register("scorer", "dense_to_sparse")
 class DenseToSparseScorer(Part):
-    """s = (W x + g) / tau, g from Gumbel(0, 1) for each token and expert in training; tau falls with the step.
+    """s = (W x + g) / tau, g from Gumbel(0, 1) for each token and expert in training; tau falls by step.
 
     With the score function `softmax` these are Gumbel-softmax gates. With the selector `above`, a token has
     almost all experts at first, and few when tau is small. tau goes from `start` to `end` within `steps`

@@ -58,10 +58,8 @@ class LinearScorer(Part):
         """Return the mean L2 norm of the experts' rows of the weight."""
         return {"embedding_norm": mean_row_norm(self.weight)}
 
-    def forward(
-        self, hidden_TH: Tensor, context: StepContext
-    ) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] in any float dtype -> [T, E] fp32, and the extra gram_EE, fp32, if the options ask for it."""
+    def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
+        """[T, H] in any float dtype -> [T, E] fp32, and the extra gram_EE, fp32, with `gram`."""
         if self.training and self.config.jitter > 0:
             hidden_TH = hidden_TH.float() * self._jitter_TH(hidden_TH, context)
         scores_TE = scores(hidden_TH, self.weight, self.dims.kernels)

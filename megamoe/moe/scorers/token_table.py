@@ -29,8 +29,9 @@ class TokenTableScorer(Part):
     experts of an id are distinct.
 
     round_robin: id v has the k experts from v k + shift on, modulo E, with a shift drawn from (seed, layer).
-    hash: k experts drawn for each id from (seed, layer). frequency: ids in order of falling frequency, each to the k experts with the fewest tokens
-    so far, with random ties. file: a .npy file of the table, int64 [V or fewer, k].
+    hash: k experts drawn for each id from (seed, layer). frequency: ids in order of falling frequency, each
+    to the k experts with the fewest tokens so far, with random ties. file: a .npy file of the table, int64 [V
+    or fewer, k].
 
     Source: DeepSeek-V4, the hash layers at the bottom, as in its transformers module.
 
@@ -91,7 +92,8 @@ class TokenTableScorer(Part):
             table_KV = torch.empty(dims.num_choices, dims.vocab_size or 0, dtype=torch.int64)
         elif dims.vocab_size is None:
             raise UserError(
-                "scorer token_table needs token ids, but this layer knows no vocabulary; choose another scorer"
+                "scorer token_table needs token ids, but this layer knows no vocabulary; choose another "
+                "scorer"
             )
         else:
             table_KV = self._table_VK(dims.vocab_size).T.contiguous()
@@ -156,7 +158,9 @@ def _open_table(path: str) -> np.ndarray:
         table_VK = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         reason = getattr(error, "strerror", None) or "no .npy of numbers"
-        raise ValueError(f"path {path!r} cannot be read ({reason}); give a .npy, int64 [token ids, k]") from None
+        raise ValueError(
+            f"path {path!r} cannot be read ({reason}); give a .npy, int64 [token ids, k]"
+        ) from None
     if not isinstance(table_VK, np.ndarray) or table_VK.dtype != np.int64 or table_VK.ndim != 2:
         raise ValueError(f"path {path!r} is not int64 [token ids, k]")
     return table_VK
@@ -165,7 +169,9 @@ def _open_table(path: str) -> np.ndarray:
 def _check_table(table_VK: np.ndarray, path: str, k: int, num_experts: int) -> None:
     """Raise ValueError unless each row has k distinct experts."""
     if table_VK.shape[1] != k:
-        raise ValueError(f"path {path!r} has {table_VK.shape[1]} experts of each id, but the selector's k is {k}")
+        raise ValueError(
+            f"path {path!r} has {table_VK.shape[1]} experts of each id, but the selector's k is {k}"
+        )
     if len(table_VK) and (table_VK.min() < 0 or table_VK.max() >= num_experts):
         raise ValueError(f"path {path!r} names experts beyond 0 to {num_experts - 1} (moe.num_experts)")
     if (np.diff(np.sort(table_VK, axis=1), axis=1) == 0).any():

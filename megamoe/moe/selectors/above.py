@@ -2,9 +2,6 @@
 
 from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import largest
 from megamoe.moe.part import Example, StepContext

@@ -59,7 +59,8 @@ def test_softmax_over_all_experts_sends_gradient_to_all() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize(
-    ("score_function", "options"), [("softmax", {}), ("softmax", {"over": "all"}), ("sigmoid", {}), ("sqrt_softplus", {})]
+    ("score_function", "options"),
+    [("softmax", {}), ("softmax", {"over": "all"}), ("sigmoid", {}), ("sqrt_softplus", {})],
 )
 def test_log_values_are_the_logarithms_of_p_up_to_a_constant(
     score_function: str, options: dict[str, Any], temperature: float
