@@ -62,6 +62,14 @@ def normal(
     return centred_TC.mul_(2.0).erfinv_().mul_(math.sqrt(2.0))
 
 
+def gumbel(
+    draw_key: int, token_index_T: Tensor, columns: int, *, kernels: Kernels = DEFAULT_KERNELS
+) -> Tensor:
+    """fp32 [T, columns] of Gumbel(0, 1); the largest of scores plus such draws samples their softmax."""
+    unit_TC = uniform(draw_key, token_index_T, columns, kernels=kernels)
+    return unit_TC.clamp_min(2.0**-25).log().neg().log().neg()  # 0 is drawn once in 2^24
+
+
 def _mix_(z: Tensor) -> Tensor:
     """SplitMix64's finaliser in place; new memory at every step would cost several times the arithmetic."""
     scratch = torch.empty_like(z)

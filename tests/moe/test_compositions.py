@@ -157,7 +157,7 @@ def check_routing(routing: Routing, masks: list[Tensor | None], config: MoEConfi
         assert pairs.weight_N.isfinite().all() and (pairs.weight_N >= 0).all()
         for allowed_TE in masks:
             assert allowed_TE is None or allowed_TE[pairs.token_N, pairs.expert_N].all()
-    if "by_experts" not in capabilities(config.router.selector):
+    if not {"by_experts", "may_choose_none"} & capabilities(config.router.selector):
         assert (torch.bincount(routing.wanted.token_N, minlength=TOKENS) > 0).all()
     if "dropless" in capabilities(config.router.capacity):
         assert routing.pairs is routing.wanted
