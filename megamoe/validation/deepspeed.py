@@ -195,8 +195,8 @@ def _of_moments(section: dict[str, Any], stage: int, config: OptimizerConfig) ->
         yield "optimizer.moments: bf16 needs zero_optimization.stage 1, 2 or 3; set one, or moments: fp32"
     if offload_device({"zero_optimization": section}, "offload_optimizer") != "none":
         yield (
-            "optimizer.moments: bf16 does not go with offload_optimizer, whose Adam keeps them in fp32; leave "
-            "one of the two out"
+            "optimizer.moments: bf16 does not go with offload_optimizer, whose Adam keeps them in fp32; "
+            "leave one of the two out"
         )
 
 
