@@ -11,7 +11,7 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig, RouterConfig
 from megamoe.errors import UserError
 from megamoe.moe.part import Candidates, Dims, Part, ScoreFunction, Selector, StepContext
-from megamoe.moe.routing import Pairs, Routing, Scored, has_row_per_token
+from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
 from megamoe.moe.suggestions import capabilities
 from megamoe.moe.token_sharding import TokenSharding
 from megamoe.registry import failure_of, get_part, is_ours
@@ -95,11 +95,20 @@ class Router(nn.Module):
             scored = self._score(hidden_TH, context)
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)
-            keep_N = self.capacity(wanted, scored, context)
-            if keep_N is not None:
-                pairs = self.selector.after_drops(wanted.keep(keep_N))
+            kept = self.capacity(wanted, scored, context)
+            if isinstance(kept, Places):
+                pairs = self._in_places(wanted, kept, scored)
+            elif kept is not None:
+                pairs = self.selector.after_drops(wanted.keep(kept))
         is_local = any(r.keeps_tokens_local(context) for r in self.masks)  # type: ignore[operator]
-        return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local)
+        places = kept.size if isinstance(kept, Places) else None
+        return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local, places=places)
+
+    def _in_places(self, wanted: Pairs, places: Places, scored: Scored) -> Pairs:
+        """Return the pairs in fixed shares; of one without a place the weight is 0, for `after_drops`."""
+        weight_N = wanted.weight_N.masked_fill(~places.kept_N(), 0.0)
+        pairs = self.selector.after_drops(replace(wanted, weight_N=weight_N))
+        return places.filled(pairs, scored.num_tokens, scored.num_experts)
 
     def _select(self, scored: Scored, context: StepContext) -> Pairs:
         if self.choices is None:

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megamoe.apps.plan.counter import DISPATCH, STAGES, CostCounter, Parts
+from megamoe.apps.plan.counter import COMBINE, DISPATCH, STAGES, CostCounter, Parts
 from megamoe.config import RunConfig
 from megamoe.config.parts import PartChoice
 from megamoe.config.shapes import moe_layer_numbers
@@ -169,7 +169,7 @@ class CountedDispatch:
 
     def finish(self, state: Any) -> tuple[Tensor, Tensor]:
         """See `Dispatcher`."""
-        with self._parts.inside("dispatch"):
+        with self._parts.inside(DISPATCH):
             return self._inner.finish(state)
 
     def send_along(self, values_N: Tensor, state: Any) -> Tensor:
@@ -178,7 +178,7 @@ class CountedDispatch:
 
     def combine(self, rows_MH: Tensor, state: Any) -> Tensor:
         """See `Dispatcher`."""
-        with self._parts.inside("combine"):
+        with self._parts.inside(COMBINE):
             return self._inner.combine(rows_MH, state)
 
     def _counts(self, counts: Mapping[str, Tensor]) -> dict[str, list[int]]:
