@@ -192,6 +192,8 @@ def _of_moments(section: dict[str, Any], stage: int, config: OptimizerConfig) ->
     """Yield moments in bf16 where the optimiser is one that keeps them in fp32."""
     if config.moments == "fp32":
         return
+    if config.name == "muon":
+        yield "optimizer.moments: bf16 goes with optimizer.name adamw and adam; found muon"
     if stage == 0:
         yield "optimizer.moments: bf16 needs zero_optimization.stage 1, 2 or 3; set one, or moments: fp32"
     if offload_device({"zero_optimization": section}, "offload_optimizer") != "none":
