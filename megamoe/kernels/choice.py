@@ -84,6 +84,8 @@ class Kernels:
 
 
 DEFAULT_KERNELS = Kernels()
+# Major compute capabilities for which PyTorch's grouped product has a kernel; not 12 (RTX 50, DGX Spark).
+GROUPED_CAPABILITIES = (9, 10)
 
 
 @cache
@@ -92,8 +94,8 @@ def has_grouped_product(dtype: torch.dtype, device: torch.device) -> bool:
 
     Otherwise it copies them to the host and loops over the experts.
     """
-    known = dtype == torch.bfloat16 and torch.cuda.is_available()
-    return known and torch.cuda.get_device_capability(device) >= (9, 0)
+    known = dtype == torch.bfloat16 and torch.cuda.is_available() and torch.version.hip is None
+    return known and torch.cuda.get_device_capability(device)[0] in GROUPED_CAPABILITIES
 
 
 @cache

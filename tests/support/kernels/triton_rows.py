@@ -174,7 +174,7 @@ def check_the_choice() -> None:
     assert isinstance(Kernels(triton=True).rows_on(cuda), TritonKernels)
     assert not isinstance(Kernels(triton=True).rows_on(cpu), TritonKernels)
     rows = mock.Mock(device=cuda, dtype=torch.bfloat16)
-    for capability, expected in (((9, 0), False), ((8, 0), True)):
+    for capability, expected in (((9, 0), False), ((10, 0), False), ((8, 0), True), ((12, 0), True)):
         choice.has_grouped_product.cache_clear()
         with (
             mock.patch("torch.cuda.is_available", return_value=True),
