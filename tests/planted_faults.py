@@ -223,8 +223,8 @@ FAULTS = (
         "an expert computes at most its capacity of pairs",
         "all_parts.md",
         "megamoe/moe/capacity/per_expert.py",
-        "return place_N < self.places(",
-        "return place_N <= self.places(",
+        "return place_N < size",
+        "return place_N <= size",
         ("tests/moe/capacity/test_per_expert.py",),
     ),
     Fault(
