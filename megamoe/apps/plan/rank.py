@@ -169,7 +169,6 @@ def simulate_step(
     on_cuda = device == "cuda"
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     config.model.cpu_kernels = "plain"
-    # Simulated one after the other: what two in flight save is a rule, see `roofline.hidden_exchange`.
     in_flight, config = config.train.in_flight, replace(config, train=replace(config.train, in_flight=1))
     with fake_torch_cuda() if on_cuda else nullcontext():
         run = resolve_run(config, ranks)
