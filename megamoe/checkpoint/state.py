@@ -167,7 +167,9 @@ class EngineState:
             state.pop(tensor, None)
             if not stepped:
                 continue
-            moments = {moment: torch.zeros_like(tensor.detach()) for moment in names}
+            dtype = getattr(self.engine.inner_optimizer, "moment_dtype", tensor.dtype)
+            moments = {moment: torch.zeros_like(tensor.detach(), dtype=dtype) for moment in names}
+            steps = [reader.tensor(STEP + self._name(fragment)) for fragment in stepped]
             for moment, values in moments.items():
                 reader.fill(
                     c for each in stepped for c in self._chunks(moment_name(moment, ""), each, values)

@@ -209,6 +209,10 @@ class OptimizerConfig(Section):
     """decay of the second moment"""
     eps: Small = 1e-8
     """added to the denominator"""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """how both moments are kept; bf16, at ZeRO 1 to 3 without offload, saves 4 bytes of a parameter and
+    rounds at random; see docs/scale.md#moments-in-bf16
+    """
     weight_decay: Decay | None = None
     """for matrices only; default: 0.1 for adamw and muon, 0 for adam"""
     grad_clip: NonNegativeFloat = 1.0
@@ -269,6 +273,10 @@ class TrainConfig(Section):
     """sequences for each data-parallel rank and forward pass"""
     global_batch_size: PositiveInt | None = None
     """default: micro_batch_size x data-parallel size"""
+    in_flight: Literal[1, 2] = 1
+    """2: two micro batches take turns in each pass, so that one computes while the other's rows travel
+    between expert-parallel ranks; their activations are in memory at the same time, see docs/layouts.md
+    """
     batch_rampup: RampupConfig | None = None
     label_smoothing: Fraction = 0.0
     """share of the target that is given to the other tokens of the vocabulary"""

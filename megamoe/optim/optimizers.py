@@ -19,6 +19,7 @@ from megamoe.config.schema import GroupConfig, OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.optim.groups import divide, weight_decay
+from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
 from megamoe.optim.matrices import is_matrix, takes_muon
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.groups import ModelParallelUnit
@@ -105,8 +106,11 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def zero_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimiser that DeepSpeed partitions at ZeRO 1 to 3: PyTorch's fused AdamW or Adam."""
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    """The optimiser that DeepSpeed partitions at ZeRO 1 to 3: PyTorch's fused AdamW or Adam, or the same
+    with moments in bf16."""
+    kind: type[torch.optim.Adam] = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    if config.moments == "bf16":
+        kind = ShortMomentsAdamW if config.name == "adamw" else ShortMomentsAdam
     return kind(groups, **adamw_options(config))
 
 
