@@ -96,8 +96,9 @@ class Assumptions:
         return [
             *(f"{row.name}: {row.shown()}: {row.source}" for row in self.rows),
             "no collective runs beside other work, but rows travel to the experts beside shared experts, "
-            "their gradients beside these and the experts' weight gradients; with train.in_flight=2 a pass lasts "
-            "as long as the longer of what is computed and what else travels, in all but recomputed blocks",
+            "their gradients beside these and the experts' weight gradients; with train.in_flight=2 a pass "
+            "lasts as long as the longer of what is computed and what else travels, in all but recomputed "
+            "blocks",
             "an operator reads its arguments once and writes its results once, unless "
             "megamoe/apps/plan/operators.py says otherwise; views cost nothing; TF32 is off",
             "model FLOPs: 3 x the matrix products of one forward pass under a balanced load",
