@@ -157,7 +157,7 @@ _register(
     "phi_moe",
     "Liu et al. 2024, GRIN (Phi-3.5-MoE): two experts; the loss's weight is of its released configuration",
     selector={"name": "sparse_mixer", "k": 2, "epsilon": 0.01},
-    losses={"switch_balance": {"weight": 0.001, "scope": "global_batch"}},
+    losses={"switch_balance": 0.001},
 )
 _register(
     "kimi_k2",

@@ -120,7 +120,7 @@ SCORE_FUNCTIONS: Rows = {
 }
 SELECTORS: Rows = {
     "selector balanced": [
-        ("{}", "the score function is 'softmax', expected .* its own score alone, .*score_function: relu or sigmoid"),
+        ("{}", "the score function is 'softmax', expected .* its own score alone, .*: relu or sigmoid"),
         ("{}, capacity: per_expert" + SIGMOID, "the capacity .* drops nothing, .*set capacity: none$"),
         (
             "{}, score_function: {name: sigmoid, bias_update: 0.001}",
