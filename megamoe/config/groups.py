@@ -72,6 +72,11 @@ def kinds(config: RunConfig) -> list[LayerKind]:
     return found
 
 
+def group_layers(config: RunConfig) -> list[list[int]]:
+    """Return the block numbers of the layers of each group, in the order of `moe.groups`."""
+    return [kind.layers for kind in kinds(config) if kind.key != "moe"]
+
+
 def config_by_layer(config: RunConfig) -> dict[int, RunConfig]:
     """Return the configuration of each MoE layer by its block number, see `LayerKind.config`."""
     return {number: kind.config for kind in kinds(config) for number in kind.layers}

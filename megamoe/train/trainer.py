@@ -113,7 +113,7 @@ class Trainer:
             data_group=groups.data if self.layout.data > 1 else None,
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
-        make_moe_layer = moe_layer_factory(config.moe, self.context, groups, self.layout)
+        make_moe_layer = moe_layer_factory(self.context, groups, self.layout)
         rank, say = self.world.rank, self.world.say
         model = start_model(config, self.run, rank, make_moe_layer, saved, say, groups.context)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)

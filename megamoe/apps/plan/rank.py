@@ -184,7 +184,7 @@ def simulate_step(
         launch.start(world, config.parallel.timeout_minutes)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
-        factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
+        factory = moe_layer_factory(context, groups, run.plan.layout)
         with torch.device(device), fakes_are_drawn():
             model = _start_model(config, run, stage, factory, groups.context)
         parts = Parts(model)
