@@ -31,7 +31,7 @@ def step_of(layers: int, experts: int, step: int = 100) -> dict[str, Any]:
         )
         for number in range(1, layers + 1)
     }
-    history = RoutingHistory(layers, experts, window=1)
+    history = RoutingHistory([experts] * layers, window=1)
     history.update(record)
     metrics = routing_metrics(record, 1, history, expert_ranks=2)
     plain = {it.key: 1.0 for it in (*names.TRAINING, *names.SPEED) if "<" not in it.key}
