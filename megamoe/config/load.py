@@ -19,7 +19,6 @@ from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
 from megamoe.errors import UserError
 
-
 FIRST_OR_LAST = re.compile(r"(first|last) ([1-9]\d{0,3})")  # layers of a group
 
 

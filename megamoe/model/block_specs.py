@@ -187,9 +187,7 @@ class BlockMaker:
         norm: nn.Module = self.modules.norm(config=transformer, hidden_size=size, eps=eps)
         return norm
 
-    def _layer_shape(
-        self, config: RunConfig, layer: int, of_source: bool, num_layers: int
-    ) -> LayerShape:
+    def _layer_shape(self, config: RunConfig, layer: int, of_source: bool, num_layers: int) -> LayerShape:
         """Return the sizes of an MoE layer; config: its own, see `LayerKind.config`."""
         model = config.model
         return LayerShape(

@@ -38,9 +38,9 @@ class ModelSize:
     """Numbers of parameters.
 
     total: of the whole model. active: those that compute a token, with the selector's mean number of experts
-    (one, if unknown). expert: of all routed experts; frozen: of those that do not learn. cut: those that tensor parallelism splits (embedding and
-    output layer, attention, dense FFNs). beside: of the MoE layers without their routed experts (routers,
-    shared experts).
+    (one, if unknown). expert: of all routed experts; frozen: of those that do not learn. cut: those that
+    tensor parallelism splits (embedding and output layer, attention, dense FFNs). beside: of the MoE layers
+    without their routed experts (routers, shared experts).
     """
 
     total: int
@@ -62,7 +62,8 @@ class ModelSize:
 def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
     """Return the shape of every tensor of one MoE layer's router parts and losses, by its name in the layer.
 
-    config: one without `moe.groups`, such as `LayerKind.config`. Names have the form router.<stage>.<tensor> and losses.<name>.<tensor>; `vocab_size` is before padding.
+    config: one without `moe.groups`, such as `LayerKind.config`. Names have the form router.<stage>.<tensor>
+    and losses.<name>.<tensor>; `vocab_size` is before padding.
     """
     padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
     tensors = nn.ModuleDict(_parts(config, padded)).state_dict()
@@ -319,7 +320,7 @@ def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]
     model = config.model
     stack, *further = stacks(config)
     length = float(config.data.sequence_length)
-    layers = {}
+    layers: dict[int, float] = {}
     for kind in kinds(config):
         beside, pair = _work(kind.config)
         work = beside + mean_choices(kind.moe) * pair if kind.layers else 0.0

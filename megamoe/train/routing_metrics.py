@@ -33,7 +33,9 @@ class RoutingHistory:
         ]
         shapes = [(len(places), experts_L[places[0]]) for places in self.places]
         self.loads: list[Ints] = [np.zeros(shape, dtype=np.int64) for shape in shapes]  # pairs computed
-        self._unused: list[Ints] = [np.zeros(shape, dtype=np.int64) for shape in shapes]  # steps since the last
+        self._unused: list[Ints] = [
+            np.zeros(shape, dtype=np.int64) for shape in shapes
+        ]  # steps since the last
 
     def update(self, layers: Mapping[int, LayerRecord]) -> None:
         """Take in one applied step."""
@@ -52,7 +54,11 @@ class RoutingHistory:
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        return {"steps": self.steps, "load": self._by_layer(self.loads), "unused": self._by_layer(self._unused)}
+        return {
+            "steps": self.steps,
+            "load": self._by_layer(self.loads),
+            "unused": self._by_layer(self._unused),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; from one without this state, or of other sizes, begin anew."""
@@ -68,7 +74,11 @@ class RoutingHistory:
 
     def _by_layer(self, arrays: list[Ints]) -> list[list[int]]:
         rows = dict(
-            zip(sum(self.places, []), (row for array in arrays for row in array.tolist()), strict=True)
+            zip(
+                (place for places in self.places for place in places),
+                (row for array in arrays for row in array.tolist()),
+                strict=True,
+            )
         )
         return [rows[place] for place in range(len(rows))]
 

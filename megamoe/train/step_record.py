@@ -26,8 +26,8 @@ class LayerRecord:
 
     load_E, wanted_E: int64, pairs computed and wanted. width_D: int64 [E + 1], tokens by their number of
     computed experts. entropy, top_1: sums over tokens, see `Observation`. losses: sums over micro batches,
-    unweighted; loss_weights: their weights. gradient_shares: of the losses that reach the scores, in steps that measure them, see
-    `gradient_share`. part_metrics: of the parts, by `<part>/<name>`.
+    unweighted; loss_weights: their weights. gradient_shares: of the losses that reach the scores, in steps
+    that measure them, see `gradient_share`. part_metrics: of the parts, by `<part>/<name>`.
     """
 
     load_E: Tensor
@@ -45,11 +45,11 @@ class LayerRecord:
 class StepRecord:
     """The sums of a step over the global batch.
 
-    losses: each auxiliary loss, unweighted, summed over layers and micro batches. problem: why the step was not applied. not_finite: of this rank's micro
-    batches, by their places, the samples whose lm loss is not finite. message: printed by the loop.
-    wanted_on_device: `wanted_E` of every layer, on the device. mtp: the mean cross entropy of each depth of
-    multi-token prediction; mtp_weight: of each of them in the loss. compute_seconds_R: of each rank, its own
-    time in the step before (`LocalComputeTimer`); 0: not measured.
+    losses: each auxiliary loss, unweighted, summed over layers and micro batches. problem: why the step was
+    not applied. not_finite: of this rank's micro batches, by their places, the samples whose lm loss is not
+    finite. message: printed by the loop. wanted_on_device: `wanted_E` of every layer, on the device. mtp: the
+    mean cross entropy of each depth of multi-token prediction; mtp_weight: of each of them in the loss.
+    compute_seconds_R: of each rank, its own time in the step before (`LocalComputeTimer`); 0: not measured.
     """
 
     lm_sum: float = 0.0
@@ -177,8 +177,8 @@ class StepSums:
     ) -> None:
         """Take in one micro batch after its backward pass.
 
-        observations: of this rank's MoE layers, by number. loss_weights: of their losses. of_loss: None on a pipeline stage without a loss.
-        device: of the sums, where there is neither a loss nor a layer.
+        observations: of this rank's MoE layers, by number. loss_weights: of their losses. of_loss: None on a
+        pipeline stage without a loss. device: of the sums, where there is neither a loss nor a layer.
         """
         self.micro_batches += 1
         if of_loss is None:
@@ -198,7 +198,7 @@ class StepSums:
             self._names = sorted({name for seen in observations.values() for name in seen.losses})
         for number, seen in sorted(observations.items()):
             known = [name in seen.losses for name in self._names]
-            nothing = () if all(known) else seen.entropy.new_zeros(())  # in layers without the loss
+            nothing = seen.entropy if all(known) else seen.entropy.new_zeros(())  # in layers without the loss
             by_layer += [
                 seen.losses[name].detach() if has else nothing
                 for name, has in zip(self._names, known, strict=True)

@@ -37,7 +37,7 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     """Return the bytes of model states on one rank."""
     ranks = plan.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
-    trained = 0 if "experts" in config.moe.frozen else experts
+    trained = experts * (1 - size.frozen / size.expert) if size.frozen else experts
     shares = Share(dense, dense, ranks.replicas), Share(experts, trained, ranks.expert_copies)
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.beside if ranks.tensor > 1 and accumulates else 0

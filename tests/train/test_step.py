@@ -88,7 +88,7 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
         {1: seen([1, 2], 1.0), 3: seen([3, 0], 2.0)},
         {1: seen([5, 5], 4.0, entropy=0.25), 3: seen([0, 1], 8.0)},
     ):
-        sums.add(layers, dict.fromkeys(layers, {"balance": 0.5}), LossSums(torch.tensor(2.5), two))
+        sums.add(layers, {number: {"balance": 0.5} for number in layers}, LossSums(torch.tensor(2.5), two))
     tau = {"scorer/temperature": torch.tensor([0.5, 0.25], dtype=torch.float64)}
     record = sums.record(copies=2, part_metrics=tau, compute_seconds=0.5)
     assert record.compute_seconds_R == [0.5] and record.tokens == 2.0  # a rank's own, not one of two copies

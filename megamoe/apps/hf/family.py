@@ -1,13 +1,15 @@
 """A class of transformers: its keys, its tensors, and what both say of our configuration."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megamoe.apps.hf.folder import CONFIG, shown
 from megamoe.apps.hf.keys import IRRELEVANT, REQUIRED, Entry, Json
 from megamoe.apps.hf.rules import Line, Rule, expand
 from megamoe.config import RunConfig, parse_config, to_dict
+from megamoe.config.groups import kinds
 from megamoe.config.model_schema import LatentConfig
 from megamoe.config.shapes import (
     expert_activation,
@@ -260,6 +262,28 @@ def function_of(config: RunConfig) -> Json:
         found["moe.expert_activation"] = expert_activation(config)
         found["moe.router.score_function.bias_update"] = "biased" in facts_of(config)
     return found
+
+
+def without_groups(path: Path, config: RunConfig) -> RunConfig:
+    """Return the configuration without `moe.groups`, if its groups differ in training alone.
+
+    Raises:
+        UserError: naming a key in which two layers differ: no class holds such a model.
+    """
+    if not config.moe.groups:
+        return config
+    first, *others = kinds(config)
+    expected = function_of(first.config)
+    for kind in others:
+        found = function_of(kind.config)
+        for key in sorted(expected.keys() | found.keys()):
+            if expected.get(key) != found.get(key) and not key.startswith(("moe.layers", "model.")):
+                raise UserError(
+                    f"{path}: moe.groups: {key} is {shown(str(expected.get(key)))} in block {first.layers[0]} "
+                    f"and {shown(str(found.get(key)))} in block {kind.layers[0]}; no class of Hugging Face "
+                    "that can be written has MoE layers that differ"
+                )
+    return replace(config, moe=replace(first.moe, layers=config.moe.layers))
 
 
 def differences(config: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -33,6 +33,7 @@ from megamoe.compat.fake_cuda import (
     unknown_sizes_raise,
 )
 from megamoe.config import RunConfig
+from megamoe.config.groups import config_by_layer, kinds
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.kernels.attention.rotary import angles
@@ -188,13 +189,15 @@ def simulate_step(
         with torch.device(device), fakes_are_drawn():
             model = _start_model(config, run, stage, factory, groups.context)
         parts = Parts(model)
-        spread = mean_nodes(config.moe, run.plan.layout.nodes, mean_choices(config.moe))
-        for _, layer in model.moe_layers():
+        of_layer = config_by_layer(config)
+        for number, layer in model.moe_layers():
+            moe = of_layer[number].moe
+            spread = mean_nodes(moe, run.plan.layout.nodes, mean_choices(moe))
             layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts, spread)  # type: ignore[assignment]
         counter = CostCounter(parts, on_cuda)
-        router = config.moe.router
+        routers = [kind.moe.router for kind in kinds(config)]
         shares = run.plan.layout.batch_ranks  # of a micro batch's tokens
-        if shares > 1 and not router.masks and provides("dropless", router.capacity):
+        if shares > 1 and all(not r.masks and provides("dropless", r.capacity) for r in routers):
             counter.kept = 1 / shares
         passes = stack.enter_context(passes_counted(counter))
         stack.enter_context(stages_that_send(parts, counter))
