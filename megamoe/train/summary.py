@@ -108,7 +108,7 @@ def _group(group: GroupConfig) -> str:
 
 
 def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:
-    model, moe = config.model, config.moe
+    model = config.model
     heads = f"{model.num_attention_heads} heads"
     rows: list[tuple[str, object]] = [
         ("parameters", f"{size.total:,} total, {size.active:,} active per token"),
@@ -118,16 +118,17 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
     ]
     if not moe_layer_numbers(config):
         return [*rows, ("FFN", f"dense, size {ffn_size(model)}")]
-    for kind in kinds(config):
-        rows += _kind_rows(kind.config, f" of {kind.name}" if moe.groups else "")
+    places = [str(number) for number in moe_block_numbers(config)]
+    places += [f"after {number}" for number in inserted_after(config)]
+    rows.append(("MoE blocks", ", ".join(places)))
+    for kind in sorted(kinds(config), key=lambda each: each.layers):
+        rows += _kind_rows(kind.config, f" of {kind.name}" if config.moe.groups else "")
     return rows
 
 
 def _kind_rows(config: RunConfig, of: str) -> list[tuple[str, object]]:
     """Return the rows of one kind of MoE layers; of: their blocks, where there are several kinds."""
     moe, router = config.moe, config.moe.router
-    places = [str(number) for number in moe_block_numbers(config)]
-    places += [f"after {number}" for number in inserted_after(config)]
     experts = f"{moe.num_experts} of FFN size {expert_ffn_size(config)}"
     if moe.expert_sublayers > 1:
         experts += f", each a stack of {moe.expert_sublayers}"
@@ -137,7 +138,6 @@ def _kind_rows(config: RunConfig, of: str) -> list[tuple[str, object]]:
             experts += f" of joint size {moe.shared_expert_ffn_hidden_size}"
     stages = [router.scorer, *router.masks, router.score_function, router.selector, router.capacity]
     return [
-        ("MoE blocks", ", ".join(places)),
         (f"experts{of}", experts),
         (f"router{of}", " -> ".join(stage.name for stage in stages if stage.name != "none")),
         (f"losses{of}" if of else "auxiliary losses", _losses(moe)),

@@ -277,11 +277,12 @@ def without_groups(path: Path, config: RunConfig) -> RunConfig:
     for kind in others:
         found = function_of(kind.config)
         for key in sorted(expected.keys() | found.keys()):
-            if expected.get(key) != found.get(key) and not key.startswith(("moe.layers", "model.")):
+            values = expected.get(key), found.get(key)
+            if values[0] != values[1] and not key.startswith(("moe.layers", "model.")):
+                one, other = (shown(str(value)) for value in values)
                 raise UserError(
-                    f"{path}: moe.groups: {key} is {shown(str(expected.get(key)))} in block {first.layers[0]} "
-                    f"and {shown(str(found.get(key)))} in block {kind.layers[0]}; no class of Hugging Face "
-                    "that can be written has MoE layers that differ"
+                    f"{path}: moe.groups: {key} is {one} in block {first.layers[0]} and {other} in block "
+                    f"{kind.layers[0]}; no class of Hugging Face that can be written has MoE layers that differ"
                 )
     return replace(config, moe=replace(first.moe, layers=config.moe.layers))
 
