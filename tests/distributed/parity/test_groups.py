@@ -38,6 +38,7 @@ RUN: dict[str, Any] = {
         },
     ],
     "train__global_batch_size": 4,
+    "train__steps": STEPS,
 }
 BOTH = {"tensor": 2, "expert": 2}
 PLACES = [
