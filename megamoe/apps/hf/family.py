@@ -282,7 +282,7 @@ def without_groups(path: Path, config: RunConfig) -> RunConfig:
                 one, other = (shown(str(value)) for value in values)
                 raise UserError(
                     f"{path}: moe.groups: {key} is {one} in block {first.layers[0]} and {other} in block "
-                    f"{kind.layers[0]}; no class of Hugging Face that can be written has MoE layers that differ"
+                    f"{kind.layers[0]}; no class of Hugging Face that can be written holds layers that differ"
                 )
     return replace(config, moe=replace(first.moe, layers=config.moe.layers))
 

@@ -189,11 +189,7 @@ def simulate_step(
         with torch.device(device), fakes_are_drawn():
             model = _start_model(config, run, stage, factory, groups.context)
         parts = Parts(model)
-        of_layer = config_by_layer(config)
-        for number, layer in model.moe_layers():
-            moe = of_layer[number].moe
-            spread = mean_nodes(moe, run.plan.layout.nodes, mean_choices(moe))
-            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts, spread)  # type: ignore[assignment]
+        _count_dispatches(config, run, model, load, parts)
         counter = CostCounter(parts, on_cuda)
         routers = [kind.moe.router for kind in kinds(config)]
         shares = run.plan.layout.batch_ranks  # of a micro batch's tokens
@@ -215,6 +211,15 @@ def _check_load(load: float, expert: int) -> None:
         )
     most = f"1 to {expert}, the ranks of parallel.expert"
     raise UserError(f"--load: found {load:g}, expected {most}: one of them cannot have more than all rows")
+
+
+def _count_dispatches(config: RunConfig, run: ResolvedRun, model: Any, load: float, parts: Parts) -> None:
+    """Let every MoE layer dispatch under a given load, see `CountedDispatch`."""
+    of_layer = config_by_layer(config)
+    for number, layer in model.moe_layers():
+        moe = of_layer[number].moe
+        spread = mean_nodes(moe, run.plan.layout.nodes, mean_choices(moe))
+        layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts, spread)
 
 
 def _offloaded(run: ResolvedRun, counter: CostCounter) -> dict[str, int]:

@@ -1,6 +1,7 @@
 """Layers that differ (`moe.groups`) train as on one rank: at every layout, recomputed, replayed, resumed."""
 
 import gc
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,17 +41,17 @@ RUN: dict[str, Any] = {
     "train__global_batch_size": 4,
     "train__steps": STEPS,
 }
-BOTH = {"tensor": 2, "expert": 2}
+BOTH = Place(4, tensor=2, expert=2)
 PLACES = [
     *(Place(1, zero=zero) for zero in (1, 2, 3)),
     *(Place(2, expert=2, zero=zero) for zero in (0, 1, 2, 3)),
-    *(Place(4, **BOTH, zero=zero) for zero in (0, 1, 2, 3)),
-    Place(4, **BOTH, expert_tensor=2, sequence=True, zero=2, recompute="full"),
+    *(replace(BOTH, zero=zero) for zero in (0, 1, 2, 3)),
+    replace(BOTH, expert_tensor=2, sequence=True, zero=2, recompute="full"),
     Place(2, pipeline=2, zero=1),
     Place(4, pipeline=2, chunks=2, expert=2),
     Place(2, tensor=2, recompute="selective"),
 ]
-QUICK = {Place(2, expert=2, zero=3), Place(4, **BOTH, zero=1), Place(4, pipeline=2, chunks=2, expert=2)}
+QUICK = {Place(2, expert=2, zero=3), replace(BOTH, zero=1), Place(4, pipeline=2, chunks=2, expert=2)}
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +131,7 @@ def test_recomputed_replayed_and_resumed_runs_are_the_same_to_the_bit(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "target", [Place(1, zero=3), Place(4, **BOTH, zero=2), Place(2, pipeline=2)], ids=str
-)
+@pytest.mark.parametrize("target", [Place(1, zero=3), replace(BOTH, zero=2), Place(2, pipeline=2)], ids=str)
 def test_a_checkpoint_moves_to_another_layout(
     pool: Pool, alone: dict[str, Any], tmp_path: Path, target: Place
 ) -> None:
