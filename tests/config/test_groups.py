@@ -186,7 +186,8 @@ def test_expert_parallelism_divides_the_experts_of_every_group() -> None:
 GROUPED = (
     "model.num_layers=4",
     "moe.groups=[{layers: [1], num_experts: 8, expert_ffn_hidden_size: 20, num_shared_experts: 2, "
-    "router: hash}, {layers: last 1, num_experts: 2, expert_activation: relu, losses: {z_loss: 0.1}, frozen: [experts]}]",
+    "router: hash}, {layers: last 1, num_experts: 2, expert_activation: relu, losses: {z_loss: 0.1}, "
+    "frozen: [experts]}]",
 )
 
 
