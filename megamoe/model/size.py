@@ -40,7 +40,8 @@ class ModelSize:
     total: of the whole model. active: those that compute a token, with the selector's mean number of experts
     (one, if unknown). expert: of all routed experts; frozen: of those that do not learn. cut: those that
     tensor parallelism splits (embedding and output layer, attention, dense FFNs). beside: of the MoE layers
-    without their routed experts (routers, shared experts).
+    without their routed experts (routers, shared experts). matrices: of these three (experts, cut, beside),
+    those in matrices that Muon updates.
     """
 
     total: int
@@ -48,7 +49,30 @@ class ModelSize:
     expert: int
     cut: int
     beside: int
+    matrices: tuple[int, int, int] = (0, 0, 0)
     frozen: int = 0
+
+    def times(self, share: float) -> "ModelSize":
+        """Return a share of all."""
+
+        def part(number: int) -> int:
+            return round(share * number)
+
+        expert, cut, beside = self.matrices
+        return ModelSize(
+            part(self.total),
+            part(self.active),
+            part(self.expert),
+            part(self.cut),
+            part(self.beside),
+            (part(expert), part(cut), part(beside)),
+            part(self.frozen),
+        )
+
+    def matrices_on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
+        """Return those of one rank that are in matrices; see `on_rank`."""
+        experts, cut, beside = self.matrices
+        return cut / tensor_parallel + beside, experts / expert_ranks
 
     def on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
         """Return one rank's parameters: outside of the routed experts, and inside.
@@ -80,7 +104,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     cut = dense - _replicated(config, blocks - moe_blocks)
     dense += _whole_head(model)
     dense += model.multi_token_prediction.depth * (2 * model.hidden_size**2 + 2 * _norm(model))
-    size = ModelSize(dense, dense, 0, cut, 0)
+    size = ModelSize(dense, dense, 0, cut, 0, _matrices(config))
     for kind in kinds(config):
         if kind.layers:
             size = _with_layers(size, kind, padded_vocab_size(vocab_size, model.vocab_multiple))
@@ -98,14 +122,29 @@ def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSi
     dense = beside + (inserted * _norm(config.model) if inserted_has_norm(moe) else 0)
     each = layers * _expert(config)
     expert = moe.num_experts * each
+    hidden, width, activation = config.model.hidden_size, expert_ffn_size(config), expert_activation(config)
+    beside_in_matrices = layers * _weights(hidden, shared_ffn_size(moe, width), activation)
+    of_expert = moe.expert_sublayers * _weights(hidden, width, activation)
+    experts_in_matrices = layers * moe.num_experts * of_expert
     return ModelSize(
         size.total + dense + expert,
         size.active + dense + round(mean_choices(moe) * each),
         size.expert + expert,
         size.cut,
         size.beside + beside,
+        (size.matrices[0] + experts_in_matrices, size.matrices[1], size.matrices[2] + beside_in_matrices),
         size.frozen + ("experts" in moe.frozen) * expert,
     )
+
+
+def _matrices(config: RunConfig) -> tuple[int, int, int]:
+    """Return `ModelSize.matrices` without those of the MoE layers."""
+    model, hidden = config.model, config.model.hidden_size
+    blocks = num_blocks(config)
+    cut = blocks * _projections(model) + _num_cross(model) * 4 * hidden * query_size(model)
+    dense = blocks - len(moe_block_numbers(config))
+    cut += dense * _weights(hidden, ffn_size(model), model.activation)
+    return 0, cut, model.multi_token_prediction.depth * 2 * hidden**2
 
 
 def embedding_size(config: RunConfig, vocab_size: int) -> int:

@@ -37,8 +37,15 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     """Return the bytes of model states on one rank."""
     ranks = plan.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
-    trained = experts * (1 - size.frozen / size.expert) if size.frozen else experts
-    shares = Share(dense, dense, ranks.replicas), Share(experts, trained, ranks.expert_copies)
+    share = 1 - size.frozen / size.expert if size.frozen else 1.0
+    trained = share * experts if size.frozen else experts
+    matrices = [0.0, 0.0]
+    if config.optimizer.name == "muon":
+        matrices = [*size.matrices_on_rank(ranks.tensor, ranks.expert_ranks)]
+    shares = (
+        Share(dense, dense, ranks.replicas, matrices[0]),
+        Share(experts, trained, ranks.expert_copies, share * matrices[1]),
+    )
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.beside if ranks.tensor > 1 and accumulates else 0
     return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megamoe.apps.plan.counter import DISPATCH, STAGES, CostCounter, Parts
+from megamoe.apps.plan.counter import COMBINE, DISPATCH, STAGES, CostCounter, Parts
 from megamoe.config import RunConfig
 from megamoe.config.groups import kinds
 from megamoe.config.parts import PartChoice
@@ -24,7 +24,8 @@ from megamoe.moe.dispatch.between_nodes import ByNodeDispatch
 from megamoe.moe.dispatch.dispatcher import Dispatcher
 from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import Routing
-from megamoe.moe.suggestions import provides
+from megamoe.moe.suggestions import capabilities, provides
+from megamoe.moe.validation import candidates_of, experts_wanted
 from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part
 from megamoe.train import step
@@ -52,14 +53,14 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
     sections |= {f"moe.groups[{number}]": group for number, group in enumerate(changed.moe.groups)}
     for key, section in sections.items():
         if key in used:
-            lines += _count_evenly(section, f"{key}.router")
+            lines += _count_evenly(section, f"{key}.router", config.parallel.expert)
     return changed, lines
 
 
-def _count_evenly(moe: MoELayerConfig, key: str) -> list[str]:
+def _count_evenly(moe: MoELayerConfig, key: str, expert_ranks: int) -> list[str]:
     """Replace the parts of a layer's router that choose or drop by value; return a line for each."""
     router, lines = moe.router, []
-    if router.masks:
+    if router.masks and not _leaves_enough(moe, expert_ranks):
         names = ", ".join(mask.name for mask in router.masks)
         lines.append(f"{key}.masks: {names} forbid experts by value; a token's experts are counted without")
         router.masks = []
@@ -76,6 +77,15 @@ def _count_evenly(moe: MoELayerConfig, key: str) -> list[str]:
         lines.append(f"{key}.capacity: {name} drops pairs by value; counted as if none were dropped")
         router.capacity = PartChoice.default("capacity")
     return lines
+
+
+def _leaves_enough(moe: Any, expert_ranks: int) -> bool:
+    """Return whether the masks change which experts a token has, and not how many."""
+    router = moe.router
+    if len(router.masks) > 1 or "by_ranking" not in capabilities(router.selector):
+        return False
+    left = candidates_of(router.masks[0], moe.num_experts, expert_ranks)
+    return left.least >= experts_wanted(moe) and provides("fixed_count", router.selector)
 
 
 def sample_batch(run: ResolvedRun) -> Batch:
@@ -168,7 +178,7 @@ class CountedDispatch:
 
     def finish(self, state: Any) -> tuple[Tensor, Tensor]:
         """See `Dispatcher`."""
-        with self._parts.inside("dispatch"):
+        with self._parts.inside(DISPATCH):
             return self._inner.finish(state)
 
     def send_along(self, values_N: Tensor, state: Any) -> Tensor:
@@ -177,7 +187,7 @@ class CountedDispatch:
 
     def combine(self, rows_MH: Tensor, state: Any) -> Tensor:
         """See `Dispatcher`."""
-        with self._parts.inside("combine"):
+        with self._parts.inside(COMBINE):
             return self._inner.combine(rows_MH, state)
 
     def _counts(self, counts: Mapping[str, Tensor]) -> dict[str, list[int]]:
