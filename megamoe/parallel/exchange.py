@@ -54,7 +54,7 @@ def exchange_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
 
 
 def _has_fixed_shares(config: RunConfig) -> bool:
-    return provides("fixed_shares", config.moe.router.capacity)
+    return any(provides("fixed_shares", kind.moe.router.capacity) for kind in kinds(config))
 
 
 def _fixed_share_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
