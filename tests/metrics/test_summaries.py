@@ -31,7 +31,7 @@ def step_of(layers: int, experts: int, step: int = 100) -> dict[str, Any]:
         )
         for number in range(1, layers + 1)
     }
-    history = RoutingHistory(layers, experts, window=1)
+    history = RoutingHistory([experts] * layers, window=1)
     history.update(record)
     metrics = routing_metrics(record, 1, history, expert_ranks=2)
     plain = {it.key: 1.0 for it in (*names.TRAINING, *names.SPEED) if "<" not in it.key}
@@ -88,13 +88,13 @@ def test_summaries_by_hand() -> None:
 def test_heat_maps_come_at_intervals_in_at_most_four_groups() -> None:
     heat_map, layers = HeatMap(every=2), list(range(1, 11))
     relative_LE = np.ones((10, 4))
-    assert heat_map.add(1, layers, relative_LE) == {}
-    pictures = heat_map.add(2, layers, relative_LE)
+    assert heat_map.add(1, layers, list(relative_LE)) == {}
+    pictures = heat_map.add(2, layers, list(relative_LE))
     assert sorted(pictures) == [f"load/heat_map_{n}" for n in (1, 2, 3, 4)]
     even = pictures["load/heat_map_1"]
     assert (even.shape, even.dtype) == ((500, 800, 3), np.uint8)
     relative_LE[:, 0] = 0.0
-    dead = HeatMap(every=3).add(3, layers, relative_LE)["load/heat_map_1"]
+    dead = HeatMap(every=3).add(3, layers, list(relative_LE))["load/heat_map_1"]
     blue, blue_before = (int(((it[..., 2] > 80) & (it[..., 0] < 30)).sum()) for it in (dead, even))
     assert blue > blue_before + 10_000, "a dead expert is dark blue"
 

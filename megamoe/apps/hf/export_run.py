@@ -15,7 +15,7 @@ import torch
 
 from megamoe.apps.hf.custom.export import CUSTOM, custom_family, custom_files
 from megamoe.apps.hf.families import FAMILIES
-from megamoe.apps.hf.family import Family, as_config, differences
+from megamoe.apps.hf.family import Family, as_config, differences, without_groups
 from megamoe.apps.hf.folder import (
     CONFIG,
     GENERATION,
@@ -115,7 +115,7 @@ def _checkpoint(path: Path) -> Path:
 def _target(
     reader: CheckpointReader, like: Path | None, model_class: str | None, overrides: Sequence[str]
 ) -> Target:
-    config = _configuration(reader, overrides)
+    config = without_groups(reader.path, _configuration(reader, overrides))
     if model_class is not None and model_class not in (CUSTOM, *FAMILIES):
         known = ", ".join((*FAMILIES, CUSTOM))
         raise UserError(f"--class: found {shown(model_class)}, expected one of {known}")

@@ -10,7 +10,7 @@ from megamoe.apps.plan.counter import CollectiveTotal
 from megamoe.apps.plan.hardware import Topology
 from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
-from megamoe.model.size import embedding_size
+from megamoe.model.size import embedding_size, model_size
 from megamoe.model.stage import stage_sizes
 from megamoe.parallel.zero.costs import Share, state_bytes
 
@@ -86,7 +86,8 @@ def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
 
 def _states_of(plan: Plan, routed: bool, parameters: float) -> dict[str, float]:
     run = plan.run.plan
-    trained = 0 if routed and "experts" in plan.config.moe.frozen else parameters
+    size = model_size(plan.config, plan.run.vocabulary.size)
+    trained = parameters * (1 - size.frozen / size.expert) if routed and size.frozen else parameters
     share = Share(parameters, trained, run.layout.expert_copies if routed else run.layout.replicas)
     found = state_bytes([share], run.stage, run.precision, run.offload)
     states = {PARAMETERS: found.weights, GRADIENTS: found.gradients, OPTIMIZER: found.optimizer}
