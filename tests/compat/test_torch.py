@@ -51,10 +51,10 @@ def imports_of_inductor() -> tuple[bool, bool]:
 
 
 def test_parameters_are_read_by_a_function() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(2, 3, bias=False))
-    weight = model[0].weight
+    layer = torch.nn.Linear(2, 3, bias=False)
+    model, weight = torch.nn.Sequential(layer), layer.weight
     read_parameters_by(model, lambda parameter: parameter.detach() + 1)
-    assert torch.equal(model[0].weight, weight + 1) and model[0].bias is None
+    assert torch.equal(layer.weight, weight + 1) and layer.bias is None
     assert torch.equal(model(torch.ones(1, 2)), torch.ones(1, 2) @ (weight + 1).T)
     assert [*model.parameters()] == [weight] and dict(model.state_dict()).keys() == {"0.weight"}
 
