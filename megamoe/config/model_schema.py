@@ -132,6 +132,22 @@ class MultiTokenConfig(Section):
 
 
 @dataclass
+class MupConfig(Section):
+    """muP: hyperparameters tuned on a small model, the base, hold for a wider one."""
+
+    base: Size
+    """hidden size of the base model, whose learning rate and init_std these are; FFN sizes and the heads
+    together grow with the hidden size; see docs/optimizers.md#mup
+    """
+    base_head_size: Size | None = None
+    """columns of a head of the base model; default: those of this model, so that the number of heads grows"""
+    base_layers: Layers | None = None
+    """blocks of the base model: what a block adds is multiplied by base_layers / num_layers (CompleteP);
+    default: depth changes nothing
+    """
+
+
+@dataclass
 class ModelConfig(Section):
     """The transformer, of Megatron-Core's blocks."""
 
@@ -211,6 +227,7 @@ class ModelConfig(Section):
     """
     init_scale: Deviation | None = None
     """s: draw the initial weights from a truncated normal with standard deviation sqrt(s / fan_in) instead"""
+    mup: MupConfig | None = None
     hidden_dropout: Fraction = 0.0
     """on what a block adds to the residual stream"""
     attention_dropout: Fraction = 0.0

@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from megamoe.config.groups import config_by_layer
+from megamoe.config.mup import Scaling, attention_scale, residual_scale
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
 from megamoe.config.shapes import (
     Stack,
@@ -83,7 +84,7 @@ class BlockMaker:
             add_qkv_bias=has_input_bias(model),
             attention_output_bias=has_output_bias(model),
             qk_layernorm=model.attention.query_key_norm != "none",
-            softmax_scale=model.attention.scale,
+            softmax_scale=attention_scale(model),
             windows=tuple(window_of(model, block) for block in range(1, num_layers + 1)),
             sinks=model.attention.sinks,
             soft_cap=model.attention.soft_cap,
@@ -97,7 +98,6 @@ class BlockMaker:
             add_bias_linear=model.bias,
             hidden_dropout=model.hidden_dropout,
             attention_dropout=model.attention_dropout,
-            init_method_std=model.init_std,
             tensor_model_parallel_size=parallel.tensor,
             sequence_parallel=parallel.sequence and parallel.tensor > 1,
             # On the CPU every layout draws the same weights; the engine moves them to the device.
@@ -108,6 +108,7 @@ class BlockMaker:
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
             **fp8_options(model),
+            **_init_options(model),
         )
 
     def specs(
@@ -157,7 +158,7 @@ class BlockMaker:
         spec.params = {
             "recompute": "block" in self.computed_again,
             "norm_position": model.norm_position,
-            "residual_scale": model.residual_scale,
+            "residual_scale": residual_scale(model),
         }
         modules.put_into(spec, model)
         block = spec.submodules
@@ -189,14 +190,16 @@ class BlockMaker:
 
     def _layer_shape(self, config: RunConfig, layer: int, of_source: bool, num_layers: int) -> LayerShape:
         """Return the sizes of an MoE layer; config: its own, see `LayerKind.config`."""
-        model = config.model
+        model, scaling = config.model, Scaling.of(config.model)
+        layers = num_layers if model.mup is None else scaling.residual_layers
         return LayerShape(
             hidden_size=model.hidden_size,
             ffn_size=expert_ffn_size(config),
             layer=layer,
             activation=expert_activation(config),
             init_std=model.init_std,
-            output_std=model.init_std / math.sqrt(2 * num_layers),
+            output_std=model.init_std * scaling.hidden_std / math.sqrt(2 * layers),
+            width=scaling.width,
             seed=config.seed,
             init_scale=model.init_scale,
             vocab_size=self.vocab_size,
@@ -209,6 +212,20 @@ class BlockMaker:
             exchange=self.config.parallel.exchange,
             exchange_fp8=self.config.parallel.exchange_dtype == "fp8",
         )
+
+
+def _init_options(model: ModelConfig) -> dict[str, Any]:
+    """Return Megatron-Core's options of the initial weights, which `init_methods` may replace."""
+    if model.mup is None:
+        return {"init_method_std": model.init_std}
+    scaling = Scaling.of(model)
+    std = model.init_std * scaling.hidden_std
+    into_residual = functools.partial(nn.init.normal_, std=std / math.sqrt(2 * scaling.residual_layers))
+    return {
+        "init_method_std": std,
+        "embedding_init_method_std": model.init_std,
+        "output_layer_init_method": into_residual,
+    }
 
 
 def _clamps(model: ModelConfig) -> dict[str, Any]:

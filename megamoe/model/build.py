@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megamoe.compat.megatron_compat import patch_current_device_for_cpu, set_random_tracker
+from megamoe.config.mup import Scaling
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import Stack, padded_vocab_size, stacks
 from megamoe.model.architectures.decoder import GPT, Decoder
@@ -109,6 +110,9 @@ def _decoder(maker: BlockMaker) -> GPT:
             position_embedding_type=megatron_position(model, transformer),
         )
     change_logits(decoder.output_layer, model)
+    if model.mup is not None and not model.tie_embeddings:
+        # Megatron-Core draws it as a hidden weight; muP's output layer starts with the std of the base.
+        decoder.output_layer.weight.data.div_(Scaling.of(model).hidden_std)
     if decoder.position_embedding_type == "rope":
         let_megatron_turn(decoder, rotary_of(model))
     return GPT(decoder, _prediction(maker, further[0], transformer) if further else None)

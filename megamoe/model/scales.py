@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from megamoe.config.mup import logit_scale
 from megamoe.config.schema import ModelConfig
 
 
@@ -46,7 +47,7 @@ def change_logits(output_layer: nn.Module, model: ModelConfig) -> None:
     rank changes its part of the words. The scale is put on the hidden states, which are far fewer. Sources:
     Granite's logits_scaling, which is 1 / scale; Gemma 2's final_logit_softcapping.
     """
-    scale, cap = model.logit_scale, model.logit_soft_cap
+    scale, cap = logit_scale(model), model.logit_soft_cap
     if scale != 1:
 
         def scaled(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,6 +1,7 @@
 """The MoE layer."""
 
 import functools
+import math
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,8 @@ class LayerShape:
     """The sizes of one MoE layer and how its weights are initialised.
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
-    init_scale: see `rng.init_weight`. vocab_size: rows of the embedding. norm, norm_eps: the model's, for
+    init_scale: see `rng.init_weight`. width: of muP, see `config.mup`: experts' first weights start with
+    init_std / sqrt(width). vocab_size: rows of the embedding. norm, norm_eps: the model's, for
     experts that have norms of their own. products: the routed experts'. kernels: the model's choice.
     computed_again: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
     the encoder of an encoder_decoder. exchange, exchange_fp8: see `parallel.exchange`, `exchange_dtype`.
@@ -49,6 +51,7 @@ class LayerShape:
     output_std: float
     seed: int
     init_scale: float | None = None
+    width: float = 1.0
     vocab_size: int | None = None
     of_source: bool = False
     norm: NormKind = "rmsnorm"
@@ -325,6 +328,7 @@ def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:
         expert_parallel=size_of(groups.expert),
         follows_data=groups.follows_data,
         kernels=shape.kernels,
+        width=shape.width,
     )
 
 
@@ -355,14 +359,15 @@ def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | Non
     if config.num_shared_experts == 0:
         return None
     size = shared_ffn_size(config, shape.ffn_size)
-    return SharedExperts(shape.hidden_size, size, mode=config.shared_expert_mode, **_expert_options(shape))
+    mix_std, options = shape.init_std / shape.width, _expert_options(shape)
+    return SharedExperts(shape.hidden_size, size, mode=config.shared_expert_mode, mix_std=mix_std, **options)
 
 
 def _expert_options(shape: LayerShape) -> dict[str, Any]:
     """Return the options that routed and shared experts share: the activation and the initialisation."""
     return {
         "activation": shape.activation,
-        "std": shape.init_std,
+        "std": shape.init_std / math.sqrt(shape.width),
         "output_std": shape.output_std,
         "init_scale": shape.init_scale,
         "seed": shape.seed,

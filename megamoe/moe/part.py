@@ -21,7 +21,8 @@ class Dims:
     vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
     share one set of experts. follows_data: see `process_groups.ParallelGroups`. score_function: what the
     router's score function provides. num_choices: the k that the selector counts with.
-    kernels: the model's choice, for the passes of `megamoe.kernels` and the draws of `rng`.
+    kernels: the model's choice, for the passes of `megamoe.kernels` and the draws of `rng`. width: of muP
+    (`config.mup`): weights that read the hidden states start with init_std / width.
     """
 
     hidden_size: int
@@ -36,11 +37,13 @@ class Dims:
     score_function: frozenset[str] = frozenset({"softmax_of_scores", "sums_to_1"})
     num_choices: int = 1
     kernels: Kernels = DEFAULT_KERNELS
+    width: float = 1.0
 
     def init_weight(self, weight: Tensor, purpose: str) -> None:
         """Initialise a weight in place; the result depends on (seed, layer, purpose) alone."""
         key = rng.key(self.seed, 0, self.layer, purpose)
-        rng.init_weight(weight, key, self.init_std, self.init_scale)
+        reads = weight.shape[-1] == self.hidden_size
+        rng.init_weight(weight, key, self.init_std / (self.width if reads else 1.0), self.init_scale)
 
 
 Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]

@@ -15,21 +15,25 @@ from torch import Tensor, nn
 
 from megamoe.compat.deepspeed_compat import expert_groups, set_grad_norm, without_inner_steps
 from megamoe.compat.deepspeed_zero import whole_shape
-from megamoe.config.schema import GroupConfig, OptimizerConfig
+from megamoe.config.schema import GroupConfig, ModelConfig, OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.optim.groups import divide, weight_decay
 from megamoe.optim.matrices import is_matrix, takes_muon
+from megamoe.optim.mup import by_width
 from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.groups import ModelParallelUnit
 
 
-def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+def parameter_groups(
+    model: nn.Module, config: OptimizerConfig, of_model: ModelConfig | None = None
+) -> list[dict[str, Any]]:
     """Return the optimiser's groups, with PyTorch's keys and `lr_scale`, a factor on the learning rate.
 
     Matrices have weight decay; norms, biases and other vectors do not, unless `optimizer.groups` sets one.
     Experts form separate groups. Their weights are stacked, so the shape of one expert's weight decides.
+    of_model: whose muP divides the groups further, see `by_width`.
 
     Raises:
         CollectiveError: if a pattern of `optimizer.groups` matches no parameter.
@@ -44,6 +48,8 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
         others, of_muon = _of_muon(f"group_{number}_", parameters, names, group, config, decay)
         named += of_muon
         named += _decaying(f"group_{number}_", others, decay, group.weight_decay or 0.0, group.lr_scale)
+    if of_model is not None and of_model.mup is not None:
+        named = by_width(named, trained, of_model, config)
     split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
     return [group for group in split if group["params"]]
 

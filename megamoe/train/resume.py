@@ -63,7 +63,7 @@ SAME_FUNCTION = (
     *("num_attention_heads", "position", "rope_base"),
     *(f"rotary.{field.name}" for field in fields(RotaryConfig)),
     *("latent", "norm", "norm_position", "norm_eps", "activation", "scale_embeddings", "embedding_scale"),
-    *("residual_scale", "logit_scale", "logit_soft_cap"),
+    *("residual_scale", "logit_scale", "logit_soft_cap", "mup"),
     *(f"attention.{key}" for key in ("query_key_norm", "window", "window_blocks", "soft_cap", "scale")),
 )
 NUMBERED = re.compile(r"^moe\.groups\.(\d+)")  # the beginning of a key as `_differences` gives it

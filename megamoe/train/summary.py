@@ -4,7 +4,8 @@ from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.config.groups import kinds
-from megamoe.config.schema import Activation, GroupConfig, MoEConfig, OptimizerConfig
+from megamoe.config.mup import Scaling
+from megamoe.config.schema import Activation, GroupConfig, ModelConfig, MoEConfig, OptimizerConfig
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
@@ -91,6 +92,7 @@ def _run_rows(run: ResolvedRun, first_step: int) -> list[tuple[str, object]]:
         ("batch", batch),
         ("tokens to come", f"{(samples - schedule.total_samples(first_step)) * run.sample_tokens:,}"),
         ("optimiser", _optimizer(config.optimizer, steps)),
+        *([] if config.model.mup is None else [("muP", _mup(config.model))]),
         *[("parameters by name", _group(group)) for group in config.optimizer.groups],
     ]
 
@@ -101,6 +103,12 @@ def _optimizer(config: OptimizerConfig, steps: int) -> str:
     if warmup_steps(config, steps):
         line += f" after {warmup_steps(config, steps):,} steps of warm-up"
     return f"{line}, {decay} {weight_decay(config):g}" if weight_decay(config) else line
+
+
+def _mup(model: ModelConfig) -> str:
+    scaling = Scaling.of(model)
+    line = f"{scaling.width:g} times as wide as the base; hidden weights learn at lr / {scaling.width:g}"
+    return line if scaling.depth == 1 else f"{line}; what blocks add is multiplied by {scaling.depth:g}"
 
 
 def _group(group: GroupConfig) -> str:

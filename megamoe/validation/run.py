@@ -29,6 +29,7 @@ from megamoe.validation.deepspeed import deepspeed_problems
 from megamoe.validation.groups import group_problems, of_each_kind
 from megamoe.validation.in_flight import in_flight_problems
 from megamoe.validation.layout import layout_problems, row_unit
+from megamoe.validation.mup import mup_problems
 from megamoe.validation.objective import objective_problems, routing_record_problems
 from megamoe.validation.pipeline import pipeline_problems
 from megamoe.validation.recompute import recompute_problems, recompute_stage_problems
@@ -67,6 +68,7 @@ def section_problems(config: RunConfig, ranks: int, precision: Precision | None)
     yield from misplaced
     if not misplaced:
         yield from layout_problems(config, layout, precision)
+        yield from mup_problems(config)
         yield from _expert_problems(config, precision)
         yield from _start_problems(config)
     if layout.is_whole:

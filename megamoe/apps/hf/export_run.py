@@ -8,7 +8,7 @@ that the model was imported from, if it was; otherwise from the configuration.
 import json
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,6 +42,7 @@ from megamoe.checkpoint.tools.stream import new_tree
 from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.config import RunConfig
 from megamoe.config.load import configure
+from megamoe.config.mup import without_mup
 from megamoe.errors import UserError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -162,7 +163,7 @@ def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunCon
         raise UserError(
             f"{reader.path}: model.architecture: {config.model.architecture}; only decoders can be exported"
         )
-    return config
+    return replace(config, model=without_mup(config.model))
 
 
 def _kept(reader: CheckpointReader) -> Path | None:

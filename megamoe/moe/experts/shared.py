@@ -28,9 +28,9 @@ class SharedExperts(nn.Module):
     residual  c_0 routed + c_1 shared, c = softmax(W x + b) (Rajbhandari et al. 2022, DeepSpeed-MoE,
               Residual-MoE). The paper adds the two; the coefficients are from its authors' code.
 
-    Gates are computed in fp32. std, output_std: of the first and the second initial weight; init_scale: see
-    `rng.init_weight`. The initial weights depend on (seed, layer) alone. computed_again: with
-    `shared_experts`, only the input is kept for the backward pass.
+    Gates are computed in fp32. std, output_std, mix_std: of the first and the second initial weight, and of
+    W (default: std); init_scale: see `rng.init_weight`. The initial weights depend on (seed, layer) alone.
+    computed_again: with `shared_experts`, only the input is kept for the backward pass.
     """
 
     def __init__(
@@ -44,6 +44,7 @@ class SharedExperts(nn.Module):
         output_std: float,
         seed: int,
         layer: int,
+        mix_std: float | None = None,
         init_scale: float | None = None,
         kernels: Kernels = DEFAULT_KERNELS,
         computed_again: frozenset[str] = frozenset(),
@@ -61,7 +62,7 @@ class SharedExperts(nn.Module):
         elif mode == "residual":
             self.mix = nn.Parameter(torch.empty(2, hidden_size))
             self.mix_bias = nn.Parameter(torch.zeros(2))
-            starts.append((self.mix, std, "shared experts, mix"))
+            starts.append((self.mix, std if mix_std is None else mix_std, "shared experts, mix"))
         for weight, weight_std, purpose in starts:
             rng.init_weight(weight, rng.key(seed, 0, layer, purpose), weight_std, init_scale)
 

@@ -98,7 +98,7 @@ class Engine:
         self._gradient_sync = (
             TensorParallelGradientSync(model, tensor_group) if self.layout.tensor > 1 else None
         )
-        groups = parameter_groups(model, config.optimizer)
+        groups = parameter_groups(model, config.optimizer, config.model)
         of_muon = {parameter for group in groups if is_of_muon(group) for parameter in group["params"]}
         optimizer = _build_optimizer(config, groups, plan, world)
         silence_memory_reports()
