@@ -20,6 +20,10 @@ COMMANDS = {
         "megamoe.apps.hf.command",
         "Convert models between Hugging Face folders and checkpoints of ours",
     ),
+    "coordinate-check": (
+        "megamoe.apps.width.coordinate_command",
+        "Draw muP's coordinate check: how far activations move in the first steps, over the width",
+    ),
     "count": (
         "megamoe.apps.plan.count_command",
         "Count the parameters of models from their configurations, and compare them with published numbers",
@@ -73,6 +77,10 @@ COMMANDS = {
     "status": (
         "megamoe.apps.cluster.status_command",
         "Show on one screen how a run is, from the files in its folder alone",
+    ),
+    "transfer": (
+        "megamoe.apps.width.transfer_command",
+        "Sweep the learning rate at several widths, with muP and without, and say whether it transfers",
     ),
     "translate": (
         "megamoe.apps.generation.translate_command",

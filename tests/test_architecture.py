@@ -63,6 +63,7 @@ APPS = {
     "apps.report": {"apps.command"} | FOUNDATION | {"metrics"},
     "apps.routing_analysis": {"apps.command"} | MODELS | {"apps.evaluation", "apps.report", "metrics"},
     "apps.routing_record": FOUNDATION | {"data", "model", "moe", "parallel", "train"},
+    "apps.width": {"apps.command"} | MODELS | {"metrics"},
     "apps.translation": {"apps.command"} | FOUNDATION | {"data", "objectives", "megamoe"},
 }
 MAY_IMPORT = CORE | APPS

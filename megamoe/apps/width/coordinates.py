@@ -1,0 +1,118 @@
+"""The coordinate check: how the activations of a model move in its first steps, by width.
+
+Under muP the change of every activation in a step has a size that does not depend on the width (Yang et al.
+2022, arXiv 2203.03466, appendix D.1). Without, it grows or shrinks as a power of the width.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from megamoe.apps.width.runs import WidthRun, trainer_of
+
+# By the end of a module's name: what its output is, in the order of the pass.
+PLACES = {
+    "embedding": re.compile(r"^model\.embedding$"),
+    "attention": re.compile(r"\.layers\.\d+\.self_attention$"),
+    "router scores": re.compile(r"\.router\.scorer$"),
+    "FFN or experts": re.compile(r"\.layers\.\d+\.mlp$|\.inserted$"),
+    "block": re.compile(r"decoder\.layers\.\d+$"),
+    "logits": re.compile(r"^model\.output_layer$"),
+}
+FLAT = 0.25  # the largest exponent of the width, up or down, of a size that counts as flat
+# The rate is that of every step, and all validations see the same batch.
+OVERRIDES = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "evaluation.batches=1")
+
+# [place][step] -> (root mean square of the activations, of their change since step 0)
+Coordinates = dict[str, list[tuple[float, float]]]
+
+
+def measure(run: WidthRun) -> Coordinates:
+    """Return the activations' sizes on one validation batch, before the first step and after each."""
+    with trainer_of(run, OVERRIDES) as trainer:
+        watch = _Watch(trainer.model)
+        found: Coordinates = defaultdict(list)
+        for step in range(run.steps + 1):
+            if step:
+                trainer.step()
+            with watch:
+                trainer.evaluate()
+            for place, sizes in watch.sizes().items():
+                found[place].append(sizes)
+        return dict(found)
+
+
+class _Watch:
+    """Context that keeps the outputs of a model's modules, on the CPU in fp32."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.first: dict[tuple[str, str], list[Any]] = {}
+        self.now: dict[tuple[str, str], list[Any]] = {}
+
+    def __enter__(self) -> None:
+        self.now = defaultdict(list)
+        self.handles = []
+        for name, module in self.model.named_modules():
+            for place, pattern in PLACES.items():
+                if pattern.search(name):
+                    self.handles.append(module.register_forward_hook(self._keeping((place, name))))
+
+    def __exit__(self, *unused: object) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.first = self.first or dict(self.now)
+
+    def _keeping(self, key: tuple[str, str]) -> Any:
+        def keep(module: Any, inputs: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
+            self.now[key].append(output.detach().float().cpu().clone())
+
+        return keep
+
+    def sizes(self) -> dict[str, tuple[float, float]]:
+        """Return (size, change) of each place, over all its layers."""
+        sums: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
+        for key, outputs in self.now.items():
+            for output, before in zip(outputs, self.first[key], strict=True):
+                of_place = sums[key[0]]
+                of_place[0] += float(output.double().square().sum())
+                of_place[1] += float((output - before).double().square().sum())
+                of_place[2] += output.numel()
+        return {
+            place: (math.sqrt(size / count), math.sqrt(change / count))
+            for place, (size, change, count) in sums.items()
+        }
+
+
+def means(
+    results: Mapping[WidthRun, Coordinates], kind: str
+) -> dict[str, dict[int, list[tuple[float, float]]]]:
+    """Return the sizes of a kind by place and width: at each step the mean over the seeds."""
+    found: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
+    of_kind = {run: sizes for run, sizes in results.items() if run.kind == kind}
+    for width in sorted({run.width for run in of_kind}):
+        runs = [sizes for run, sizes in of_kind.items() if run.width == width]
+        for place in (name for name in PLACES if name in runs[0]):
+            steps = zip(*(sizes[place] for sizes in runs), strict=True)
+            found[place][width] = [
+                (sum(size for size, _ in step) / len(runs), sum(change for _, change in step) / len(runs))
+                for step in steps
+            ]
+    return dict(found)
+
+
+def exponent(sizes: Mapping[int, float]) -> float:
+    """Return the slope of log(size) over log(width) by least squares; 0 is flat."""
+    points = [(math.log(width), math.log(max(size, 1e-30))) for width, size in sizes.items()]
+    x, y = (sum(each) / len(points) for each in zip(*points, strict=True))
+    return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
+
+
+def exponents(of_place: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[float, float]:
+    """Return the exponents of the size and of the change after the last step."""
+    last = {width: steps[-1] for width, steps in of_place.items()}
+    size = exponent({width: size for width, (size, _) in last.items()})
+    return size, exponent({width: change for width, (_, change) in last.items()})

@@ -1,0 +1,192 @@
+"""The coordinate check and the sweep of learning rates: sizes by width, activations, slopes, conclusions."""
+
+import json
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.apps.width.coordinates import _Watch, exponent, exponents, means, measure
+from megamoe.apps.width.runs import MUP, STANDARD, WidthRun, width_overrides
+from megamoe.apps.width.transfer import (
+    Best,
+    best_rate,
+    conclusion,
+    final_loss,
+    geometric_rates,
+    mean_losses,
+)
+from megamoe.config import dump_yaml, load_config
+from megamoe.errors import UserError
+from tests.support.tiny import BASE, ROOT, restored_process, tiny, tiny_model, tool
+
+Refused = Callable[..., str]
+
+
+def run_of(kind: str, width: int, seed: int = 1, lr: float | None = None) -> WidthRun:
+    return WidthRun(Path("run.yaml"), kind, width, seed, 2, (), lr)
+
+
+@pytest.fixture
+def tiny_file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(dump_yaml(tiny("model.head_size=8")))
+    return path
+
+
+def test_sizes_grow_with_the_width() -> None:
+    config = load_config(ROOT / "examples/demo.yaml", ["moe.num_shared_experts=1"])
+    grown = load_config(None, list(width_overrides(config, 512, 128, MUP)))
+    assert grown.model.hidden_size == 512 and grown.model.num_attention_heads == 8
+    assert grown.model.ffn_hidden_size == 1024 and grown.moe.expert_ffn_hidden_size == 512
+    assert grown.model.mup is not None and grown.model.mup.base == 128
+    assert load_config(None, list(width_overrides(config, 512, 128, STANDARD))).model.mup is None
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (
+            (),
+            r"--widths: 20 makes model\.ffn_hidden_size 24 of hidden size 16 30, .*|.*num_attention_heads.*",
+        ),
+        (
+            ("moe.groups=[{layers: [1], expert_ffn_hidden_size: 6}]",),
+            r"moe\.groups: has FFN sizes of its own, which do not grow with the width; leave them out",
+        ),
+    ],
+)
+def test_a_width_that_does_not_divide_is_refused(overrides: tuple[str, ...], line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        width_overrides(tiny(*overrides), 20, 20, MUP)
+    assert re.fullmatch(line, str(refused.value)), str(refused.value)
+
+
+@pytest.mark.parametrize("power", [-1.0, 0.0, 0.5, 2.0])
+def test_the_exponent_of_a_power_is_that_power(power: float) -> None:
+    assert exponent({width: 3 * width**power for width in (16, 32, 128)}) == pytest.approx(power, abs=1e-9)
+
+
+def test_sizes_are_means_over_the_seeds() -> None:
+    results = {
+        run_of(MUP, 16, 1): {"logits": [(1.0, 0.0), (2.0, 3.0)]},
+        run_of(MUP, 16, 2): {"logits": [(3.0, 0.0), (6.0, 5.0)]},
+        run_of(MUP, 32, 1): {"logits": [(1.0, 0.0), (8.0, 16.0)]},
+        run_of(STANDARD, 32, 1): {"logits": [(9.0, 0.0), (9.0, 9.0)]},
+    }
+    found = means(results, MUP)
+    assert found == {"logits": {16: [(2.0, 0.0), (4.0, 4.0)], 32: [(1.0, 0.0), (8.0, 16.0)]}}
+    assert exponents(found["logits"]) == pytest.approx((1.0, 2.0))
+
+
+def test_activations_are_those_of_the_modules(one_rank: None) -> None:
+    """Of the block, the embedding and the router's scores; the change is that since the first pass."""
+    model: Any = tiny_model(tiny("moe.layers={at: [2]}"))
+    watch, tokens, positions = _Watch(model), torch.arange(8)[None], torch.arange(8)[None]
+    with watch:
+        model.whole_logits(tokens, positions)
+    assert {change for _, change in watch.sizes().values()} == {0.0}
+    words = model.model.embedding.word_embeddings.weight
+    size = words.detach()[:8].square().mean().sqrt()
+    assert watch.sizes()["embedding"][0] == pytest.approx(float(size))
+    words.data += 0.5
+    with watch:
+        model.whole_logits(tokens, positions)
+    found = watch.sizes()
+    assert found["embedding"][1] == pytest.approx(0.5)
+    assert set(found) == {"embedding", "attention", "router scores", "FFN or experts", "block", "logits"}
+
+
+def test_runs_are_measured_and_leave_nothing(tiny_file: Path, tmp_path: Path) -> None:
+    before = sorted(tmp_path.iterdir())
+    with restored_process():
+        found = measure(WidthRun(tiny_file, MUP, 16, 1, 2, ("optimizer.lr=0.01",)))
+        losses = [final_loss(WidthRun(tiny_file, MUP, 16, 1, 2, (), lr)) for lr in (1e-6, 1e-2)]
+    assert all(len(steps) == 3 and steps[0][1] == 0 < steps[2][1] for steps in found.values())
+    assert losses[1] < losses[0] and all(map(math.isfinite, losses))
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_the_best_rate_is_the_vertex_of_a_parabola() -> None:
+    losses = {lr: 2 + 0.3 * math.log(lr / 3e-3) ** 2 for lr in geometric_rates(1e-3, 3.2e-2, 6)}
+    assert len(losses) == 6 and max(losses) == pytest.approx(3.2e-2)
+    found = best_rate(losses)
+    assert found.lr == pytest.approx(3e-3) and not found.at_edge
+    assert best_rate({lr: loss for lr, loss in losses.items() if lr > 3e-3}).at_edge
+    assert best_rate({1e-3: 3.0, 2e-3: 1.0, 4e-3: math.inf}) == Best(2e-3, 1.0, False)
+
+
+def test_losses_are_means_over_the_seeds() -> None:
+    runs = {run_of(MUP, 16, 1, 0.1): 2.0, run_of(MUP, 16, 2, 0.1): 4.0, run_of(STANDARD, 16, 1, 0.1): 9.0}
+    assert mean_losses(runs, MUP) == {16: {0.1: 3.0}}
+
+
+@pytest.mark.parametrize(
+    ("wide", "edge", "expected"),
+    [
+        (1.4e-3, False, "it transfers"),
+        (1.6e-3, False, "it does not transfer"),
+        (1e-3, True, "end of the sweep"),
+    ],
+)
+def test_the_conclusion(wide: float, edge: bool, expected: str) -> None:
+    best = {64: Best(1e-3, 2.0, False), 256: Best(wide, 1.9, edge)}
+    assert expected in conclusion(MUP, best, 1.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "line"),
+    [
+        ("coordinate_check", ["--widths", "16", "24"], "--widths: 24 is no multiple of the narrowest, 16"),
+        (
+            "coordinate_check",
+            ["--widths", "16"],
+            "--widths: found [16], expected two or more different sizes",
+        ),
+        ("coordinate_check", ["--steps", "0"], "--steps: found 0, expected at least 1"),
+        (
+            "transfer",
+            ["--rates", "1", "0.1", "4"],
+            "--rates: found 1 0.1 4, expected a lowest and a higher one",
+        ),
+        ("transfer", ["--rates", "0.1", "1", "2.5"], "--rates: found 0.1 1 2.5, expected"),
+        ("transfer", ["--factor", "0.5"], "--factor: found 0.5, expected at least 1"),
+    ],
+)
+def test_bad_options(refused: Refused, tiny_file: Path, name: str, arguments: list[str], line: str) -> None:
+    output = tiny_file.parent / "x.png"
+    assert line in refused(name, "--config", tiny_file, "--output", output, *arguments)
+
+
+@pytest.mark.full
+def test_both_tools_from_end_to_end(tiny_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """muP is flat over three widths, and the standard parametrisation is not."""
+    output = tiny_file.parent / "check.png"
+    common = [
+        "--config",
+        str(tiny_file),
+        "--output",
+        str(output),
+        "--widths",
+        "16",
+        "64",
+        "256",
+        "--workers",
+        "2",
+    ]
+    given = [override for override in BASE if override.startswith("data.")]
+    rate = ["optimizer.lr=0.01", "data.sequence_length=32", *given[2:]]
+    assert tool("coordinate_check").main([*common, "--steps", "3", *rate]) == 0
+    printed = capfd.readouterr().out
+    assert not re.search(r"^muP, (block|logits|router).*NOT flat", printed, re.M), printed
+    assert re.search(r"^standard, block.*NOT flat", printed, re.M), printed
+    assert output.read_bytes().startswith(b"\x89PNG")
+    assert set(json.loads(output.with_suffix(".json").read_text())) == {MUP, STANDARD}
+    sweep = ["--steps", "2", "--rates", "1e-3", "1e-1", "3"]
+    assert tool("transfer").main([*common[:6], "32", "--workers", "2", *sweep, *rate]) == 0
+    printed = capfd.readouterr().out
+    assert printed.count("the best rate is") == 2, printed
