@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -113,7 +112,8 @@ def _begin(threads: int) -> None:
     os.environ["OMP_NUM_THREADS"] = str(threads)
     for variable in LAUNCHER:
         os.environ.pop(variable, None)
-    sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
     warnings.simplefilter("ignore")
     configure_libraries()
 
