@@ -1,4 +1,4 @@
-"""Inspect, verify, convert and prune checkpoints.
+"""Inspect, verify, convert, average and prune checkpoints.
 
 The same as `megamoe checkpoint`, whose `--help` shows the arguments.
 """

@@ -1,8 +1,9 @@
-"""Inspect, verify, convert and prune checkpoints.
+"""Inspect, verify, convert, average and prune checkpoints.
 
 python tools/checkpoint.py inspect runs/demo
 python tools/checkpoint.py verify runs/demo runs/other/checkpoints/step_00000300
 python tools/checkpoint.py convert runs/demo/checkpoints/step_00000300 weights --consolidated
+python tools/checkpoint.py average runs/demo runs/averaged --last 5
 python tools/checkpoint.py prune runs/demo --keep 2 --dry-run
 """
 
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from megamoe.checkpoint.format.folder import find_checkpoints
 from megamoe.checkpoint.tools import describe
+from megamoe.checkpoint.tools.average import average, chosen
 from megamoe.checkpoint.tools.prune import prune
 from megamoe.checkpoint.tools.stream import DTYPES, consolidate
 from megamoe.errors import UserError
@@ -72,6 +74,19 @@ def _parser() -> argparse.ArgumentParser:
     )
     verb.set_defaults(run=_convert)
 
+    verb = verbs.add_parser("average", help="write the mean of the weights of several checkpoints")
+    verb.add_argument(
+        "paths", type=Path, nargs="+", metavar="PATH", help="a run's folder, or step_* folders; then DST, new"
+    )
+    verb.add_argument("--last", type=int, metavar="N", help="of a run: the newest N (default: all)")
+    verb.add_argument(
+        "--decay",
+        type=float,
+        metavar="D",
+        help="each counts D times as much as the next one (default: alike)",
+    )
+    verb.set_defaults(run=_average)
+
     verb = verbs.add_parser("prune", help="delete old checkpoints of a run")
     verb.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
     verb.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest stay")
@@ -124,6 +139,19 @@ def _convert(options: argparse.Namespace) -> int:
     consolidate(options.source, options.path, options.dtype, options.optimizer)
     files = describe.file_sizes(options.path)
     print(f"{options.path}: {len(files)} files, {describe.size(sum(files.values()))}")
+    return 0
+
+
+def _average(options: argparse.Namespace) -> int:
+    *sources, path = options.paths
+    if not sources:
+        raise UserError(
+            f"average: found {path} alone, expected a run's folder or checkpoints, and a new folder"
+        )
+    paths = chosen(sources, options.last)
+    average(paths, path, options.decay)
+    names = ", ".join(each.name for each in paths)
+    print(f"{path}: the average of {names}; {describe.size(sum(describe.file_sizes(path).values()))}")
     return 0
 
 

@@ -23,7 +23,13 @@ Result = TypeVar("Result")
 MUP, STANDARD = "muP", "standard"
 LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")  # a run has one rank
 # A run leaves nothing behind, and nothing but the rate differs from another one's.
-SILENT = ("checkpoint.save_at_end=false", "log.report=false", "overwrite=true", "train.callbacks=none")
+SILENT = (
+    "data.workers=0",
+    "checkpoint.save_at_end=false",
+    "log.report=false",
+    "overwrite=true",
+    "train.callbacks=none",
+)
 
 
 @dataclass(frozen=True)

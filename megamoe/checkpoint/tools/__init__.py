@@ -1,1 +1,1 @@
-"""The functions behind tools/checkpoint.py: inspect, verify, convert and prune checkpoints."""
+"""The functions behind tools/checkpoint.py: inspect, verify, convert, average and prune checkpoints."""

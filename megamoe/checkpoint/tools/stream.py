@@ -12,11 +12,11 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -135,7 +135,13 @@ def write_line(path: Path, text: str) -> None:
     sync(path)
 
 
-def write_tensors(path: Path, tensors: dict[str, OutputTensor], reader: CheckpointReader) -> None:
+class Filling(Protocol):
+    """What fills chunks with the elements of tensors, as `CheckpointReader` does."""
+
+    def fill(self, local_chunks: Iterable[LocalChunk]) -> None: ...
+
+
+def write_tensors(path: Path, tensors: dict[str, OutputTensor], reader: Filling) -> None:
     """Write tensors of a checkpoint into a safetensors file, by key.
 
     One slab of them is in memory at a time.
@@ -158,7 +164,7 @@ def write_tensors(path: Path, tensors: dict[str, OutputTensor], reader: Checkpoi
         os.fsync(file.fileno())
 
 
-def _slabs(tensor: OutputTensor, reader: CheckpointReader) -> Iterator[Tensor]:
+def _slabs(tensor: OutputTensor, reader: Filling) -> Iterator[Tensor]:
     """Yield the tensor's elements in their order, at most SLAB at a time."""
     for start in range(0, tensor.numel, SLAB):
         for chunk in chunks_of_range(tensor.shape, start, min(start + SLAB, tensor.numel)):

@@ -1,0 +1,142 @@
+"""Averages of the weights of several checkpoints of a run, as a checkpoint without an optimizer's state."""
+
+import json
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from megamoe.checkpoint.format.files import INDEX, META, shard_file
+from megamoe.checkpoint.format.folder import candidates, find_checkpoints
+from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
+from megamoe.checkpoint.tools.stream import OutputTensor, new_folder, write_line, write_tensors
+from megamoe.checkpoint.tools.verify import refuse_damaged
+from megamoe.errors import UserError
+from megamoe.parallel.chunks import LocalChunk
+
+
+def chosen(paths: Sequence[Path], last: int | None) -> list[Path]:
+    """Return the checkpoints to average, in the order of their steps.
+
+    paths: checkpoints, or one run's folder. last: of a run's folder, how many of the newest; None: all.
+
+    Raises:
+        UserError: for fewer than two, or for `last` beside checkpoints.
+    """
+    found, is_run = find_checkpoints(paths[0])
+    if len(paths) > 1 or not is_run:
+        if last is not None:
+            raise UserError(f"--last {last} is for a run's folder; leave it out beside checkpoints")
+        singles = [find_checkpoints(path) for path in paths]
+        if runs := [path for path, (_, is_run) in zip(paths, singles, strict=True) if is_run]:
+            raise UserError(f"{runs[0]}: a run's folder; name it alone, or name checkpoints")
+        found = [path for (each,), _ in singles for path in (each,)]
+    with ExitStack() as opened:
+        steps = {path: opened.enter_context(CheckpointReader(path)).meta["step"] for path in found}
+    ordered = sorted(candidates(found[0].parent) if is_run else found, key=lambda path: steps[path])
+    if last is not None:
+        if not 2 <= last <= len(ordered):
+            raise UserError(f"--last: found {last}, but {paths[0]} has {len(ordered)} checkpoints; 2 or more")
+        ordered = ordered[-last:]
+    if len(set(ordered)) < 2:
+        raise UserError(
+            f"{paths[0]}: an average needs two or more different checkpoints, found {len(set(ordered))}"
+        )
+    return ordered
+
+
+def shares(count: int, decay: float | None) -> list[float]:
+    """Return the share of each checkpoint, oldest first: equal ones, or each `decay` times the next one's.
+
+    Raises:
+        UserError: if `decay` is not between 0 and 1.
+    """
+    if decay is not None and not 0 < decay < 1:
+        raise UserError(f"--decay: found {decay:g}, expected a number between 0 and 1")
+    raw = [1.0 if decay is None else decay**age for age in reversed(range(count))]
+    return [each / sum(raw) for each in raw]
+
+
+class _Average:
+    """Reads chunks as `CheckpointReader.fill`: means of numbers with a fraction, the newest of all others."""
+
+    def __init__(self, readers: Sequence[CheckpointReader], shares: Sequence[float]) -> None:
+        self.readers = readers
+        self.shares = shares
+
+    def fill(self, local_chunks: Iterable[LocalChunk]) -> None:
+        """Fill each local chunk; the sums are fp64."""
+        for local in local_chunks:
+            if not local.tensor.is_floating_point():
+                self.readers[-1].fill([local])
+                continue
+            total = torch.zeros(local.tensor.shape, dtype=torch.float64)
+            part = torch.empty_like(total)
+            for reader, share in zip(self.readers, self.shares, strict=True):
+                reader.fill([LocalChunk(local.name, local.global_shape, local.chunk, part)])
+                total.add_(part, alpha=share)
+            local.tensor.copy_(total)
+
+
+def average(paths: Sequence[Path], path: Path, decay: float | None) -> None:
+    """Write the average of checkpoints, in the order of their steps, as a checkpoint of one file.
+
+    It has the newest one's step and configuration, and no optimizer's state.
+
+    Raises:
+        UserError: if one is damaged or of another model, or `path` exists.
+    """
+    weights_of = shares(len(paths), decay)
+    for each in paths:
+        refuse_damaged(each)
+    with ExitStack() as opened:
+        readers = [opened.enter_context(CheckpointReader(each)) for each in paths]
+        newest = readers[-1]
+        for reader in readers[:-1]:
+            _check_same(reader, newest)
+        names = newest.names(WEIGHT)
+        tensors = {name: OutputTensor(name, tuple(newest.shape(name)), newest.dtype(name)) for name in names}
+        with new_folder(path, newest.path) as folder:
+            write_tensors(folder / shard_file(0), tensors, _Average(readers, weights_of))
+            write_line(folder / INDEX, json.dumps(_index(newest, names)))
+            write_line(folder / META, json.dumps(_meta(newest), indent=1))
+
+
+def _check_same(reader: CheckpointReader, newest: CheckpointReader) -> None:
+    """Refuse a checkpoint whose weights have other names or shapes, or another function of them."""
+    ours, theirs = ({name: it.shape(name) for name in it.names(WEIGHT)} for it in (reader, newest))
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise UserError(
+                f"{reader.path}: {name.removeprefix(WEIGHT)} has shape {ours.get(name)}, but "
+                f"{theirs.get(name)} in {newest.path}; average checkpoints of one model"
+            )
+    if reader.meta["config"].get("model") != newest.meta["config"].get("model"):
+        raise UserError(
+            f"{reader.path}: `model` is not that of {newest.path}; average checkpoints of one model"
+        )
+
+
+def _index(newest: CheckpointReader, names: Sequence[str]) -> dict[str, object]:
+    tensors = {
+        name: {
+            "dtype": newest.index["tensors"][name]["dtype"],
+            "shape": newest.shape(name),
+            "chunks": [[0, [0] * len(newest.shape(name)), newest.shape(name)]],
+        }
+        for name in names
+    }
+    return {"tensors": tensors, "shardings": newest.index["shardings"]}
+
+
+def _meta(newest: CheckpointReader) -> dict[str, object]:
+    kept = ("format", "step", "samples", "micro_batches", "skipped_steps", "tokens", "vocabulary", "config")
+    layout = dict.fromkeys(("ranks", "tensor", "expert", "expert_tensor"), 1)
+    return {
+        **{key: newest.meta[key] for key in kept},  # type: ignore[literal-required]
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "layout": {**layout, "zero_stage": 0, "precision": newest.meta["layout"]["precision"]},
+        "loss_scaler": {},
+    }

@@ -1,0 +1,126 @@
+"""`checkpoint average`: the mean of every weight, by hand; what it keeps, and what it refuses."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
+from megamoe.checkpoint.tools import describe
+from megamoe.config import load_config
+from megamoe.train.loop import train
+from tests.support import checkpoint
+from tests.support.checkpoint_files import seal
+from tests.support.tiny import restored_process, tiny, tool
+
+Refused = Callable[..., str]
+
+
+def call(*arguments: str | Path) -> int:
+    code: int = tool("checkpoint").main(["average", *map(str, arguments)])
+    return code
+
+
+def weights(path: Path) -> dict[str, Tensor]:
+    with CheckpointReader(path) as reader:
+        return {name: reader.tensor(name) for name in reader.names(WEIGHT)}
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Steps 1, 2 and 10, with the weights times 1, 2 and 6."""
+    plain = checkpoint.tensors()
+    folder = tmp_path / "run" / "checkpoints"
+    for step, factor in ((1, 1), (2, 2), (10, 6)):
+        scaled = {name: tensor * factor for name, tensor in plain.items()}
+        monkeypatch.setattr(checkpoint, "tensors", lambda scaled=scaled: scaled)
+        checkpoint.write(folder / f"step_{step:08}", step=step)
+    monkeypatch.setattr(checkpoint, "tensors", lambda: plain)
+    (folder / "latest").write_text("step_00000010")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize(
+    ("options", "factor"),
+    [
+        ([], 3.0),
+        (["--last", "2"], 4.0),
+        (["--decay", "0.5"], (0.25 * 1 + 0.5 * 2 + 6) / 1.75),
+    ],
+)
+def test_weights_are_means(run: Path, tmp_path: Path, options: list[str], factor: float) -> None:
+    output = tmp_path / "averaged"
+    assert call(run, output, *options) == 0
+    found = weights(output)
+    plain = {name: tensor for name, tensor in checkpoint.tensors().items() if name.startswith(WEIGHT)}
+    assert found.keys() == plain.keys()
+    for name, tensor in plain.items():
+        newest = not tensor.is_floating_point()  # a table of integers
+        expected = tensor * 6 if newest else (tensor.double() * factor).to(tensor.dtype)
+        torch.testing.assert_close(found[name], expected, msg=name)
+        assert found[name].dtype == tensor.dtype
+    assert describe.integrity_of(output) == describe.INTACT
+    with CheckpointReader(output) as reader:
+        assert reader.meta["step"] == 10 and reader.names() == reader.names(WEIGHT)
+
+
+def test_named_checkpoints_are_taken_in_the_order_of_their_steps(run: Path, tmp_path: Path) -> None:
+    steps = [run / "checkpoints" / f"step_{step:08}" for step in (10, 1)]
+    assert call(*steps, tmp_path / "averaged", "--decay", "0.5") == 0
+    expected = checkpoint.tensors()["model/up"] * (0.5 * 1 + 6) / 1.5
+    torch.testing.assert_close(weights(tmp_path / "averaged")["model/up"], expected)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["RUN", "NEW", "--last", "4"], "--last: found 4, but RUN has 3 checkpoints; 2 or more"),
+        (["RUN", "NEW", "--last", "1"], "--last: found 1, but RUN has 3 checkpoints"),
+        (["STEP", "STEP", "NEW"], "STEP: an average needs two or more different checkpoints, found 1"),
+        (["STEP", "RUN", "NEW"], "RUN: a run's folder; name it alone, or name checkpoints"),
+        (["STEP", "NEW", "--last", "2"], "--last 2 is for a run's folder; leave it out beside checkpoints"),
+        (["RUN", "NEW", "--decay", "1"], "--decay: found 1, expected a number between 0 and 1"),
+        (["RUN", "RUN"], "RUN exists; name a folder that does not"),
+        (["NEW"], "average: found NEW alone, expected a run's folder or checkpoints, and a new folder"),
+    ],
+)
+def test_mistakes_are_one_line(
+    run: Path, tmp_path: Path, refused: Refused, arguments: list[str], line: str
+) -> None:
+    names = {"RUN": run, "STEP": run / "checkpoints" / "step_00000002", "NEW": tmp_path / "new"}
+    given = [names.get(each, each) for each in arguments]
+    for name, path in names.items():
+        line = line.replace(name, str(path))
+    assert line in refused("checkpoint", "average", *given)
+    assert not (tmp_path / "new").exists()
+
+
+def test_another_model_and_a_damaged_checkpoint_are_refused(
+    run: Path, tmp_path: Path, refused: Refused
+) -> None:
+    step = run / "checkpoints" / "step_00000001"
+    meta = checkpoint.load(step / "checkpoint.json")
+    changed: dict[str, Any] = {**meta, "config": {**meta["config"], "model": {"num_layers": 9}}}
+    checkpoint.dump(step / "checkpoint.json", changed)
+    assert "damaged" in refused("checkpoint", "average", run, tmp_path / "new")
+    seal(step)
+    assert "`model` is not that of" in refused("checkpoint", "average", run, tmp_path / "new")
+
+
+def test_a_run_starts_from_an_average(tmp_path: Path) -> None:
+    """The mean of two checkpoints of a real run, and a run whose first validation is of these weights."""
+    where = f"output={tmp_path}"
+    with restored_process():
+        train(tiny("name=a", where, "checkpoint.every=2", "train.steps=4", "optimizer.lr=0.1"))
+        assert call(tmp_path / "a", tmp_path / "mean") == 0
+        init = f"checkpoint.init.path={tmp_path / 'mean'}"
+        train(tiny("name=b", where, init, "train.steps=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"))
+    steps = [weights(tmp_path / "a" / "checkpoints" / f"step_0000000{step}") for step in (2, 4)]
+    found = weights(tmp_path / "b" / "checkpoints" / "step_00000001")
+    for name, tensor in found.items():
+        if tensor.is_floating_point():
+            torch.testing.assert_close(tensor, (steps[0][name] + steps[1][name]) / 2, msg=name)
+    assert load_config(tmp_path / "b" / "config.yaml").checkpoint.init.path == str(tmp_path / "mean")
