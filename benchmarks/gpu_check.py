@@ -1,31 +1,34 @@
 """Checks megamoe on this machine's GPUs and writes a report to send: `make gpu-check`.
 
     python benchmarks/gpu_check.py [--output gpu_check] [--minutes 10] [--sections environment,parity,...]
-                                   [--devices N] [--device cpu]
+                                   [--devices N] [--device cpu] [--quick]
 
-Sections, in this order:
+Sections, in this order, which is that of one slot of ten minutes:
 
 environment         devices, driver, versions
-rates               matrix products, experts and copies in memory on one device
-collectives         all-reduce and all-to-all between the devices
-parity              losses of five layouts beside one rank's on the CPU
-kernels             every kernel of ours beside its plain form, and tiles beside those of the built-in table
+training            a model of 1 B parameters, tuned and by default: speed, memory, device time by part
+host                the same steps with so few tokens that the host's time is what they take
+kernels_...         every kernel of ours beside its plain form, by families, the least certain first
+attention           PyTorch's attention by backend and head size
+rates               matrix products and experts of real shapes, copies in memory
+collectives         NCCL's collectives at real sizes, and a reduction beside a product
+parity              losses of layouts beside one rank's on the CPU
+tiles               tiles of the experts' products beside those of the built-in table
 transformer_engine  its layers, in bf16 and FP8, if it is installed
 layer               our MoE layer beside those of Megatron-Core, DeepSpeed and transformers
 step                our training step beside transformers'
-training            tokens/s, model FLOP utilisation and memory of a model of 1 B parameters
 
-A section runs in a process of its own; if it ends with an error, the others still run. Sections that would
-begin after --minutes are skipped. The report is `<output>/report.json` and `<output>/report.html`; both are
-written after each section. `--device cpu` rehearses all of it on the CPU at small sizes: it checks this
-command, and says nothing about a GPU.
+A section runs in a process of its own; if it ends with an error or not in time, nothing of it is left and the
+others still run. Sections that would begin after --minutes are skipped. Findings are written as they come:
+`<output>/report.json`, `<output>/report.html`, and `<output>/assumptions.json` for `tools/plan.py
+--assumptions`. `<output>/logs` has the error output of every process. `--device cpu` and `--quick` rehearse
+all of it at small sizes: they check this command, and say nothing about a GPU.
 
 Exit code: 0 if all that is required holds, 1 if not, 2 for a mistake, such as a machine without CUDA devices.
 """
 
 import argparse
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,14 +40,13 @@ configure_libraries()
 
 import torch  # noqa: E402
 
-from common.child import ROOT, environment  # noqa: E402
+from common.child import environment  # noqa: E402
 from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
 from gpu import collectives, training  # noqa: E402
 from gpu.findings import Machine, Section, Skip  # noqa: E402
+from gpu.ranks import last_lines, run_process  # noqa: E402
 from gpu.report import SECTIONS, load_section, summary, write_report  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
-
-SECTION_TIMEOUT_S = 300.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -68,17 +70,19 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sections", help="names separated by commas; default: all")
     parser.add_argument("--devices", type=positive, help="how many devices to use; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to rehearse")
     # For the processes that the command starts itself.
     parser.add_argument("--one-section", help=argparse.SUPPRESS)
     parser.add_argument("--on-rank", help=argparse.SUPPRESS)
     parser.add_argument("--given", help=argparse.SUPPRESS)
     parser.add_argument("--json", help=argparse.SUPPRESS)
+    parser.add_argument("--logs", default="", help=argparse.SUPPRESS)
     return parser
 
 
 def _machine(arguments: argparse.Namespace) -> Machine:
     if arguments.device == "cpu":
-        return Machine("cpu", arguments.devices or 2, quick=True)
+        return Machine("cpu", arguments.devices or 2, True, arguments.logs, arguments.one_section or "")
     found = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if found == 0:
         raise UserError(
@@ -87,7 +91,8 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         )
     if (arguments.devices or 0) > found:
         raise UserError(f"--devices: found {arguments.devices}, but this machine has {found} CUDA devices")
-    return Machine("cuda", arguments.devices or found, quick=False)
+    count, section = arguments.devices or found, arguments.one_section or ""
+    return Machine("cuda", count, arguments.quick, arguments.logs, section)
 
 
 def _names(text: str | None) -> list[str]:
@@ -110,34 +115,31 @@ def _run_all(names: list[str], machine: Machine, output: Path, seconds: float) -
     for name in names:
         started = time.monotonic()
         left = deadline - started
-        section = _in_process(name, machine, output, min(left, SECTION_TIMEOUT_S)) if left > 0 else None
+        section = (
+            _in_process(name, machine, output, min(left, SECTIONS[name].limit(machine))) if left > 0 else None
+        )
         if section is None:
             section = Section(name, reason="the time (--minutes) was over", status="skipped")
         sections.append(section)
         print(f"{summary(section)} ({time.monotonic() - started:.0f} s)", flush=True)
         write_report(sections, machine, output)
-    print(f"report: {output / 'report.html'}, {output / 'report.json'}")
+    names_of = ("report.html", "report.json", "assumptions.json", "logs")
+    print("report: " + ", ".join(str(output / name) for name in names_of))
     return 1 if any(section.status in ("failed", "error") for section in sections) else 0
 
 
 def _in_process(name: str, machine: Machine, output: Path, timeout_s: float) -> Section:
     path = output / f"{name}.json"
     path.unlink(missing_ok=True)
+    logs = (output / "logs").resolve()
     command = [sys.executable, __file__, "--one-section", name, "--json", str(path.resolve())]
-    command += ["--device", machine.device, "--devices", str(machine.count)]
-    try:
-        done = subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            check=False,
-        )
-        problem = "" if done.returncode == 0 else " | ".join(done.stderr.strip().splitlines()[-1:])[-1000:]
-    except subprocess.TimeoutExpired:
-        problem = f"not finished after {timeout_s:.0f} s"
+    command += ["--device", machine.device, "--devices", str(machine.count), "--logs", str(logs)]
+    command += ["--quick"] if machine.quick and machine.device == "cuda" else []
+    log = logs / f"{name}.log"
+    code, _ = run_process(command, environment(), log, timeout_s)
+    problem = last_lines(log, 1) if code else ""
+    if code is None:
+        problem = f"not finished after {timeout_s:.0f} s; {last_lines(log, 1)}"
     section = load_section(path, name)
     path.unlink(missing_ok=True)
     if problem:
@@ -147,14 +149,14 @@ def _in_process(name: str, machine: Machine, output: Path, timeout_s: float) -> 
 
 def _run_section(name: str, machine: Machine, path: Path) -> int:
     """Run one section in this process. What it has found is written even if it ends with an error."""
-    section = Section(name)
+    section = Section(name, path=path)
     try:
-        SECTIONS[name](machine, section)
+        SECTIONS[name].run(machine, section)
     except Skip as reason:
         section.status, section.reason = "skipped", str(reason)
     finally:
         section.judge()
-        path.write_text(json.dumps(section.as_data()))
+        section.write()
     return 0
 
 

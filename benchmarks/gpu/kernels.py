@@ -8,14 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpu.findings import Machine, Section
+from gpu.findings import Machine, Section, Skip
 from gpu.rates import seconds_of, uneven_counts
 from megamoe.kernels.attention.rotary import Rotary, apply_rotary, apply_rotary_qk
 from megamoe.kernels.choice import Kernels, triton_problem
+from megamoe.kernels.cross_entropy import Sums, Target, statistics, write_gradient
 from megamoe.kernels.experts.ffn import swiglu_experts
 from megamoe.kernels.experts.rows import RowTokens, combine, gather, group_pairs, swiglu
 from megamoe.kernels.rms_norm import rms_norm, summed_rms_norm
-from megamoe.kernels.router import balance, gate_sums, mean_squared_log_sum
+from megamoe.kernels.router import balance, gate_sums, mean_squared_log_sum, renormalised_weights
+from megamoe.kernels.router import scores as router_scores
 
 PLAIN = Kernels(compiled=False, triton=False)
 ROTARY = Rotary(10000.0)
@@ -23,6 +25,7 @@ ROTARY = Rotary(10000.0)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-6, torch.float16: 2**-9}
 # Tokens, hidden size, FFN size, experts, choices, heads.
 SIZES = {"cuda": (8192, 1024, 1376, 16, 2, 16), "cpu": (64, 32, 48, 4, 2, 2)}
+WORDS = 1000
 DTYPES = {"cuda": (torch.float32, torch.bfloat16, torch.float16), "cpu": (torch.float32,)}
 
 Call = Callable[..., Tensor]
@@ -37,21 +40,44 @@ class Pass:
     inputs: tuple[Tensor, ...]
 
 
-def run(machine: Machine, section: Section) -> None:
+# The names of the passes by family, the least certain first: histograms of few bins were compiled and never
+# run, and the experts' products use what only a GPU has.
+FAMILIES = {
+    "sums": ("sums of a router",),
+    "grouping": ("pairs by expert",),
+    "experts": ("experts", "SwiGLU"),
+    "router": ("scores of a router", "weights of the chosen"),
+    "rows": ("gather", "combine"),
+    "loss": ("cross entropy",),
+    "norms": ("RMSNorm", "residual sum and RMSNorm"),
+    "rotary": ("rotated sides", "rotary"),
+}
+
+
+def run(machine: Machine, section: Section, family: str) -> None:
     """Require each kernel to equal its plain form, forward and backward; report the times of both."""
     device = torch.device(machine.device)
     problem = triton_problem() if machine.device == "cuda" else ""
     if problem:
-        section.add("Triton", problem, note="the plain form is used")
+        section.add("Triton", problem, holds=False, note="our kernels cannot run: the plain forms are used")
         return
     ours = Kernels(compiled=True, triton=True, triton_products=True)
-    for dtype in DTYPES[machine.device]:
-        for each in passes(SIZES[machine.device], dtype, device):
+    for dtype in DTYPES["cpu" if machine.quick else machine.device]:
+        sizes = SIZES["cpu" if machine.quick else machine.device]
+        for each in (p for p in passes(sizes, dtype, device) if p.name in FAMILIES[family]):
             _compare(
                 section, f"{each.name}, {str(dtype).removeprefix('torch.')}", each, ours, TOLERANCE[dtype]
             )
-    if machine.device == "cuda":
-        _try_tiles(section, device)
+
+
+def run_tiles(machine: Machine, section: Section) -> None:
+    """Report the fastest tiles."""
+    if machine.device == "cpu" or machine.quick:
+        raise Skip("needs a GPU")
+    problem = triton_problem()
+    if problem:
+        raise Skip(problem)
+    _try_tiles(section, torch.device(machine.device))
 
 
 def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Iterator[Pass]:
@@ -89,6 +115,20 @@ def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
         losses = mean_squared_log_sum(scores_TE, kernels), balance(probs_TE, counts_E, kernels)
         return torch.stack([*losses, entropy / tokens, top_1 / tokens])
 
+    label_T = torch.randint(0, WORDS, (tokens,), generator=generator).to(device)
+    chosen_TK = by_token_N.new_tensor(range(choices)).expand(tokens, choices).contiguous()
+
+    def weighted(probs_TE: Tensor, kernels: Kernels) -> Tensor:
+        return renormalised_weights(probs_TE, chosen_TK, 1e-20, 2.5, kernels)
+
+    def loss(logits_TV: Tensor, kernels: Kernels) -> Tensor:
+        return CrossEntropy.apply(logits_TV, label_T, kernels)
+
+    probs_TE = torch.rand(tokens, experts, generator=generator).to(device).requires_grad_()
+    router = draw(tokens, hidden), draw(experts, hidden, scale=hidden**-0.5)
+    yield Pass("scores of a router", router_scores, router)
+    yield Pass("weights of the chosen", weighted, (probs_TE,))
+    yield Pass("cross entropy", loss, (draw(tokens, WORDS),))
     yield Pass("pairs by expert", sorted_by_expert, (weight_N,))
     yield Pass("sums of a router", summed, (draw(tokens, experts).detach().float().requires_grad_(),))
     yield Pass("gather", gathered, (draw(tokens, hidden),))
@@ -103,6 +143,25 @@ def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     sides = tuple(draw(*heads_of_side) for _ in range(3))
     yield Pass("rotated sides", _joined(partial(apply_rotary_qk, rotary=ROTARY)), sides)
     yield Pass("rotary", partial(apply_rotary, rotary=ROTARY), (draw(*heads_of_side),))
+
+
+class CrossEntropy(torch.autograd.Function):
+    """The loss of each token, fp32 [T], by the two passes of `megamoe.kernels.cross_entropy`."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_TV: Tensor, label_T: Tensor, kernels: Kernels) -> Tensor:
+        """Find the sums."""
+        found = statistics(logits_TV, label_T, kernels)
+        ctx.save_for_backward(logits_TV, label_T, found.largest_T, 1 / found.sum_T)
+        ctx.kernels = kernels
+        return found.sum_T.log() + found.largest_T - found.label_logit_T
+
+    @staticmethod
+    def backward(ctx: Any, sent_T: Tensor) -> tuple[Tensor, None, None]:
+        """Write the gradient over a copy of the logits."""
+        logits_TV, label_T, *sums = ctx.saved_tensors
+        given = logits_TV.clone(), label_T, Sums(*sums), sent_T.contiguous(), Target(1.0, 0.0)
+        return write_gradient(*given, ctx.kernels), None, None
 
 
 def _joined(call: Callable[..., tuple[Tensor, ...]]) -> Call:

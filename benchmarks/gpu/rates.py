@@ -1,5 +1,6 @@
 """Section `rates`: matrix products, the experts' grouped product, and copies in memory, on one device."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from common.timers import clock
 from gpu.findings import Machine, Section
+from megamoe.metrics.gpus import GPUS, Gpu, gpu_of_device
 from megamoe.moe.experts.grouped import GroupedExperts
 
 WARM_UP, REPEATS = 3, 10
@@ -15,7 +17,19 @@ SIZES = {"cuda": (2048, 4096, 8192), "cpu": (256, 512)}
 QUICK_SIZE = 128
 COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 26}
 # Rows, hidden size, FFN size and experts of the grouped product: those of the 1 B model at 16,384 tokens.
-GROUPED = {"cuda": (32768, 1024, 1024, 16), "cpu": (1024, 128, 128, 4)}
+GROUPED = {"cuda": (32768, 1024, 1376, 16), "cpu": (1024, 128, 128, 4)}
+# Rows, summed size and columns of the 1 B model's products: queries, keys and values; their weight gradient;
+# logits; and of larger models.
+PRODUCTS = {
+    "cuda": (
+        (16384, 1024, 3072),
+        (3072, 16384, 1024),
+        (16384, 1024, 32768),
+        (8192, 2048, 8192),
+        (8192, 4096, 14336),
+    ),
+    "quick": ((64, 32, 96), (96, 64, 32)),
+}
 FP8_CAPABILITY = (8, 9)
 
 
@@ -34,16 +48,46 @@ def run(machine: Machine, section: Section) -> None:
     if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
         for size in sizes:
             section.add(f"product, FP8, {size}", _fp8_rate(size, device), "TFLOP/s")
+    _real_shapes(machine, section, device)
     for dtype in (torch.bfloat16, torch.float32):
         shape = GROUPED["cpu" if machine.quick else machine.device]
-        section.add(
-            f"experts, {_short(dtype)}",
-            _experts_rate(shape, dtype, device),
-            "TFLOP/s",
-            note="{} rows, hidden {}, FFN {}, {} experts; forward and backward, uneven loads".format(*shape),
-        )
+        note = "{} rows, hidden {}, FFN {}, {} experts; forward and backward, uneven loads".format(*shape)
+        rate = _experts_rate(shape, dtype, device)
+        section.add(f"experts, {_short(dtype)}", rate, "TFLOP/s", note=note)
+        if dtype == torch.bfloat16:
+            section.expect("grouped", min(shape[1:3]), "", 1e12 * rate / peak_of(machine), note)
     size = COPY_BYTES["cpu"] if machine.quick else COPY_BYTES[machine.device]
-    section.add("copy in memory", _copy_rate(size, device), "GB/s", note="bytes read and written")
+    rate = _copy_rate(size, device)
+    section.add("copy in memory", rate, "GB/s", note="bytes read and written")
+    section.expect("bytes", 0, "", 1e9 * rate / gpu_of(machine).memory, "a copy")
+
+
+def _real_shapes(machine: Machine, section: Section, device: torch.device) -> None:
+    """Report products of a model's shapes; of equal smallest dimensions, the rate of all together."""
+    flops: dict[int, float] = defaultdict(float)
+    seconds: dict[int, float] = defaultdict(float)
+    for rows, summed, columns in PRODUCTS["quick" if machine.quick else "cuda"]:
+        left = torch.randn(rows, summed, device=device).bfloat16()
+        right = torch.randn(summed, columns, device=device).bfloat16()
+        took, work = seconds_of(partial(torch.mm, left, right)), 2 * rows * summed * columns
+        section.add(f"product, bf16, {rows} x {summed} x {columns}", work / took / 1e12, "TFLOP/s")
+        flops[min(rows, summed, columns)] += work
+        seconds[min(rows, summed, columns)] += took
+    for size, work in flops.items():
+        found = work / seconds[size] / peak_of(machine)
+        section.expect("matmul", size, "", found, f"products of smallest dimension {size}")
+
+
+def gpu_of(machine: Machine) -> Gpu:
+    """Return this machine's GPU in the table; an H100 for a rehearsal, and for one that is not in it."""
+    if machine.quick:
+        return GPUS["h100"]
+    return gpu_of_device(torch.cuda.get_device_name(0)) or GPUS["h100"]
+
+
+def peak_of(machine: Machine) -> float:
+    """Return the peak FLOP/s in bf16, of which the plan's shares are."""
+    return gpu_of(machine).bf16
 
 
 def _precisions(device: torch.device) -> list[tuple[str, torch.dtype, str]]:

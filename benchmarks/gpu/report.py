@@ -4,21 +4,45 @@ import html
 import json
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from gpu import collectives, comparisons, environment, extensions, kernels, parity, rates, training
+from gpu import attention, collectives, comparisons, environment, extensions, kernels, parity, rates, training
 from gpu.findings import Finding, Machine, Section
+from megamoe.apps.plan.assumptions import Rate
 
-SECTIONS: dict[str, Callable[[Machine, Section], None]] = {
-    "environment": environment.run,
-    "rates": rates.run,
-    "collectives": collectives.run,
-    "parity": parity.run,
-    "kernels": kernels.run,
-    "transformer_engine": extensions.run,
-    "layer": comparisons.run_layer,
-    "step": comparisons.run_step,
-    "training": training.run,
+SLOWER = 10
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a section runs, and the most seconds that it may take."""
+
+    run: Callable[[Machine, Section], None]
+    seconds: float
+
+    def limit(self, machine: Machine) -> float:
+        """Return the most seconds on this machine: a rehearsal shares it with other work."""
+        return SLOWER * self.seconds if machine.quick else self.seconds
+
+
+# In the order of what a single slot of ten minutes must not miss. Each family of kernels has a process of its
+# own: an illegal address ends all that a process still has to do. The least certain kernels come first.
+SECTIONS: dict[str, Task] = {
+    "environment": Task(environment.run, 30),
+    "training": Task(training.run, 200),
+    "host": Task(training.run_host, 60),
+    **{f"kernels_{name}": Task(partial(kernels.run, family=name), 45) for name in kernels.FAMILIES},
+    "attention": Task(attention.run, 40),
+    "rates": Task(rates.run, 60),
+    "collectives": Task(collectives.run, 60),
+    "parity": Task(parity.run, 150),
+    "tiles": Task(kernels.run_tiles, 120),
+    "transformer_engine": Task(extensions.run, 150),
+    "layer": Task(comparisons.run_layer, 150),
+    "step": Task(comparisons.run_step, 150),
 }
 STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
@@ -46,7 +70,8 @@ def summary(section: Section) -> str:
     """Return the section's line for the console."""
     failed = [finding.name for finding in section.findings if finding.holds is False]
     detail = section.reason or ", ".join(failed) or f"{len(section.findings)} findings"
-    return f"{section.name}: {section.status}: {detail}"
+    lines = [f"  {finding.name}" for finding in section.findings if finding.assumption is not None]
+    return "\n".join([*lines, f"{section.name}: {section.status}: {detail}"])
 
 
 def write_report(sections: Sequence[Section], machine: Machine, output: Path) -> None:
@@ -59,8 +84,31 @@ def write_report(sections: Sequence[Section], machine: Machine, output: Path) ->
         "rehearsal": machine.quick,
         "sections": [section.as_data() for section in sections],
     }
-    (output / "report.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    (output / "report.html").write_text(page(sections, machine), encoding="utf-8")
+    _write(output / "report.json", json.dumps(data, indent=1) + "\n")
+    _write(output / "assumptions.json", json.dumps(assumptions(sections, machine), indent=1) + "\n")
+    _write(output / "report.html", page(sections, machine))
+
+
+def _write(path: Path, text: str) -> None:
+    """Write a file as a whole."""
+    partial_file = path.with_name(f"{path.name}.partial")
+    partial_file.write_text(text, encoding="utf-8")
+    partial_file.replace(path)
+
+
+def assumptions(sections: Sequence[Section], machine: Machine) -> dict[str, Any]:
+    """Return the measured rows of the plan's assumptions, for `tools/plan.py --assumptions`."""
+    rows = {
+        finding.assumption: finding
+        for section in sections
+        for finding in section.findings
+        if finding.assumption is not None and isinstance(finding.value, float)
+    }
+    measured = [
+        asdict(Rate(*key, float(finding.value), f"make gpu-check: {finding.note}"))
+        for key, finding in rows.items()
+    ]
+    return {"rehearsal": machine.quick, "rates": measured}
 
 
 def page(sections: Sequence[Section], machine: Machine) -> str:

@@ -10,14 +10,23 @@ import torch
 from common.timers import clock
 from gpu.findings import Machine, Section
 from gpu.ranks import Failed, on_ranks, start
+from gpu.trace import profiled
+from megamoe.apps.plan.assumptions import ASSUMED
 from megamoe.config import load_config
+from megamoe.metrics.gpus import GPUS, gpu_of_device
 from megamoe.train.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 CONFIG = str(ROOT / "benchmarks/rooflines/models/moe_1b.yaml")
 MOST_RANKS = 8
-WARM_UP, STEPS = 3, 8
-TIMEOUT_S = 240.0
+WARM_UP, STEPS, PROFILED = 3, 7, 2
+TIMEOUT_S = 90.0
+# Those of docs/roofline.md, with reductions beside the backward pass and Triton's kernels; and the defaults.
+SETTINGS = {
+    "tuned": ("parallel.deepspeed=ds_configs/zero1_bf16_cuda.json", "model.gpu_kernels=triton"),
+    "default": (),
+}
+FEW_TOKENS = ("data.sequence_length=128", "train.micro_batch_size=1")
 # The rehearsal's model has the same parts.
 SMALL = (
     "data.sequence_length=64",
@@ -32,57 +41,95 @@ SMALL = (
 
 
 def run(machine: Machine, section: Section) -> None:
-    """Report tokens/s, the step's time and the peak of memory; the loss must fall and be finite."""
+    """Report speed, memory and the device's time by part beside the model's; the loss must fall."""
     ranks = 1 << (min(machine.count, MOST_RANKS).bit_length() - 1)
-    for expert in sorted({1, ranks}, reverse=True):
-        overrides = [f"parallel.expert={expert}", *(SMALL if machine.quick else ())]
-        name = f"{ranks} ranks, EP {expert}"
-        try:
-            found = on_ranks(machine, ranks, "training", {"overrides": overrides}, TIMEOUT_S)
-        except Failed as error:
-            section.add(name, str(error), holds=False)
-            continue
-        losses, seconds = found["losses"], statistics.median(found["seconds"])
-        finite = all(abs(loss) < float("inf") for loss in losses)
-        section.add(
-            f"{name}: loss", losses[-1], "nats", finite and losses[-1] < losses[0], f"first {losses[0]:.3f}"
-        )
-        section.add(f"{name}: step", 1e3 * seconds, "ms", note=f"median of {STEPS}")
-        section.add(f"{name}: speed", ranks * found["tokens"] / seconds, "tokens/s")
-        if found["peak_bytes"]:
-            section.add(f"{name}: peak of memory", found["peak_bytes"] / 1e9, "GB", note="allocated, rank 0")
-        _beside_the_model(section, name, ranks, overrides, seconds)
+    for setting, of_setting in SETTINGS.items():
+        for expert in sorted({1, ranks}, reverse=True):
+            overrides = [f"parallel.expert={expert}", *of_setting, *(SMALL if machine.quick else ())]
+            name = f"{ranks} ranks, EP {expert}, {setting}"
+            try:
+                found = on_ranks(machine, ranks, "training", {"overrides": overrides}, TIMEOUT_S)
+            except Failed as error:
+                section.add(name, str(error), holds=False)
+                continue
+            _report(section, name, ranks, found)
+            _beside_the_model(section, name, ranks, overrides, found)
 
 
-def _beside_the_model(section: Section, name: str, ranks: int, overrides: list[str], seconds: float) -> None:
-    """Add what the simulation says of the same step: FLOPs, from which utilisation follows, and memory."""
+def _report(section: Section, name: str, ranks: int, found: dict[str, Any]) -> None:
+    losses, seconds = found["losses"], statistics.median(found["seconds"])
+    finite = all(abs(loss) < float("inf") for loss in losses)
+    falls = finite and losses[-1] < losses[0]
+    section.add(f"{name}: loss", losses[-1], "nats", falls, f"first {losses[0]:.3f}")
+    section.add(f"{name}: step", 1e3 * seconds, "ms", note=f"median of {STEPS}")
+    section.add(f"{name}: speed", ranks * found["tokens"] / seconds, "tokens/s")
+    if found["peak_bytes"]:
+        section.add(f"{name}: peak of memory", found["peak_bytes"] / 1e9, "GB", note="allocated, rank 0")
+    traced = found["traced"]
+    section.add(f"{name}: device idle", traced["idle"], note="in traced steps, whose marks slow the host")
+    section.add(f"{name}: NCCL's kernels", traced["nccl_ms"], "ms", note="with their waits for other ranks")
+    for kernel, time_ms in traced["kernels"]:
+        section.add(f"{name}: kernel {kernel}", time_ms, "ms")
+
+
+def run_host(machine: Machine, section: Section) -> None:
+    """Report the time of a step with so few tokens that the host's time is what it takes."""
+    overrides = ["parallel.expert=1", *SETTINGS["tuned"], *(SMALL if machine.quick else FEW_TOKENS)]
+    found = on_ranks(machine, 1, "training", {"overrides": overrides}, 55)
+    seconds = statistics.median(found["seconds"])
+    section.add("a step of few tokens on one rank", 1e3 * seconds, "ms", note=f"median of {STEPS}")
+    figures = _simulated(1, overrides)
+    expected = figures["host_seconds"]
+    ratio = seconds / expected
+    section.add(
+        "the model's time of the host", 1e3 * expected, "ms", note=f"measured {ratio:.2f} times as long"
+    )
+    for kind in ("aten_call_s", "own_call_s", "collective_call_s"):
+        note = f"{1e3 * seconds:.1f} ms a step of few tokens, over the model's {1e3 * expected:.1f}"
+        section.expect(kind, 0, "", min(1.0, ratio * ASSUMED.of(kind)), note)
+
+
+def _simulated(ranks: int, overrides: list[str]) -> Any:
+    """Return the figures of the same step by the simulation."""
     command = ["benchmarks/roofline.py", "--config", CONFIG, "--ranks", str(ranks), "--json", *overrides]
+    return json.loads(start(Machine("cpu", 1, True), 1, command, TIMEOUT_S).splitlines()[-1])
+
+
+def _beside_the_model(
+    section: Section, name: str, ranks: int, overrides: list[str], found: dict[str, Any]
+) -> None:
+    """Add what the simulation says of the same step: FLOPs, parts and memory."""
+    seconds = statistics.median(found["seconds"])
     try:
-        figures = json.loads(start(Machine("cpu", 1, True), 1, command, TIMEOUT_S).splitlines()[-1])
+        figures = _simulated(ranks, overrides)
     except (Failed, ValueError) as error:
         section.add(f"{name}: simulated", str(error)[:300], note="no utilisation without it")
         return
-    section.add(
-        f"{name}: rate", figures["flops"] / seconds / 1e12, "TFLOP/s", note="simulated FLOPs, measured time"
-    )
+    rate = figures["flops"] / seconds / 1e12
+    section.add(f"{name}: rate", rate, "TFLOP/s", note="simulated FLOPs, measured time")
     section.add(f"{name}: simulated peak of memory", figures["peak_bytes"] / 1e9, "GB")
-    gpu = _table_name()
-    if gpu in figures:
-        utilisation = figures[gpu]["utilisation"] * figures[gpu]["ms"] / (1e3 * seconds)
-        section.add(
-            f"{name}: model FLOP utilisation", utilisation, note="of the bf16 peak; 3 x forward products"
-        )
-        section.add(f"{name}: simulated step", figures[gpu]["ms"], "ms", note="roofline model")
+    gpu = _table_name() or "h100"
+    model = figures[gpu]
+    utilisation = model["utilisation"] * model["ms"] / (1e3 * seconds)
+    section.add(f"{name}: model FLOP utilisation", utilisation, note=f"of the bf16 peak of {gpu}")
+    bounds = f"optimistic {model['optimistic']['ms']:.1f}, pessimistic {model['pessimistic']['ms']:.1f}"
+    expected = model["overlapped_ms"]
+    text = f"expected {expected:.1f} ms ({bounds}), found {1e3 * seconds:.1f} ms"
+    section.add(f"{name}: step", text)
+    traced = found["traced"]["parts"]
+    for part, expected_ms in sorted(model["parts_ms"].items(), key=lambda item: -item[1]):
+        text = f"expected {expected_ms:.2f} ms, found {traced.pop(part, 0.0):.2f} ms"
+        section.add(f"{name}: {part}", text, note="time of kernels")
+    for part, time_ms in traced.items():
+        section.add(f"{name}: {part}", f"expected nothing, found {time_ms:.2f} ms", note="time of kernels")
 
 
 def _table_name() -> str:
     """Return the key of this device in the roofline model's table, or nothing."""
     if not torch.cuda.is_available():
         return ""
-    name = torch.cuda.get_device_name(0).lower()
-    return next(
-        (known for known in ("a100", "h100", "b200") if known in name), "h100" if "h200" in name else ""
-    )
+    known = gpu_of_device(torch.cuda.get_device_name(0))
+    return next((key for key, gpu in GPUS.items() if gpu == known), "")
 
 
 def on_rank(given: dict[str, Any]) -> dict[str, Any]:
@@ -100,5 +147,7 @@ def on_rank(given: dict[str, Any]) -> dict[str, Any]:
     peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
     rank, data = trainer.world.rank, trainer.layout.data
     tokens = config.train.micro_batch_size * config.data.sequence_length * data // trainer.world.size
+    result = {"rank": rank, "losses": losses, "seconds": seconds, "peak_bytes": peak, "tokens": tokens}
+    result["traced"] = profiled(PROFILED, trainer, given["device"] == "cuda")
     trainer.close()
-    return {"rank": rank, "losses": losses, "seconds": seconds, "peak_bytes": peak, "tokens": tokens}
+    return result

@@ -3,9 +3,10 @@
 from collections import Counter
 from typing import Any
 
-from megamoe.apps.plan.hardware import ASSUMED, GPUS
+from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, Assumptions
+from megamoe.apps.plan.hardware import GPUS, Gpu
 from megamoe.apps.plan.rank import StepCosts
-from megamoe.apps.plan.roofline import BOUNDS, Roofline, roofline
+from megamoe.apps.plan.roofline import BOUNDS, Roofline, host_seconds, roofline
 
 
 def figures(costs: StepCosts) -> dict[str, Any]:
@@ -20,6 +21,7 @@ def figures(costs: StepCosts) -> dict[str, Any]:
         "host_waits": (costs.counts.syncs + costs.counts.uploads).total(),
         "parameters": costs.parameters,
         "tokens": costs.tokens,
+        "host_seconds": host_seconds(costs, ASSUMED),
         "peak_by_category": costs.peak.by_category,
     }
     for name, gpu in GPUS.items():
@@ -30,9 +32,17 @@ def figures(costs: StepCosts) -> dict[str, Any]:
             "utilisation": round(times.utilisation, 4),
             "overlapped_ms": round((times.seconds - times.hidden) * 1e3, 2),
             "overlapped_utilisation": round(times.overlapped_utilisation, 4),
+            **{case.case: _case(costs, gpu, case) for case in (OPTIMISTIC, PESSIMISTIC)},
             "parts_ms": parts,
         }
     return found
+
+
+def _case(costs: StepCosts, gpu: Gpu, assumed: Assumptions) -> dict[str, float]:
+    """Return milliseconds and utilisation, with overlap."""
+    times = roofline(costs, gpu, assumed)
+    seconds = times.seconds - times.hidden
+    return {"ms": round(seconds * 1e3, 2), "utilisation": round(times.overlapped_utilisation, 4)}
 
 
 def page(costs: StepCosts, gpu: str, config: str, ranks: int) -> str:
@@ -48,13 +58,18 @@ def page(costs: StepCosts, gpu: str, config: str, ranks: int) -> str:
         f"network {card.network / 1e9:g} GB/s one way"
     ]
     lines += [f"  {line}" for line in ASSUMED.lines()]
-    lines += ["", *_parts(times), "", *_memory(costs), "", *_collectives(costs), ""]
+    cases = [
+        f"{each.case}: {found['ms']:.1f} ms, {found['utilisation']:.1%}"
+        for each in (OPTIMISTIC, PESSIMISTIC)
+        for found in [_case(costs, card, each)]
+    ]
+    lines += ["", *_parts(times, cases), "", *_memory(costs), "", *_collectives(costs), ""]
     waits = (costs.counts.syncs + costs.counts.uploads).most_common()
     lines += ["the host waits: " + (", ".join(f"{name} {count}" for name, count in waits) or "never")]
     return "\n".join(lines)
 
 
-def _parts(times: Roofline) -> list[str]:
+def _parts(times: Roofline, cases: list[str]) -> list[str]:
     heads = " ".join(f"{bound:>8}" for bound in BOUNDS)
     lines = [f"{'part':22} {'ms':>8} {heads}  {'kernels':>7} {'GB':>7} {'TFLOP':>7}  bound by"]
     for name, part in sorted(times.parts.items(), key=lambda item: -item[1].total):
@@ -66,7 +81,7 @@ def _parts(times: Roofline) -> list[str]:
     beside = (
         f"with the {times.hidden * 1e3:.1f} ms of collectives that run beside the backward pass: {shorter}"
     )
-    return [*lines, total, *([beside] if times.hidden else [])]
+    return [*lines, total, *([beside] if times.hidden else []), *cases]
 
 
 def _memory(costs: StepCosts) -> list[str]:

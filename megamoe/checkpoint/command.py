@@ -67,7 +67,9 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("path", type=Path, metavar="DST", help="a folder that does not exist")
     verb.add_argument("--consolidated", action="store_true", help="DST/model.safetensors and model.json")
     verb.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: as saved)")
-    verb.add_argument("--optimizer", action="store_true", help="also Adam's state, optimizer.safetensors")
+    verb.add_argument(
+        "--optimizer", action="store_true", help="also the optimizer's state, optimizer.safetensors"
+    )
     verb.set_defaults(run=_convert)
 
     verb = verbs.add_parser("prune", help="delete old checkpoints of a run")

@@ -23,11 +23,9 @@ import torch
 from torch import nn
 
 from megamoe.checkpoint.format import files
-from megamoe.checkpoint.format.chunks import Chunk, LocalChunk
 from megamoe.checkpoint.format.files import damaged
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
-from megamoe.checkpoint.planning import shardings
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.config.schema import InitConfig
@@ -36,7 +34,9 @@ from megamoe.moe import rng
 from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
+from megamoe.parallel.chunks import Chunk, LocalChunk
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.placements import shardings
 
 KEY = "checkpoint.init.path"
 HEAD = "head."  # of the names of a head's tensors

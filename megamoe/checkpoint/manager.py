@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.checkpoint.format import files
-from megamoe.checkpoint.format.chunks import LocalChunk
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META
 from megamoe.checkpoint.format.folder import (
     DELETING,
@@ -30,13 +29,15 @@ from megamoe.checkpoint.format.folder import (
 )
 from megamoe.checkpoint.format.meta import Meta, RandomLayout
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.planning import Plan, fingerprint, plan_save, shardings
+from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
 from megamoe.checkpoint.state import EngineState, load_random
 from megamoe.checkpoint.writer import Save, Staging
 from megamoe.errors import UserError
 from megamoe.io import replace_file, sync
+from megamoe.parallel.chunks import LocalChunk
 from megamoe.parallel.consensus import catch_error, first_problem, gather_from_ranks, raise_any_error
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.placements import shardings
 from megamoe.parallel.zero.engine import Engine
 
 RESUME_ELSEWHERE = (

@@ -2,6 +2,7 @@
 
 model/<name>         the weight that the optimiser steps on (fp32), a weight that is not trained, or a buffer
 exp_avg/<name>, exp_avg_sq/<name>, step/<name>      Adam's moments, and its number of steps
+momentum_buffer/<name>                              Muon's momentum
 random/<rank>/...    the random states of each rank
 """
 
@@ -10,14 +11,15 @@ from collections.abc import Container, Iterator
 import torch
 from torch import Tensor, nn
 
-from megamoe.checkpoint.format.chunks import LocalChunk, local_chunks_of, whole_tensor
 from megamoe.checkpoint.format.reader import MOMENTS, STEP, WEIGHT, CheckpointReader, moment_name
-from megamoe.checkpoint.planning import placements
 from megamoe.compat.deepspeed_compat import counts_steps_in_int
 from megamoe.errors import UserError
+from megamoe.optim.muon import moments_of
 from megamoe.parallel import random_state
+from megamoe.parallel.chunks import LocalChunk, local_chunks_of, whole_tensor
 from megamoe.parallel.consensus import gather_from_ranks
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.placements import placements
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.shards import Fragment, Shard, held_part
 
@@ -151,27 +153,33 @@ class EngineState:
             self._load_moments(reader, shard)
 
     def _load_moments(self, reader: CheckpointReader, shard: Shard) -> None:
-        """Load Adam's moments.
+        """Load the moments of Adam or of Muon.
 
-        A weight that was never stepped has none, or zeros in a flat tensor with others.
+        A weight that was never stepped has none, or zeros in a flat tensor with others. So has one that
+        another algorithm stepped.
         """
-        state, known = self.engine.inner_optimizer.state, set(reader.names(STEP))
+        state, known = self.engine.inner_optimizer.state, set(reader.names())
         for tensor in shard.tensors:
+            names = moments_of(self.engine.inner_optimizer, tensor, MOMENTS)
             fragments = [fragment for fragment in shard.fragments if fragment.tensor is tensor]
-            stepped = [fragment for fragment in fragments if STEP + self._name(fragment) in known]
+            mark = STEP if names == MOMENTS else moment_name(names[0], "")
+            stepped = [each for each in fragments if mark + self._name(each) in known]
             state.pop(tensor, None)
             if not stepped:
                 continue
-            moments = {moment: torch.zeros_like(tensor.detach()) for moment in MOMENTS}
+            dtype = getattr(self.engine.inner_optimizer, "moment_dtype", tensor.dtype)
+            moments = {moment: torch.zeros_like(tensor.detach(), dtype=dtype) for moment in names}
             steps = [reader.tensor(STEP + self._name(fragment)) for fragment in stepped]
             for moment, values in moments.items():
                 reader.fill(
                     c for each in stepped for c in self._chunks(moment_name(moment, ""), each, values)
                 )
-            count = torch.stack(steps).max()
+            state[tensor] = dict(moments)
+            if names != MOMENTS:
+                continue  # Muon does not count
+            count = torch.stack([reader.tensor(STEP + self._name(each)) for each in stepped]).max()
             in_int = counts_steps_in_int(self.engine.inner_optimizer)  # DeepSpeed's own optimizer for the CPU
-            step = int(count) if in_int else count.to(tensor.device, torch.float32)
-            state[tensor] = {"step": step, **moments}
+            state[tensor]["step"] = int(count) if in_int else count.to(tensor.device, torch.float32)
 
     def _untrained(self) -> Iterator[LocalChunk]:
         """Yield the frozen weights, and on the first rank of each pipeline stage the buffers."""
@@ -190,9 +198,13 @@ class EngineState:
         state = self.engine.inner_optimizer.state.get(fragment.tensor)
         if not state:
             return
-        for moment in MOMENTS:
+        names = moments_of(self.engine.inner_optimizer, fragment.tensor, MOMENTS)
+        for moment in names:
             yield from self._chunks(moment_name(moment, ""), fragment, state[moment])
-        yield whole_tensor(STEP + self._name(fragment), torch.as_tensor(state["step"], dtype=torch.float32))
+        if names == MOMENTS:
+            yield whole_tensor(
+                STEP + self._name(fragment), torch.as_tensor(state["step"], dtype=torch.float32)
+            )
 
     def _chunks(self, prefix: str, fragment: Fragment, values: Tensor) -> Iterator[LocalChunk]:
         name = self._name(fragment)

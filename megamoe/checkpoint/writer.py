@@ -17,11 +17,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megamoe.checkpoint.format.chunks import LocalChunk
 from megamoe.checkpoint.format.files import META, sha256, shard_file
 from megamoe.checkpoint.format.reader import chunk_key
 from megamoe.checkpoint.planning import Plan, chunk_id
 from megamoe.io import sync
+from megamoe.parallel.chunks import LocalChunk
 from megamoe.parallel.consensus import catch_error
 from megamoe.resilience.heartbeat import tick
 

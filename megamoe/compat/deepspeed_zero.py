@@ -203,6 +203,55 @@ def ranges_at_zero1(wrapper: Any) -> list[list[FlatRange]]:
     return found
 
 
+@dataclass(frozen=True)
+class Slices:
+    """How the replicas of a parameter share its flattened elements under ZeRO.
+
+    starts: replica r holds the elements from starts[r] to starts[r + 1]. at: where this rank's begin in
+    `flat`, the tensor that the optimizer steps on.
+    """
+
+    parameter: nn.Parameter
+    flat: Tensor
+    starts: list[int]
+    at: int
+
+
+def slices_at_zero1(wrapper: Any, optimizer: Any) -> Iterator[Slices]:
+    """Yield how every parameter is shared at ZeRO 1 and 2, without round_robin_gradients.
+
+    Reason: DeepSpeed puts a group's parameters one after the other and cuts them into equal partitions; it
+        tells of this rank's part alone (`ranges_at_zero1`).
+    Without it: each rank would have to tell the others what it holds.
+    Canary: test_deepspeed_zero.py::test_slices_of_all_replicas
+    """
+    groups = wrapper.bf16_groups if hasattr(wrapper, "bf16_groups") else wrapper.bit16_groups
+    for number, (parameters, group) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        (flat,) = group["params"]
+        copies = wrapper.real_dp_process_group[number]
+        ranks, rank, size = dist.get_world_size(copies), dist.get_rank(copies), flat.numel()
+        before = 0
+        for parameter in parameters:
+            numel = parameter.numel()
+            starts = [min(max(each * size - before, 0), numel) for each in range(ranks + 1)]
+            yield Slices(parameter, flat, starts, max(0, before - rank * size))
+            before += numel
+
+
+def slices_at_zero3(wrapper: Any) -> Iterator[Slices]:
+    """Yield how every parameter is shared at ZeRO 3, without offload.
+
+    Reason: see `slices_at_zero1`; here each parameter is cut by itself.
+    Without it: each rank would have to tell the others what it holds.
+    Canary: test_deepspeed_zero.py::test_slices_of_all_replicas
+    """
+    for number, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
+        for parameter in wrapper.fp16_groups[number]:
+            ranks, each = dist.get_world_size(parameter.ds_process_group), parameter.ds_tensor.ds_numel
+            starts = [min(each * rank, parameter.ds_numel) for rank in range(ranks + 1)]
+            yield Slices(parameter, flat, starts, wrapper.grad_position[wrapper.get_param_id(parameter)][1])
+
+
 def ranges_at_zero3(wrapper: Any) -> Iterator[tuple[Tensor, list[FlatRange]]]:
     """Yield each sub-group of ZeRO 3: its flat tensor, and what lies in it.
 

@@ -147,14 +147,48 @@ class GroupConfig(Section):
     """times the schedule's learning rate"""
     weight_decay: NonNegativeFloat | None = None
     """for matrices and vectors; default: as for other parameters"""
+    algorithm: Literal["adamw", "muon"] | None = None
+    """with optimizer.name: muon, what updates them; default: muon for the matrices of blocks"""
+
+
+Coefficients = Annotated[list[Annotated[list[float], Field(min_length=3, max_length=3)]], Field(min_length=1)]
+
+
+@dataclass
+class MuonConfig(Section):
+    """Muon (`optimizer.name: muon`): the matrices of blocks move along their orthogonalised momentum; see
+    docs/optimizers.md.
+    """
+
+    momentum: Fraction = 0.95
+    """decay of the mean of the gradients"""
+    nesterov: bool = True
+    """take the mean after one more step with the same gradient"""
+    steps: Annotated[int, Field(gt=0, le=20)] = 5
+    """Newton-Schulz steps"""
+    coefficients: Literal["jordan", "polar_express"] | Coefficients = "jordan"
+    """of the steps: a published table, or rows `[a, b, c]` for x -> a x + b x^3 + c x^5, the last of which
+    repeats
+    """
+    update_scale: Literal["moonlight", "spectral"] = "moonlight"
+    """moonlight: 0.2 sqrt(max(rows, columns)), the size of AdamW's updates; spectral: sqrt(max(1, rows /
+    columns))
+    """
+    lr_scale: NonNegativeFloat = 1.0
+    """times the schedule's learning rate, for what Muon updates"""
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """of the Newton-Schulz steps and of what ranks send for them; auto: fp32 in runs in fp32, else bf16"""
 
 
 @dataclass
 class OptimizerConfig(Section):
-    """AdamW or Adam, and its learning-rate schedule. Steps are optimiser steps."""
+    """The optimizer and its learning-rate schedule. Steps are optimiser steps."""
 
-    name: Literal["adamw", "adam"] = "adamw"
-    """adamw: decoupled weight decay; adam: L2, added to the gradient"""
+    name: Literal["adamw", "adam", "muon"] = "adamw"
+    """adamw: decoupled weight decay; adam: L2, added to the gradient; muon: for the matrices of blocks, adamw
+    for the rest, see docs/optimizers.md
+    """
+    muon: MuonConfig = field(default_factory=MuonConfig)
     lr: Rate = 3e-4
     """the peak learning rate"""
     min_lr: Annotated[float, Field(ge=0, le=1000)] = 0.0
@@ -175,8 +209,12 @@ class OptimizerConfig(Section):
     """decay of the second moment"""
     eps: Small = 1e-8
     """added to the denominator"""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """how both moments are kept; bf16, at ZeRO 1 to 3 without offload, saves 4 bytes of a parameter and
+    rounds at random; see docs/scale.md#moments-in-bf16
+    """
     weight_decay: Decay | None = None
-    """for matrices only; default: 0.1 for adamw, 0 for adam"""
+    """for matrices only; default: 0.1 for adamw and muon, 0 for adam"""
     grad_clip: NonNegativeFloat = 1.0
     """limit of the global norm, over dense and expert parameters together; 0: off"""
     groups: list[GroupConfig] = field(default_factory=list)
@@ -235,6 +273,10 @@ class TrainConfig(Section):
     """sequences for each data-parallel rank and forward pass"""
     global_batch_size: PositiveInt | None = None
     """default: micro_batch_size x data-parallel size"""
+    in_flight: Literal[1, 2] = 1
+    """2: two micro batches take turns in each pass, so that one computes while the other's rows travel
+    between expert-parallel ranks; their activations are in memory at the same time, see docs/layouts.md
+    """
     batch_rampup: RampupConfig | None = None
     label_smoothing: Fraction = 0.0
     """share of the target that is given to the other tokens of the vocabulary"""

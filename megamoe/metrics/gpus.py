@@ -40,10 +40,19 @@ GPUS = {
     # seven Infinity Fabric links of 128 GB/s both ways; 400 Gb/s InfiniBand or Ethernet a GPU.
     "mi300x": Gpu("MI300X", 1307.4e12, 163.4e12, 5.3e12, 448e9, 50e9, 192e9),
 }
-# Words of a device's name as CUDA gives it -> its entry. The H200 computes as the H100 SXM does (data sheet).
+# Words of a device's name as CUDA gives it -> its entry.
 # PCIe and NVL cards have the same words and lower peaks.
-NAMES = {"A100": "a100", "H100": "h100", "H200": "h100", "B200": "b200"}
+NAMES = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
 SLOWER = ("PCIE", "NVL")
+
+
+def gpu_of_device(name: str) -> Gpu | None:
+    """Return the GPU by its name (`torch.cuda.get_device_name`), None if unknown."""
+    words = name.upper().replace("-", " ").split()
+    found = next((NAMES[word] for word in words if word in NAMES), None)
+    if found is None or any(slower in word for word in words for slower in SLOWER):
+        return None
+    return GPUS[found]
 
 
 def peak_of_device(name: str, precision: str) -> float | None:
@@ -51,8 +60,5 @@ def peak_of_device(name: str, precision: str) -> float | None:
 
     precision: of the run: fp32, bf16 or fp16.
     """
-    words = name.upper().replace("-", " ").split()
-    found = next((NAMES[word] for word in words if word in NAMES), None)
-    if found is None or any(slower in word for word in words for slower in SLOWER):
-        return None
-    return GPUS[found].peak(precision)
+    found = gpu_of_device(name)
+    return None if found is None else found.peak(precision)

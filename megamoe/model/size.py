@@ -38,7 +38,7 @@ class ModelSize:
     total: of the whole model. active: those that compute a token, with the selector's mean number of experts
     (one, if unknown). expert: of all routed experts. cut: those that tensor parallelism splits (embedding and
     output layer, attention, dense FFNs). beside: of the MoE layers without their routed experts (routers,
-    shared experts).
+    shared experts). matrices: of these three (experts, cut, beside), those in matrices that Muon updates.
     """
 
     total: int
@@ -46,6 +46,28 @@ class ModelSize:
     expert: int
     cut: int
     beside: int
+    matrices: tuple[int, int, int] = (0, 0, 0)
+
+    def times(self, share: float) -> "ModelSize":
+        """Return a share of all."""
+
+        def part(number: int) -> int:
+            return round(share * number)
+
+        expert, cut, beside = self.matrices
+        return ModelSize(
+            part(self.total),
+            part(self.active),
+            part(self.expert),
+            part(self.cut),
+            part(self.beside),
+            (part(expert), part(cut), part(beside)),
+        )
+
+    def matrices_on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
+        """Return those of one rank that are in matrices; see `on_rank`."""
+        experts, cut, beside = self.matrices
+        return cut / tensor_parallel + beside, experts / expert_ranks
 
     def on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
         """Return one rank's parameters: outside of the routed experts, and inside.
@@ -78,7 +100,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     dense += model.multi_token_prediction.depth * (2 * model.hidden_size**2 + 2 * _norm(model))
     layers = moe_blocks + len(inserted_after(config))
     if layers == 0:
-        return ModelSize(dense, dense, 0, cut, 0)
+        return ModelSize(dense, dense, 0, cut, 0, _matrices(config, 0, 0))
     parts = _parts(config, padded_vocab_size(vocab_size, model.vocab_multiple))
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
     beside = layers * (sum(counts) + _shared(config))
@@ -87,7 +109,24 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
         dense += (layers - moe_blocks) * _norm(model)
     expert = layers * _expert(config)
     active = dense + round(mean_choices(config.moe) * expert)
-    return ModelSize(dense + moe.num_experts * expert, active, moe.num_experts * expert, cut, beside)
+    experts = moe.num_experts * expert
+    matrices = _matrices(config, moe_blocks, layers)
+    return ModelSize(dense + experts, active, experts, cut, beside, matrices)
+
+
+def _matrices(config: RunConfig, moe_blocks: int, layers: int) -> tuple[int, int, int]:
+    """Return `ModelSize.matrices`. layers: of experts, some of which may stand behind a block."""
+    model, moe, hidden = config.model, config.moe, config.model.hidden_size
+    blocks = num_blocks(config)
+    cut = blocks * _projections(model) + _num_cross(model) * 4 * hidden * query_size(model)
+    cut += (blocks - moe_blocks) * _weights(hidden, ffn_size(model), model.activation)
+    whole = model.multi_token_prediction.depth * 2 * hidden**2
+    if layers == 0:
+        return 0, cut, whole
+    activation, size = expert_activation(config), expert_ffn_size(config)
+    whole += layers * _weights(hidden, shared_ffn_size(moe, size), activation)
+    of_expert = moe.expert_sublayers * _weights(hidden, size, activation)
+    return layers * moe.num_experts * of_expert, cut, whole
 
 
 def embedding_size(config: RunConfig, vocab_size: int) -> int:

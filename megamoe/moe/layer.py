@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from megamoe.config import PartChoice
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.config.shapes import shared_ffn_size
+from megamoe.errors import UserError
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch.choice import build_dispatcher
-from megamoe.moe.dispatch.dispatcher import ExpertPlaces
+from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
 from megamoe.moe.experts.shared import SharedExperts
@@ -90,6 +91,7 @@ class MoELayer(nn.Module):
             shape.exchange or PartChoice.default("exchange"),
             ExpertPlaces(config.num_experts, groups, shape.kernels, shape.exchange_fp8),
         )
+        self.sends_rows = not isinstance(self.dispatcher, LocalDispatch)
         self.experts = _routed_experts(config, shape, expert_ids, groups)
         self.computes_experts_again = "moe" in shape.computed_again
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
@@ -120,17 +122,23 @@ class MoELayer(nn.Module):
             routing = self.router(hidden_TH, context)
             own = self.token_sharding.local_shard(routing, context)
         self.context.compute_timer.pause()
+        if own.places is not None and self.sends_rows and context.bounds is not None:
+            raise UserError(
+                "moe.router.capacity.pad: the micro batches have padding, so that the ranks would not send "
+                "each other as many rows; set it to false"
+            )
         with self._stage("dispatch"):
             state = self.dispatcher.start(hidden_TH, own)
         self.context.compute_timer.resume()
         # Beside the exchange; in the backward pass too, because autograd runs nodes in reverse order.
+        later = self._put_off_gradients()
         shared_TH = None if self.shared is None else self.shared(hidden_TH)
         self.context.compute_timer.pause()
         with self._stage("dispatch"):
             rows_NH, counts_E = self.dispatcher.finish(state)
         with self._stage("experts"):
             dropout = self._expert_dropout(own, state, context)
-            rows_NH = self._of_experts(rows_NH, counts_E, dropout)
+            rows_NH = self._of_experts(rows_NH, counts_E, dropout, later)
             if dropout is not None:
                 rows_NH = dropout.on_output(rows_NH)
         with self._stage("combine"):
@@ -141,9 +149,17 @@ class MoELayer(nn.Module):
         self.context.compute_timer.resume()
         return output_TH
 
-    def _of_experts(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
+    def _put_off_gradients(self) -> Any:
+        """Let the experts' weight gradients be computed beside the exchange of the rows' gradients."""
+        if self.computes_experts_again or not self.sends_rows:
+            return None
+        return self.experts.put_off_gradients()
+
+    def _of_experts(
+        self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None, later: Any
+    ) -> Tensor:
         if not self.computes_experts_again:
-            return self.experts(rows_NH, counts_E, dropout)
+            return self.experts(rows_NH, counts_E, dropout, later)
         output_NH: Tensor = recomputed(self.experts, [], rows_NH, counts_E, dropout)
         return output_NH
 
@@ -163,7 +179,8 @@ class MoELayer(nn.Module):
         index_T = self.token_sharding.local_context(context, own.num_tokens).token_index(
             own.num_tokens, own.pairs.token_N.device
         )
-        row_N = index_T[own.pairs.token_N] * self.num_experts + own.pairs.expert_N
+        token_N = own.pairs.token_N if own.places is None else own.pairs.token_N.clamp(max=len(index_T) - 1)
+        row_N = index_T[token_N] * self.num_experts + own.pairs.expert_N
         draw_key = functools.partial(self.context.draw_key, self.router.dims.layer)
         row_N = self.dispatcher.send_along(row_N, state)
         return ExpertDropout(output, activation, row_N, draw_key, self.router.dims.kernels)

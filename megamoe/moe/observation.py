@@ -38,7 +38,11 @@ def observe(routing: Routing, losses: dict[str, Tensor], kernels: Kernels = DEFA
     """Return the observation of a micro batch; never waits for the device."""
     load_E = routing.counts_E()
     wanted_E = load_E if routing.wanted is routing.pairs else routing.wanted_counts_E()
-    entropy, top_1, width_D = gate_sums(routing.probs_TE, routing.pairs.token_N, kernels)
+    if routing.places is None:
+        entropy, top_1, width_D = gate_sums(routing.probs_TE, routing.pairs.token_N, kernels)
+    else:
+        entropy, top_1, _ = gate_sums(routing.probs_TE, routing.wanted.token_N, kernels)
+        width_D = routing.width_D()
     return Observation(load_E, wanted_E, losses, width_D, entropy, top_1)
 
 

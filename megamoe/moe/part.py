@@ -70,6 +70,7 @@ CAPABILITIES = {
     "normalised": "makes the weights of a token sum to 1",
     "fixed_weights": "gives weights without gradient",
     "dropless": "drops nothing",  # capacity
+    "fixed_shares": "gives every expert the same number of rows",
 }
 
 
@@ -95,7 +96,7 @@ class Part(nn.Module):
         mask            (Scored, context) -> candidates_TE bool, or None: all experts in this step
         score_function  (scores_TE, candidates_TE | None) -> probs_TE
         selector        (Scored, context) -> Pairs
-        capacity        (Pairs, Scored, context) -> keep_N bool, or None: all are kept
+        capacity        (Pairs, Scored, context) -> keep_N bool, or None: all are kept, or `Places`
         loss            (Routing, context) -> scalar fp32, not multiplied by its weight
 
     A scorer scores each token independently of the others: under tensor parallelism it sees only its own

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig, RouterConfig
 from megamoe.errors import UserError
-from megamoe.moe.part import Dims, Part, ScoreFunction, Selector, StepContext
-from megamoe.moe.routing import Pairs, Routing, Scored, has_row_per_token
+from megamoe.moe.part import Candidates, Dims, Part, ScoreFunction, Selector, StepContext
+from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
 from megamoe.moe.suggestions import capabilities
 from megamoe.moe.token_sharding import TokenSharding
 from megamoe.registry import failure_of, get_part, is_ours
@@ -47,6 +47,20 @@ def mean_choices(moe: MoEConfig) -> float:
     return float(selector.mean_choices)
 
 
+def _least_candidates(config: RouterConfig, dims: Dims) -> int:
+    """Return how many candidates the masks leave to every token at least: of one mask, what it declares.
+
+    Of several masks together it is not known; 0.
+    """
+    if len(config.masks) != 1:
+        return 0 if config.masks else dims.num_experts
+    (choice,) = config.masks
+    left: Candidates = get_part("mask", choice.name).num_candidates(
+        choice.options, dims.num_experts, dims.expert_parallel
+    )
+    return left.least
+
+
 class Choices(Protocol):
     """Stands between a router and its selector, to record the choices or to replace them."""
 
@@ -71,6 +85,7 @@ class Router(nn.Module):
         self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
         self.scorer: Part = build_part(config.scorer, self.dims)
         self.masks = nn.ModuleList([build_part(choice, self.dims) for choice in config.masks])
+        self.least_candidates = _least_candidates(config, self.dims)
         self.score_function: ScoreFunction = build_part(config.score_function, self.dims)
         self.capacity: Part = build_part(config.capacity, self.dims)
 
@@ -80,11 +95,20 @@ class Router(nn.Module):
             scored = self._score(hidden_TH, context)
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)
-            keep_N = self.capacity(wanted, scored, context)
-            if keep_N is not None:
-                pairs = self.selector.after_drops(wanted.keep(keep_N))
+            kept = self.capacity(wanted, scored, context)
+            if isinstance(kept, Places):
+                pairs = self._in_places(wanted, kept, scored)
+            elif kept is not None:
+                pairs = self.selector.after_drops(wanted.keep(kept))
         is_local = any(r.keeps_tokens_local(context) for r in self.masks)  # type: ignore[operator]
-        return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local)
+        places = kept.size if isinstance(kept, Places) else None
+        return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local, places=places)
+
+    def _in_places(self, wanted: Pairs, places: Places, scored: Scored) -> Pairs:
+        """Return the pairs in fixed shares; of one without a place the weight is 0, for `after_drops`."""
+        weight_N = wanted.weight_N.masked_fill(~places.kept_N(), 0.0)
+        pairs = self.selector.after_drops(replace(wanted, weight_N=weight_N))
+        return places.filled(pairs, scored.num_tokens, scored.num_experts)
 
     def _select(self, scored: Scored, context: StepContext) -> Pairs:
         if self.choices is None:
@@ -108,6 +132,7 @@ class Router(nn.Module):
             affinities_TE,
             extras=extras,
             score_function=self.score_function,
+            least_candidates=self.least_candidates,
         )
         scored.ranking_TE = self._ranking_TE(scored)
         return scored

@@ -45,13 +45,14 @@ class Pairs:
 
     token_N, expert_N, choice_N: int64; choice 0 is a token's first choice. weight_N: fp32, the factor on the
     expert's output, which carries the gradient to the router. None of them is written to: layers may share
-    them.
+    them. each: the number of pairs of every token, where all have as many; None where that is not known.
     """
 
     token_N: Tensor
     expert_N: Tensor
     weight_N: Tensor
     choice_N: Tensor
+    each: int | None = None
 
     @classmethod
     def of_choices(cls, expert_TK: Tensor, weight_TK: Tensor, valid_TK: Tensor | None = None) -> "Pairs":
@@ -59,12 +60,21 @@ class Pairs:
         pairs.
         """
         token_N, choice_N = tokens_and_choices(*expert_TK.shape, expert_TK.device)
-        pairs = cls(token_N, expert_TK.reshape(-1), weight_TK.reshape(-1), choice_N)
+        columns = (token_N, expert_TK.reshape(-1), weight_TK.reshape(-1), choice_N)
+        pairs = cls(*columns, each=expert_TK.shape[1])
         return pairs if valid_TK is None else pairs.keep(valid_TK.reshape(-1))
 
     def of_tokens(self, first: int, num_tokens: int) -> "Pairs":
-        """Return the pairs of `num_tokens` tokens from `first` on, with the tokens renumbered from 0."""
-        own = self.keep((self.token_N >= first) & (self.token_N < first + num_tokens))
+        """Return the pairs of `num_tokens` tokens from `first` on, with the tokens renumbered from 0.
+
+        The host waits for the device, unless `each` is known.
+        """
+        if self.each is None:
+            own = self.keep((self.token_N >= first) & (self.token_N < first + num_tokens))
+        else:
+            rows = slice(first * self.each, (first + num_tokens) * self.each)
+            columns = (self.token_N, self.expert_N, self.weight_N, self.choice_N)
+            own = Pairs(*(column_N[rows] for column_N in columns), each=self.each)
         return replace(own, token_N=own.token_N - first)
 
     def keep(self, keep_N: Tensor) -> "Pairs":
@@ -72,6 +82,38 @@ class Pairs:
         kept_M = keep_N.nonzero().squeeze(1)  # once: indexing by a mask waits for the device
         columns = (self.token_N, self.expert_N, self.weight_N, self.choice_N)
         return Pairs(*(column_N.index_select(0, kept_M) for column_N in columns))
+
+
+@dataclass
+class Places:
+    """A capacity's result in fixed shares: every expert gets `size` rows, however many pairs it has.
+
+    place_N: int64, each pair's place among those of its expert; from `size` on it has none.
+    """
+
+    place_N: Tensor
+    size: int
+
+    def kept_N(self) -> Tensor:
+        """Return which pairs have a place, bool."""
+        return self.place_N < self.size
+
+    def filled(self, pairs: Pairs, num_tokens: int, num_experts: int) -> Pairs:
+        """Return a row for each place, sorted by expert; where there is no pair, of the token `num_tokens`
+        with weight 0. It never waits for the device.
+        """
+        rows, missing = num_experts * self.size, len(pairs.token_N)
+        row_N = torch.where(self.kept_N(), pairs.expert_N * self.size + self.place_N, rows)
+        pair_R = row_N.new_full((rows + 1,), missing)
+        pair_R.scatter_(0, row_N, torch.arange(missing, device=row_N.device))  # dropped pairs to the last
+        pair_R = pair_R[:rows]
+
+        def of_rows(values_N: Tensor, empty: int) -> Tensor:
+            return torch.cat((values_N, values_N.new_full((1,), empty))).index_select(0, pair_R)
+
+        expert_R = torch.arange(num_experts, device=row_N.device).repeat_interleave(self.size)
+        token_R, choice_R = of_rows(pairs.token_N, num_tokens), of_rows(pairs.choice_N, 0)
+        return Pairs(token_R, expert_R, of_rows(pairs.weight_N, 0), choice_R)
 
 
 def has_row_per_token(name: str) -> bool:
@@ -90,6 +132,7 @@ class Scored:
     None for all. extras: further tensors of the scorer by name; one with a row for each token has a shape
     suffix that begins with T (clean_TE). open_E: bool, the experts that the step-wide masks left; None for
     all. score_function: the score function, for what it declares; None: every order is that of p.
+    least_candidates: every token has so many candidates, which the host knows without a look at the masks.
 
     ranking_TE holds the scores if the score function is monotone and has no bias (`ranked_by_scores`).
     Otherwise it holds p, or the scorer's extras["ranking_TE"], plus the score function's bias. With a bias,
@@ -105,6 +148,13 @@ class Scored:
     extras: dict[str, Tensor] = field(default_factory=dict)
     open_E: Tensor | None = None
     score_function: "ScoreFunction | None" = field(default=None, repr=False)
+    least_candidates: int = 0
+
+    def candidates_among_TK(self, best_TK: Tensor) -> Tensor | None:
+        """Return which of each token's best experts by `ranking_TE` are candidates, bool; None: all are."""
+        if self.candidates_TE is None or best_TK.shape[1] <= self.least_candidates:
+            return None
+        return self.candidates_TE.gather(1, best_TK)
 
     @property
     def monotone_score_function(self) -> "ScoreFunction | None":
@@ -167,12 +217,14 @@ class Routing(Scored):
     """The router's result for one micro batch: its intermediate tensors and its pairs.
 
     wanted: the pairs that the selector chose. pairs: those that the capacity kept; they are computed.
-    is_local: on all ranks, every pair's expert is on its token's own rank.
+    is_local: on all ranks, every pair's expert is on its token's own rank. places: in fixed shares, the rows
+    of each expert; `pairs` are then those of `Places.filled`.
     """
 
     wanted: Pairs = field(kw_only=True)
     pairs: Pairs = field(kw_only=True)
     is_local: bool = False
+    places: int | None = None
     _counts: list[tuple[Pairs, Tensor]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def wanted_counts_E(self) -> Tensor:
@@ -192,14 +244,38 @@ class Routing(Scored):
         """Count once, though the dispatch, the losses and the metrics all ask."""
         known = next((counts_E for counted, counts_E in self._counts if counted is pairs), None)
         if known is None:
-            known = count(pairs.expert_N, self.num_experts)
+            has_empty = self.places is not None and pairs is self.pairs
+            filled_N = pairs.token_N < self.num_tokens if has_empty else None
+            known = count(pairs.expert_N, self.num_experts, filled_N)
             self._counts.append((pairs, known))
         return known
+
+    def width_D(self) -> Tensor:
+        """Return the number of tokens with d pairs, at place d, int64 [E + 1]; above E as E."""
+        width_T = count(self.pairs.token_N, self.num_tokens + 1)[: self.num_tokens]
+        return count(width_T.clamp(max=self.num_experts), self.num_experts + 1)
+
+    def keep(self, keep_N: Tensor) -> "Routing":
+        """Return the routing with those of its pairs for which the mask is true."""
+        pairs = self.pairs.keep(keep_N) if self.places is None else self._emptied(~keep_N)
+        return replace(self, pairs=pairs)
+
+    def _emptied(self, empty_N: Tensor) -> Pairs:
+        token_N = self.pairs.token_N.masked_fill(empty_N, self.num_tokens)
+        return replace(self.pairs, token_N=token_N, weight_N=self.pairs.weight_N.masked_fill(empty_N, 0.0))
+
+    def _pairs_of_tokens(self, first: int, num_tokens: int) -> Pairs:
+        if self.places is None:
+            return self.pairs.of_tokens(first, num_tokens)
+        token_N = self.pairs.token_N - first
+        empty_N = (token_N < 0) | (token_N >= num_tokens)
+        weight_N = self.pairs.weight_N.masked_fill(empty_N, 0.0)
+        return replace(self.pairs, token_N=token_N.masked_fill(empty_N, num_tokens), weight_N=weight_N)
 
     def of_tokens(self, first: int, num_tokens: int) -> "Routing":
         """Return the routing of `num_tokens` tokens from `first` on, renumbered from 0."""
         own = slice(first, first + num_tokens)
-        pairs = self.pairs.of_tokens(first, num_tokens)
+        pairs = self._pairs_of_tokens(first, num_tokens)
         nothing_dropped = self.wanted is self.pairs
         return replace(
             self,

@@ -52,10 +52,10 @@ def _refusal(number: int, group: GroupConfig, matched: bool, names: list[str]) -
 
 
 def weight_decay(config: OptimizerConfig) -> float:
-    """Return the effective weight decay: the configured value, else 0.1 for AdamW and 0 for Adam."""
+    """Return the effective weight decay: the configured value, else 0 for Adam and 0.1 for the others."""
     if config.weight_decay is not None:
         return config.weight_decay
-    return 0.1 if config.name == "adamw" else 0.0
+    return 0.0 if config.name == "adam" else 0.1
 
 
 def decays(config: OptimizerConfig) -> bool:

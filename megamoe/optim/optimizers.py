@@ -15,10 +15,13 @@ from torch import Tensor, nn
 
 from megamoe.compat.deepspeed_compat import expert_groups, set_grad_norm, without_inner_steps
 from megamoe.compat.deepspeed_zero import whole_shape
-from megamoe.config.schema import OptimizerConfig
+from megamoe.config.schema import GroupConfig, OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.optim.groups import divide, weight_decay
+from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
+from megamoe.optim.matrices import is_matrix, takes_muon
+from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.groups import ModelParallelUnit
 
 
@@ -33,12 +36,47 @@ def parameter_groups(model: nn.Module, config: OptimizerConfig) -> list[dict[str
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     rest, *chosen = divide(trained, config.groups, getattr(model, "trained_elsewhere", ()))
-    named = _decaying("", rest, weight_decay(config), 0.0, 1.0)
+    names = {parameter: name for name, parameter in trained} if config.name == "muon" else {}
+    rest, named = _of_muon("", rest, names, None, config, weight_decay(config))
+    named += _decaying("", rest, weight_decay(config), 0.0, 1.0)
     for number, (group, parameters) in enumerate(zip(config.groups, chosen, strict=True)):
         decay = weight_decay(config) if group.weight_decay is None else group.weight_decay
-        named += _decaying(f"group_{number}_", parameters, decay, group.weight_decay or 0.0, group.lr_scale)
+        others, of_muon = _of_muon(f"group_{number}_", parameters, names, group, config, decay)
+        named += of_muon
+        named += _decaying(f"group_{number}_", others, decay, group.weight_decay or 0.0, group.lr_scale)
     split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
     return [group for group in split if group["params"]]
+
+
+def _of_muon(
+    name: str,
+    parameters: list[nn.Parameter],
+    names: dict[nn.Parameter, str],
+    group: GroupConfig | None,
+    config: OptimizerConfig,
+    decay: float,
+) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
+    """Return the parameters that AdamW updates, and the group of those that Muon does; no group without Muon.
+
+    names: of the trained parameters; empty without Muon. group: which names the parameters; None: none does.
+
+    Raises:
+        CollectiveError: if `optimizer.groups` wants Muon for a vector.
+    """
+    algorithm = None if group is None else group.algorithm
+    if not names or algorithm == "adamw":
+        return parameters, []
+    parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
+    for parameter in parameters:
+        if group is not None and algorithm == "muon" and not is_matrix(parameter):
+            raise CollectiveError(
+                f"optimizer.groups: {group.pattern!r} with algorithm: muon matches {names[parameter]}, which "
+                "is no matrix; narrow the pattern, or leave algorithm out"
+            )
+        parts[algorithm == "muon" or takes_muon(names[parameter], parameter)].append(parameter)
+    lr_scale = config.muon.lr_scale * (1.0 if group is None else group.lr_scale)
+    muon = {"name": f"{name}muon", "params": parts[1], "weight_decay": decay, "lr_scale": lr_scale}
+    return parts[0], [{**muon, "muon": True}]
 
 
 def _decaying(
@@ -68,8 +106,11 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
 
 
 def zero_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimiser that DeepSpeed partitions at ZeRO 1 to 3: PyTorch's fused AdamW or Adam."""
-    kind = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    """The optimiser that DeepSpeed partitions at ZeRO 1 to 3: PyTorch's fused AdamW or Adam, or the same
+    with moments in bf16."""
+    kind: type[torch.optim.Adam] = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    if config.moments == "bf16":
+        kind = ShortMomentsAdamW if config.name == "adamw" else ShortMomentsAdam
     return kind(groups, **adamw_options(config))
 
 

@@ -10,6 +10,7 @@ from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem
 from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.router import mean_choices
+from megamoe.moe.suggestions import provides
 from megamoe.parallel.launch import ranks_of_machine
 from megamoe.parallel.layout import Layout
 from megamoe.registry import get_part
@@ -32,6 +33,7 @@ def exchange_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     parallel, size = config.parallel, _node_size(config, layout)
     if parallel.exchange_dtype == "fp8" and not hasattr(torch, "float8_e4m3fn"):
         yield Problem("parallel.exchange_dtype", "fp8: this PyTorch has no float8_e4m3fn; set it to model")
+    yield from _fixed_share_problems(config, layout)
     if parallel.node_size is not None and layout.ranks % size:
         yield Problem(
             "parallel.node_size",
@@ -50,8 +52,30 @@ def exchange_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         )
 
 
+def _has_fixed_shares(config: RunConfig) -> bool:
+    return provides("fixed_shares", config.moe.router.capacity)
+
+
+def _fixed_share_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
+    """Yield where ranks could not know how many rows they send each other."""
+    if not _has_fixed_shares(config) or layout.expert_ranks == 1 or not moe_layer_numbers(config):
+        return
+    exchange = config.parallel.exchange.name
+    if not get_part("exchange", exchange).takes_places:
+        yield Problem(
+            "parallel.exchange",
+            f"{exchange} does not send fixed shares (moe.router.capacity.pad); legal: auto, direct",
+        )
+    if config.model.architecture != "decoder":
+        yield Problem(
+            "moe.router.capacity.pad",
+            f"the micro batches of an {config.model.architecture} have padding: ranks differ in "
+            "their numbers of tokens; legal with expert ranks: false",
+        )
+
+
 def _exchange_nodes(config: RunConfig, layout: Layout) -> int:
-    if not uses_nodes(config):
+    if not uses_nodes(config) or (_has_fixed_shares(config) and _node_use(config) == "if_worth"):
         return 1
     nodes = _nodes(layout, _node_size(config, layout)) or 1
     if nodes == 1 or _node_use(config) == "always":

@@ -24,7 +24,7 @@ from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.run_folder import prepare_run_folder
 from megamoe.train.speed import ProfilerWindow
 from megamoe.train.step import num_rollouts
-from megamoe.train.summary import summary_record, summary_rows
+from megamoe.train.summary import muon_rows, summary_record, summary_rows
 from megamoe.train.trainer import Trainer
 
 
@@ -121,7 +121,9 @@ class Loop:
         cleanup.enter_context(locked(folder.path))
         record = summary_record(trainer.run)
         prepare_run_folder(folder, self.config, record, this_launch)
-        print_summary(summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step))
+        rows = summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step)
+        rows["ranks"] += muon_rows(trainer.engine.muon_costs())
+        print_summary(rows)
         resumed_step = first_step if folder.continues else None
         self.recorder = Recorder.open(
             folder.path, self.config.log, self.config.name, self._wandb_config(), resumed_step

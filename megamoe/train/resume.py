@@ -67,6 +67,10 @@ SAME_FUNCTION = (
 )
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
 MTP = "multi_token_prediction"  # whose loss may get another weight
+NEW_MOMENTS = (
+    "changed since the checkpoint: another algorithm updates the matrices, whose momentum starts at 0; all "
+    "other weights keep their moments"
+)
 RESUME_WAY_OUT = "resume with the configuration that saved it"
 FUNCTION_WAY_OUT = (
     "the model would compute another function: resume with the configuration that saved it, or say "
@@ -99,11 +103,12 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> list[str]:
             if rule_of(key) == "function" and not config.checkpoint.allow_changes:
                 _same(path, key, before, after, FUNCTION_WAY_OUT)
     shown = [(key, printable(before, 60), printable(after, 60)) for key, before, after in changes]
+    names = [(tree.get("optimizer") or {}).get("name", "adamw") for tree in (saved, current)]
     return [
         f"changed since the checkpoint: {key} {before} -> {after}"
         for key, before, after in shown
         if rule_of(key) in ("told", "function")
-    ]
+    ] + [NEW_MOMENTS] * (names[0] != names[1] and "muon" in names)
 
 
 def rule_of(key: str) -> str:

@@ -31,12 +31,13 @@ from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic, stage_traffic
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
+from megamoe.parallel.zero.matrix_exchange import MuonCosts
 from megamoe.registry import get_part, is_ours
 from megamoe.train.resolved import ResolvedRun
 from megamoe.validation.memory import in_bytes, states_of
 
 MOST_IDLE = 0.25  # of a pipeline, without a hint
-OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam"}
+OPTIMIZERS = {"adamw": "AdamW", "adam": "Adam", "muon": "Muon, AdamW beside it"}
 Rows = dict[str, list[tuple[str, object]]]
 
 
@@ -94,7 +95,7 @@ def _run_rows(run: ResolvedRun, first_step: int) -> list[tuple[str, object]]:
 
 
 def _optimizer(config: OptimizerConfig, steps: int) -> str:
-    decay = {"adamw": "weight decay", "adam": "L2 regularisation"}[config.name]
+    decay = "L2 regularisation" if config.name == "adam" else "weight decay"
     line = f"{OPTIMIZERS[config.name]}, lr {config.lr:g}, {config.schedule}"
     if warmup_steps(config, steps):
         line += f" after {warmup_steps(config, steps):,} steps of warm-up"
@@ -103,7 +104,21 @@ def _optimizer(config: OptimizerConfig, steps: int) -> str:
 
 def _group(group: GroupConfig) -> str:
     decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
-    return f"{group.pattern}: {group.lr_scale:g} x lr{decay}"
+    algorithm = "" if group.algorithm is None else f", {OPTIMIZERS[group.algorithm].partition(',')[0]}"
+    return f"{group.pattern}: {group.lr_scale:g} x lr{decay}{algorithm}"
+
+
+def muon_rows(costs: MuonCosts | None) -> list[tuple[str, object]]:
+    """Return the row about Muon's matrices on the first rank; none without Muon."""
+    if costs is None:
+        return []
+    work = f"{costs.own} of {costs.matrices} matrices, {costs.flops / 1e9:.3g} GFLOP a step"
+    sent = (
+        f", {in_bytes(costs.sent_bytes)} sent to the ranks that hold parts of them"
+        if costs.sent_bytes
+        else ""
+    )
+    return [("Muon on the first rank", f"{work}{sent}")]
 
 
 def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:

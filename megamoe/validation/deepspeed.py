@@ -64,6 +64,8 @@ def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> 
     yield from _of_numbers(content)
     yield from _of_offload(section, plan.stage)
     yield from _of_adam(section, config.optimizer)
+    yield from _of_moments(section, plan.stage, config.optimizer)
+    yield from _of_muon(section, config.optimizer)
     for name, owner in OF_THE_YAML.items():
         if name in content:
             yield f"remove {name!r}; the YAML's {owner} decides that"
@@ -184,6 +186,38 @@ def _of_adam(section: dict[str, Any], config: OptimizerConfig) -> Iterator[str]:
                 f"AdamW for a part of the weights, but optimizer.name is {config.name} with {decay}; leave "
                 f"{key} out, or set optimizer.name: adamw"
             )
+
+
+def _of_moments(section: dict[str, Any], stage: int, config: OptimizerConfig) -> Iterator[str]:
+    """Yield moments in bf16 where the optimiser is one that keeps them in fp32."""
+    if config.moments == "fp32":
+        return
+    if stage == 0:
+        yield "optimizer.moments: bf16 needs zero_optimization.stage 1, 2 or 3; set one, or moments: fp32"
+    if offload_device({"zero_optimization": section}, "offload_optimizer") != "none":
+        yield (
+            "optimizer.moments: bf16 does not go with offload_optimizer, whose Adam keeps them in fp32; leave "
+            "one of the two out"
+        )
+    if config.name == "muon":
+        yield "optimizer.moments: bf16 is for adamw and adam; leave it out with optimizer.name: muon"
+
+
+def _of_muon(section: dict[str, Any], config: OptimizerConfig) -> Iterator[str]:
+    """Yield what takes momentum and weights out of the reach of Muon's exchange between ranks."""
+    if config.name != "muon":
+        return
+    offload = section.get("offload_optimizer") or {}
+    if offload.get("device", "none") != "none":
+        yield (
+            f"zero_optimization.offload_optimizer.device is {offload['device']!r}, but optimizer.name: muon "
+            "orthogonalises on the device; leave offload_optimizer out, or set optimizer.name: adamw"
+        )
+    if section.get("round_robin_gradients"):
+        yield (
+            "zero_optimization.round_robin_gradients is true, with which optimizer.name: muon would not know "
+            "where a matrix lies; leave it out"
+        )
 
 
 def _of_fp16(stage: int) -> Iterator[str]:

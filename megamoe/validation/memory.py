@@ -38,7 +38,13 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     ranks = plan.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
     trained = 0 if "experts" in config.moe.frozen else experts
-    shares = Share(dense, dense, ranks.replicas), Share(experts, trained, ranks.expert_copies)
+    matrices = [0.0, 0.0]
+    if config.optimizer.name == "muon":
+        matrices = [*size.matrices_on_rank(ranks.tensor, ranks.expert_ranks)]
+    shares = (
+        Share(dense, dense, ranks.replicas, matrices[0]),
+        Share(experts, trained, ranks.expert_copies, matrices[1] if trained else 0),
+    )
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.beside if ranks.tensor > 1 and accumulates else 0
     return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megamoe.config.schema import DataConfig, Precision, RunConfig
+from megamoe.config.schema import DataConfig, MuonConfig, OptimizerConfig, Precision, RunConfig
 from megamoe.config.shapes import (
     expert_ffn_size,
     inserted_after,
@@ -69,9 +69,22 @@ def section_problems(config: RunConfig, ranks: int, precision: Precision | None)
     if layout.is_whole:
         yield from batch_problems(config, layout.data)
     yield from _schedule_problems(config)
+    yield from _optimizer_problems(config.optimizer)
     yield from _blend_problems(config.data)
     yield from backend_problems(config, precision)
     yield from recompute_problems(config)
+
+
+def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
+    """Yield keys that are Muon's where another optimizer was chosen."""
+    if optimizer.name == "muon":
+        return
+    way_out = f"is for optimizer.name: muon, found {optimizer.name}; leave it out"
+    if optimizer.muon != MuonConfig():
+        yield Problem("optimizer.muon", way_out)
+    for number, group in enumerate(optimizer.groups):
+        if group.algorithm is not None:
+            yield Problem(f"optimizer.groups.{number}.algorithm", way_out)
 
 
 def _expert_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:

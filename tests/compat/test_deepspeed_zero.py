@@ -28,7 +28,14 @@ from megamoe.compat.deepspeed_compat import (
     watching_overflow,
     without_inner_steps,
 )
-from megamoe.compat.deepspeed_zero import FlatRange, is_zero1_in_bf16, ranges_at_zero1, ranges_at_zero3
+from megamoe.compat.deepspeed_zero import (
+    FlatRange,
+    is_zero1_in_bf16,
+    ranges_at_zero1,
+    ranges_at_zero3,
+    slices_at_zero1,
+    slices_at_zero3,
+)
 from megamoe.kernels.choice import Kernels
 from megamoe.optim.optimizers import Stage0AdamW
 from megamoe.parallel.groups import ModelParallelUnit, start_groups
@@ -253,6 +260,22 @@ def test_ranges_at_zero3(one_rank: None) -> None:
     assert total == sum(parameter.ds_numel for parameter in engine.model.parameters())  # type: ignore[attr-defined]
     for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
         assert hasattr(inner.optimizer, name)
+
+
+@pytest.mark.parametrize("file", ["zero1_fp32", "zero1_bf16", "zero2_bf16", "zero3_bf16"])
+def test_slices_of_all_replicas(one_rank: None, file: str) -> None:
+    """They are this rank's ranges; the parity of Muon with several ranks shows those of the others."""
+    engine, inner = built(file)
+    wrapper = inner.optimizer
+    if "zero3" in file:
+        slices = list(slices_at_zero3(wrapper))
+        ranges = [each for _, found in ranges_at_zero3(wrapper) for each in found]
+    else:
+        slices = list(slices_at_zero1(wrapper, engine.inner_optimizer))
+        ranges = [each for found in ranges_at_zero1(wrapper) for each in found]
+    found = {id(each.parameter): (each.at, *each.starts) for each in slices}
+    assert found == {id(r.parameter): (r.at, r.start, r.start + r.numel) for r in ranges}
+    assert len(found) == sum(1 for _ in engine.model.parameters())
 
 
 def test_skipped_gradients_are_kept(one_rank: None) -> None:

@@ -34,6 +34,7 @@ bool has_mask(const c10::IValue& value) {
 }
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  Inside inside;
   const auto& schema = op.schema();
   const auto& overload = schema.overload_name();
   const std::string& name = schema.name();
@@ -93,6 +94,7 @@ Tensor empty_strided(
 }
 Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   if (!self.numel() || !source.numel()) return self;
+  Inside inside;
   const bool from = source.is_cuda(), to = self.is_cuda();
   const auto* name = from && to ? "copy_ on the device" : from ? "copy_ to the host" : "copy_ to the device";
   count(name);
@@ -147,6 +149,7 @@ Tensor grouped_mm(
     const Tensor& left, const Tensor& right, const std::optional<Tensor>& ends, const std::optional<Tensor>& bias,
     std::optional<at::ScalarType> dtype) {
   const std::string name = "aten::_grouped_mm";
+  Inside inside;
   Moved moved;
   for (const auto* each : {&left, &right}) {
     TORCH_CHECK(uint64_t(each->data_ptr()) % 16 == 0, "expected data_ptr to be aligned to 16 bytes");
@@ -212,6 +215,7 @@ Stream stream_of(const c10::IValue& group) {  // of a process group: a negative 
 }
 
 void collective(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::Stack* stack) {
+  Inside inside;
   const auto& schema = op.schema();
   const std::string& name = schema.name();
   const auto first = stack->size() - schema.arguments().size();
@@ -324,6 +328,10 @@ int pretended_kernels(char* out, int size) {
   out[length] = 0;
   return text.size();
 }
+// Nanoseconds of the processor in kernels and collectives since the last call.
+int64_t pretended_inside_ns() { return pretended::inside_ns.exchange(0); }
+// From now on, memory begins as zeros: what kernels that do nothing leave there.
+void pretended_zeroed() { pretended::zeroed = true; }
 void pretended_wait_for_all() { pretended::order.host_waits_for_all(); }
 int64_t pretended_stream() { return pretended::current_stream; }
 int pretended_device() { return pretended::current_device; }

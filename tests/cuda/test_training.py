@@ -8,12 +8,12 @@ import pytest
 from megamoe.checkpoint.writer import NUM_PIECES, PIECE_BYTES
 from tests.cuda.budget import BUDGETED, budget, budget_runs, costs_of
 from tests.cuda.runs import Found, Run, assert_as_on_cpu, run_on_cpu, run_on_device
-from tests.cuda.training import small
+from tests.cuda.training import MEASURED, small
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "stages")
+NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "stages", "by_node", "padded")
 OTHERS = ("dropped", "scattered", "context")  # runs of `make test-full`
 FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
@@ -46,7 +46,16 @@ def runs_of_names(folder: Path) -> list[Run]:
         "model__multi_token_prediction": {"depth": 1},
     }
     capacity = {"selector": {"name": "top_k", "k": 2}, "capacity": {"name": "per_expert", "factor": 1.0}}
+    # In 8 bits, beside shared experts, over two nodes of a rank each.
+    by_node = {"expert": 2, "exchange": "by_node", "node_size": 1, "exchange_dtype": "fp8"}
+    by_node["deepspeed"] = ds_config("zero1_bf16")
+    measured = {"train__global_batch_size": 8, "parallel__expert": 2, "train__steps": MEASURED}
+    in_shares = {**capacity, "capacity": {"name": "per_expert", "factor": 1.5, "pad": True}}
     return [
+        Run(small("by_node", **{**measured, **more, "parallel": by_node}), 2),
+        Run(
+            small("padded", **measured, moe__router=in_shares, parallel__deepspeed=ds_config("zero1_bf16")), 2
+        ),
         Run(small("plain", checkpoint__every=2, data__workers=1)),
         Run(small("dropped", moe__router=capacity, model__recompute="full", train__global_batch_size=4)),
         Run(small("cut", **two, parallel__deepspeed=cut), 2),  # before the large buckets of others
@@ -95,6 +104,16 @@ def test_a_measured_run_is_the_same_as_on_the_cpu(
 def test_a_stream_that_does_not_wait_is_found_in_a_run(found: dict[str, Found]) -> None:
     assert not found[FAULT].errors().strip(), found[FAULT].errors()
     assert found[FAULT].all_of("race")
+
+
+def test_fixed_shares_need_no_wait_in_a_layer(found: dict[str, Found]) -> None:
+    """So a layer could be captured in a CUDA graph. By node there is one wait in each."""
+
+    def waits(name: str) -> int:
+        return sum("megamoe/moe/" in place for place in found[name].step()["syncs"])
+
+    assert waits("padded") == 0
+    assert waits("by_node") == 2 * 2  # layers x micro batches
 
 
 def test_a_save_pins_two_pieces(found: dict[str, Found]) -> None:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from megamoe import registry
-from megamoe.checkpoint.planning import shardings
 from megamoe.config.schema import Activation
 from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size
 from megamoe.data.batches import document_items
@@ -19,6 +18,7 @@ from megamoe.kernels.library import find_library
 from megamoe.model.size import model_size
 from megamoe.moe.part import Dims, Part
 from megamoe.moe.router import mean_choices
+from megamoe.parallel.placements import shardings
 from tests.support.moe.plain import plain_activation
 from tests.support.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 

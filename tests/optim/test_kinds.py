@@ -101,7 +101,12 @@ def test_an_offloaded_optimizer_is_deepspeeds_of_the_same_kind(
         "bf16": {"enabled": True},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
     }
-    _build_optimizer(config, nn.Linear(3, 2), ParallelPlan.of(config, 1, content), world)
+    _build_optimizer(
+        config,
+        parameter_groups(nn.Linear(3, 2), config.optimizer),
+        ParallelPlan.of(config, 1, content),
+        world,
+    )
     assert built == {
         "adamw_mode": name == "adamw",
         "lr": 3e-4,

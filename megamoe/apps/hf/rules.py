@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.hf.tensor_files import Shape
-from megamoe.checkpoint.format.chunks import Sharding
+from megamoe.parallel.chunks import Sharding
 
 Dims = Mapping[str, int]  # sizes by letter: V words, H hidden, F dense FFN, E experts, X expert FFN, ...
 View = tuple[Tensor, Shape]  # a view of our tensor, and the shape in which the folder holds its elements

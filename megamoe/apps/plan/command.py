@@ -32,6 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gpus-per-node", type=int, required=True, metavar="G")
     parser.add_argument("--gpu", default="h100", help="h100, h200, b200, a100, mi300x, or a JSON file")
     parser.add_argument("--load", type=float, default=1.0, help="rows of the fullest rank over the mean")
+    parser.add_argument("--assumptions", metavar="FILE", help="measured rates, as make gpu-check writes them")
     parser.add_argument("--disk", type=float, default=1.0, help="GB/s that a node writes (1)")
     parser.add_argument(
         "--search", action="store_true", help="rank the layouts that fit, then plan the first"
@@ -67,16 +68,18 @@ def _run(options: argparse.Namespace) -> None:
     check_writable("--picture", options.picture)
     # A notice for PyTorch's developers: its fake tensors have no data, whose pointers attention compares.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    from megamoe.apps.plan.assumptions import read
     from megamoe.apps.plan.hardware import gpu_of
 
     gpu = gpu_of(options.gpu)
+    measured = read(options.assumptions) if options.assumptions else ()
     from megamoe.apps.plan.layout_search import SIMULATED, search, search_record, table
     from megamoe.apps.plan.plan import Cluster, make_plan
     from megamoe.apps.plan.plan_page import page, picture, record
     from megamoe.config import load_config
 
     config = load_config(options.config, options.overrides)
-    cluster = Cluster(options.nodes, options.gpus_per_node, gpu, options.disk * 1e9)
+    cluster = Cluster(options.nodes, options.gpus_per_node, gpu, options.disk * 1e9, measured)
     if options.search:
         found = search(config, cluster, options.load, options.simulate or SIMULATED, options.all_blocks)
         plan, shown = found.plans[0][1], search_record(found)

@@ -17,14 +17,17 @@ from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, TEMPORARY, MemoryTimeli
 from megamoe.apps.plan.operators import dtype_of, name_of, operator_cost, tensor_bytes, tensors_in
 from megamoe.compat.fake_cuda import on_cuda, ranks_of_collective, running_node, schema_of, sequence_number
 
-DISPATCH = "dispatch"
+DISPATCH, COMBINE = "dispatch", "combine"
 SHARED_EXPERTS = "shared experts"
+WEIGHT_GRADIENTS = "experts, weight gradients"  # where they are computed beside the exchange
 # Classes whose modules are parts, by name: Megatron-Core's, and ours.
 PART_OF_CLASS = {
     "SelfAttention": "attention",
+    "MultiLatentAttention": "latent attention",
     "Router": "router",
     "GroupedExperts": "experts",
     "ExpertStack": "experts",
+    "WeightGradients": WEIGHT_GRADIENTS,
     "SharedExperts": SHARED_EXPERTS,
     "MoELayer": "MoE layer, rest",
     "MLP": "dense FFN",

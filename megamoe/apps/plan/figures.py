@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from megamoe.apps.plan.assumptions import Assumptions
 from megamoe.apps.plan.counter import STAGES, CollectiveKey
-from megamoe.apps.plan.hardware import ASSUMED, Gpu, Topology
+from megamoe.apps.plan.hardware import Gpu, Topology
 from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from megamoe.apps.plan.rank import StepCosts
 from megamoe.apps.plan.roofline import beside_seconds, roofline
@@ -23,9 +24,9 @@ FORWARD_VOCABULARY, BACKWARD_VOCABULARY = "forward, vocabulary", "backward, voca
 class Figures:
     """Numbers by name, in each mapping for one step of one rank.
 
-    numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `passed` and `beside` (in
-    seconds, see `roofline.beside_seconds`); of one micro batch, `forward` and `backward` (seconds of its
-    passes), FORWARD_VOCABULARY and BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the
+    numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `passed` and `beside` (what
+    may be hidden of the seconds of `roofline.beside_seconds`), `optimistic` and `pessimistic` (seconds of the
+    step); of one micro batch, `forward` and `backward` (seconds of its passes), FORWARD_VOCABULARY and BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the
     loss), `kept` (bytes of its activations between the two) and `sent` (bytes to one other stage).
     states: bytes by category, gradients as the backward pass leaves them. seconds: by part. calls, bytes: of
     collectives. peaks: by (phase, category), bytes when it holds most. kept: activations at the peak by
@@ -64,10 +65,28 @@ class Figures:
         return max(peaks, key=peaks.__getitem__)
 
 
-def figures_of(costs: StepCosts, gpu: Gpu, topology: Topology) -> Figures:
+@dataclass(frozen=True)
+class Models:
+    """The GPU, its nodes, and the assumptions of the likely, the optimistic and the pessimistic case."""
+
+    gpu: Gpu
+    topology: Topology
+    likely: Assumptions
+    optimistic: Assumptions
+    pessimistic: Assumptions
+
+    @property
+    def others(self) -> tuple[Assumptions, Assumptions]:
+        """Of the cases that bound the likely one."""
+        return self.optimistic, self.pessimistic
+
+
+def figures_of(costs: StepCosts, models: Models) -> Figures:
     """Return the figures of a step that was simulated whole."""
-    times = roofline(costs, gpu, seconds_of=topology.seconds)
-    passed, beside = beside_seconds(costs, gpu, ASSUMED, topology.seconds)
+    gpu, topology, assumed = models.gpu, models.topology, models.likely
+    times = roofline(costs, gpu, assumed, topology.seconds)
+    passed, beside = beside_seconds(costs, gpu, assumed, topology.seconds)
+    others = {each.case: roofline(costs, gpu, each, topology.seconds) for each in models.others}
     counts = costs.counts
     many = {key: total for key, total in counts.collectives.items() if len(key.ranks) > 1}
     return Figures(
@@ -78,8 +97,9 @@ def figures_of(costs: StepCosts, gpu: Gpu, topology: Topology) -> Figures:
             "flops": sum(part.flops for part in times.parts.values()),
             "kernels": sum(part.launches for part in times.parts.values()),
             "waits": (counts.syncs + counts.uploads).total(),
-            "passed": passed,
-            "beside": beside,
+            "passed": assumed.hidden * passed,
+            "beside": assumed.hidden * beside,
+            **{case: other.seconds - other.hidden for case, other in others.items()},
         },
         states={
             PARAMETERS: costs.parameter_bytes,
@@ -103,14 +123,14 @@ def figures_of(costs: StepCosts, gpu: Gpu, topology: Topology) -> Figures:
     )
 
 
-def with_micro_batches(costs: StepCosts, gpu: Gpu, topology: Topology, micro_batches: int) -> Figures:
+def with_micro_batches(costs: StepCosts, models: Models, micro_batches: int) -> Figures:
     """Return the figures of a step of more micro batches than the simulated three, all like the second one.
 
     Without pipeline stages memory does not depend on their number, from the second one on.
     """
-    whole = figures_of(costs, gpu, topology)
+    whole = figures_of(costs, models)
     passes = {
-        each.forward: figures_of(replace(costs, counts=counts), gpu, topology)
+        each.forward: figures_of(replace(costs, counts=counts), models)
         for each, counts in costs.middle().items()
     }
     found = combined([(1, whole), *((micro_batches - costs.micro_batches, each) for each in passes.values())])

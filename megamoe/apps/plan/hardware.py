@@ -1,12 +1,11 @@
-"""GPUs by name or from a file of rates, the assumptions of the roofline model, and the time of
-collectives.
-"""
+"""GPUs by name or from a file of rates, and the time of collectives."""
 
 import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from megamoe.apps.plan.assumptions import ASSUMED, Assumptions
 from megamoe.apps.plan.counter import CollectiveKey, CollectiveTotal
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
@@ -16,50 +15,8 @@ __all__ = ["ASSUMED", "GPUS", "RANKS_OF_A_NODE", "Assumptions", "Gpu"]
 
 
 RANKS_OF_A_NODE = 8
-
-
-@dataclass(frozen=True)
-class Assumptions:
-    """What share of a peak is reached, and what a launch and a wait cost. None of it was measured here.
-
-    matmul, grouped_matmul, attention: of the peak FLOP/s. bytes, scattered_bytes: of the memory bandwidth, by
-    passes over whole tensors and by rows at random places. link: of a link's bandwidth. kernel_s: from the
-    end of one kernel to the beginning of the next. launch_s: the host's time for one operator in eager
-    PyTorch; the device waits where its work is shorter. sync_s: from the end of what the host waits for to
-    the next kernel. collective_s: start of a collective.
-    """
-
-    matmul: float = 0.70
-    grouped_matmul: float = 0.55
-    attention: float = 0.50
-    bytes: float = 0.80
-    scattered_bytes: float = 0.50
-    link: float = 0.75
-    kernel_s: float = 2e-6
-    launch_s: float = 5e-6
-    sync_s: float = 25e-6
-    collective_s: float = 15e-6
-
-    def lines(self) -> list[str]:
-        """For a reader of the figures."""
-        return [
-            f"of the peak FLOP/s: matrix products {self.matmul:.0%}, grouped ones {self.grouped_matmul:.0%}, "
-            f"flash attention {self.attention:.0%} (of its causal half)",
-            f"of the memory bandwidth: {self.bytes:.0%}; rows at random places {self.scattered_bytes:.0%}",
-            f"of the links: {self.link:.0%}, and {self.collective_s * 1e6:g} us to start; a node has "
-            f"{RANKS_OF_A_NODE} GPUs; rows travel to the experts beside shared experts, no other collective "
-            "runs beside other work",
-            f"{self.kernel_s * 1e6:g} us between kernels, {self.launch_s * 1e6:g} us of the host for each "
-            f"launch, {self.sync_s * 1e6:g} us for each wait of the host",
-            "an operator reads its arguments once and writes its results once, unless "
-            "megamoe/apps/plan/operators.py says otherwise; views cost nothing; TF32 is off",
-            "model FLOPs: 3 x the matrix products of one forward pass under a balanced load",
-        ]
-
-
-ASSUMED = Assumptions()
-
-
+# Kinds of which all bytes pass each link: what stages send, and NCCL's chains from rank to rank.
+WHOLE = ("send", "reduce", "broadcast")
 MOST_BYTES = 1 << 16
 NUMBERS = [field.name for field in fields(Gpu) if field.name != "name"]
 
@@ -108,12 +65,13 @@ class Topology:
         """Return the bytes of all calls.
 
         Reductions and gathers are rings, one for each rank of the group in a node, as NCCL makes them: each
-        ring leaves the node once. An all-to-all sends to each rank directly.
+        ring leaves the node once. A reduction to one rank is a chain: all bytes pass each link. An
+        all-to-all sends to each rank directly.
         """
         size = len(key.ranks)
         here = sum(rank // self.ranks == key.ranks[0] // self.ranks for rank in key.ranks)
         rounds = 2 if key.kind.startswith("allreduce") else 1
-        traffic = rounds * total.bytes * (1.0 if key.kind == "send" else (size - 1) / size)
+        traffic = rounds * total.bytes * (1.0 if key.kind in WHOLE else (size - 1) / size)
         if here == size:
             return Sent(traffic, 0.0)
         if key.kind == "send":
@@ -123,8 +81,11 @@ class Topology:
 
     def seconds(self, key: CollectiveKey, total: CollectiveTotal, gpu: Gpu, assumed: Assumptions) -> float:
         """Return the time of all calls; both links are in use at the same time."""
-        if len(key.ranks) == 1:
+        if len(key.ranks) == 1 or not total.calls:
             return 0.0
         sent = self.sent(key, total)
         slowest = max(sent.inside / gpu.nvlink, sent.between / gpu.network)
-        return total.calls * assumed.collective_s + slowest / assumed.link
+        share = assumed.of("link", total.bytes / total.calls)
+        away = sum(rank // self.ranks != key.ranks[0] // self.ranks for rank in key.ranks)
+        peers = away if key.kind.startswith("alltoall") else 0
+        return total.calls * (assumed.collective_s + peers * assumed.peer_s) + slowest / share

@@ -5,11 +5,12 @@ Their constants were chosen by the activations and kernels of simulated steps; d
 order.
 """
 
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cache
 from itertools import accumulate, pairwise
 
-from megamoe.apps.plan.hardware import ASSUMED, Gpu
+from megamoe.apps.plan.assumptions import ASSUMED
+from megamoe.apps.plan.hardware import Gpu
 from megamoe.config import RunConfig
 from megamoe.config.shapes import (
     expert_activation,
@@ -127,7 +128,7 @@ def _largest_stage(blocks: tuple[float, ...], after: float, stages: int, chunks:
 
 
 def _scaled(size: ModelSize, share: float) -> ModelSize:
-    return size if share == 1 else ModelSize(*(round(share * number) for number in astuple(size)))
+    return size if share == 1 else size.times(share)
 
 
 @cache
@@ -153,16 +154,15 @@ def _micro_batch(
         4 / 3 if "block" in modules else 1.0 + SMALL * len(modules & {"norms", "latent_up", "shared_experts"})
     )
     here = own if config.parallel.sequence else own * layout.tensor
-    seconds = own * sizes.flops.token * rest / (gpu.bf16 * ASSUMED.matmul)
-    seconds += (
-        own * sizes.choices * layers * load * sizes.flops.pair * again / (gpu.bf16 * ASSUMED.grouped_matmul)
-    )
+    grouped = ASSUMED.of("grouped", min(model.hidden_size, expert_ffn_size(config) if layers else 0))
+    seconds = own * sizes.flops.token * rest / (gpu.bf16 * ASSUMED.of("matmul", model.hidden_size))
+    seconds += own * sizes.choices * layers * load * sizes.flops.pair * again / (gpu.bf16 * grouped)
     passed = rest * blocks * (BLOCK_ROWS * here * model.hidden_size + 2 * own * _heads(config))
     passed += again * layers * 2 * own * _of_moe(config, sizes.choices)
     passed += 4 * own * sizes.vocabulary
     seconds += PASSES * 2 * passed / (gpu.memory * ASSUMED.bytes)
     launches = LAUNCHES * rest * blocks * PASSES
-    seconds = max(seconds + launches * ASSUMED.kernel_s, launches * ASSUMED.launch_s)
+    seconds = max(seconds + launches * ASSUMED.kernel_s, launches * ASSUMED.aten_call_s)
     if layout.tensor > 1:
         pair = cut_pair_traffic(
             layout, sequence=config.parallel.sequence, tokens=tokens, hidden_size=model.hidden_size, width=2
@@ -183,7 +183,10 @@ def _micro_batch(
         )
         inside = layout.expert // layout.nodes  # a node, if rows are exchanged by node
         rows = traffic.rows / _bandwidth(inside, layout.expert_tensor, gpu, gpus_per_node, ring=False)
-        rows += (traffic.between + traffic.pairs) / (gpu.network * ASSUMED.link)
+        between = traffic.between / (gpu.network * ASSUMED.link)
+        if config.train.in_flight == 2:  # it travels beside what the other micro batch computes
+            seconds -= min(seconds, layers * (between if layout.nodes > 1 else rows))
+        rows += between + traffic.pairs / (gpu.network * ASSUMED.link)
         slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
         beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
         seconds += resent * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)

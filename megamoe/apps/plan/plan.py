@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass, replace
 
+from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, Rate
 from megamoe.apps.plan.counter import STAGES, CollectiveTotal
-from megamoe.apps.plan.figures import Figures, extrapolated, is_worth_it, kinds, with_micro_batches
-from megamoe.apps.plan.hardware import ASSUMED, Gpu, Topology
+from megamoe.apps.plan.figures import Figures, Models, extrapolated, is_worth_it, kinds, with_micro_batches
+from megamoe.apps.plan.hardware import Gpu, Topology
 from megamoe.apps.plan.rank import simulate_step
 from megamoe.apps.plan.stages import Pipeline, plan_stages
 from megamoe.apps.plan.stand_ins import without_data
@@ -24,12 +25,21 @@ MODEL_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of so many GPUs each. disk: bytes/s that one node writes."""
+    """Nodes of so many GPUs each. disk: bytes/s that one node writes. measured: rows in the place of those
+    that are assumed.
+    """
 
     nodes: int
     gpus_per_node: int
     gpu: Gpu
     disk: float = 1e9
+    measured: tuple[Rate, ...] = ()
+
+    @property
+    def models(self) -> Models:
+        """The model of time."""
+        cases = (each.changed(self.measured) for each in (ASSUMED, OPTIMISTIC, PESSIMISTIC))
+        return Models(self.gpu, Topology(self.gpus_per_node), *cases)
 
     @property
     def ranks(self) -> int:
@@ -75,6 +85,14 @@ class Plan:
     def step_seconds(self) -> float:
         """Of one step, with overlap."""
         return self.figures.overlapped_seconds if self.pipeline is None else self.pipeline.step_seconds
+
+    def seconds_of_case(self, case: str) -> float:
+        """Return the step's time in the `optimistic` or the `pessimistic` case.
+
+        With stages, all passes change in the ratio of the stage that holds most.
+        """
+        figures = self.figures
+        return self.step_seconds * figures.numbers[case] / figures.overlapped_seconds
 
     @property
     def tokens_per_second(self) -> float:
@@ -123,7 +141,7 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
         config, changes = without_data(config)
         config.model.cpu_kernels = "plain"
         run = resolve_run(config, cluster.ranks)
-    topology = Topology(cluster.gpus_per_node)
+    models = cluster.models
     micro_batches = run.schedule.accumulation_at(run.schedule.total_samples(run.steps - 1))
 
     stage_ranks = run.plan.layout.stage_ranks
@@ -131,12 +149,14 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
     def simulate(model: RunConfig, stage: int = 0) -> Figures:
         ranks = model.parallel.pipeline * stage_ranks
         costs = simulate_step(model, ranks, load, min(micro_batches, 3), stage=stage)
-        return with_micro_batches(costs, cluster.gpu, topology, micro_batches)
+        return with_micro_batches(costs, models, micro_batches)
 
     def send_seconds(figures: Figures) -> float:
         one = CollectiveTotal(1, round(figures.numbers["sent"]))
         sends = [key for key in figures.calls if key.part == STAGES]
-        return max((topology.seconds(key, one, cluster.gpu, ASSUMED) for key in sends), default=0.0)
+        return max(
+            (models.topology.seconds(key, one, models.gpu, models.likely) for key in sends), default=0.0
+        )
 
     blocks = len(kinds(config))
     size = model_size(config, run.vocabulary.size)

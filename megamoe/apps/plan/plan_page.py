@@ -7,7 +7,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 from megamoe.apps.plan.counter import CollectiveTotal
-from megamoe.apps.plan.hardware import ASSUMED, Topology
+from megamoe.apps.plan.hardware import Topology
 from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
 from megamoe.model.size import embedding_size
@@ -246,7 +246,7 @@ def collective_rows(plan: Plan) -> list[dict[str, Any]]:
                 "bytes": total.bytes,
                 "inside": sent.inside,
                 "between": sent.between,
-                "ms": topology.seconds(key, total, plan.cluster.gpu, ASSUMED) * 1e3,
+                "ms": topology.seconds(key, total, plan.cluster.gpu, plan.cluster.models.likely) * 1e3,
             }
         )
     return rows
@@ -264,6 +264,12 @@ def _time(plan: Plan) -> list[str]:
     figures = plan.figures
     lines = [f"time of a step: {plan.step_seconds * 1e3:,.1f} ms, {plan.tokens_per_second:,.0f} tokens/s"]
     lines[0] += f", model FLOP utilisation {plan.utilisation:.1%}"
+    for case in ("optimistic", "pessimistic"):
+        seconds = plan.seconds_of_case(case)
+        speed, share = plan.step_seconds / seconds * plan.tokens_per_second, plan.step_seconds / seconds
+        lines.append(
+            f"  {case}: {seconds * 1e3:,.1f} ms, {speed:,.0f} tokens/s, {share * plan.utilisation:.1%}"
+        )
     if plan.pipeline is None:
         lines.append(
             f"  without overlap of collectives and the backward pass: {figures.step_seconds * 1e3:,.1f} ms"
@@ -289,11 +295,10 @@ def _assumptions(plan: Plan) -> list[str]:
         f"memory {gpu.memory / 1e12:g} TB/s, {gpu.capacity / GB:g} GB; inside a node {gpu.nvlink / GB:g}, "
         f"between nodes {gpu.network / GB:g} GB/s a GPU, one way"
     )
-    lines += [f"  {line}" for line in ASSUMED.lines() if not line.startswith("of the links")]
-    lines.append(f"  of the links: {ASSUMED.link:.0%}, and {ASSUMED.collective_s * 1e6:g} us to start")
+    lines += [f"  {line}" for line in plan.cluster.models.likely.lines()]
     lines.append("  collectives: rings, one for each GPU of a node; all-to-alls use both links at once")
     if any(key.is_async for key in plan.figures.calls):
-        lines.append("  collectives `beside` and the backward pass run together, and neither slows the other")
+        lines.append("  collectives `beside` and the backward pass run together, see `hidden`")
     if plan.run.plan.layout.expert > 1:
         lines.append(
             f"  expert load {plan.load:g}: this rank's experts get so many times the mean rows, as many from "
@@ -360,6 +365,8 @@ def record(plan: Plan) -> dict[str, Any]:
         "stages": stage_rows(plan),
         "idle": 0.0 if plan.pipeline is None else plan.pipeline.timeline.idle,
         "step_seconds": plan.step_seconds,
+        "optimistic_step_seconds": plan.seconds_of_case("optimistic"),
+        "pessimistic_step_seconds": plan.seconds_of_case("pessimistic"),
         "serial_step_seconds": figures.step_seconds,
         "seconds_by_part": dict(figures.seconds),
         "tokens_per_second": plan.tokens_per_second,

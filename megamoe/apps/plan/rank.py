@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +33,7 @@ from megamoe.compat.fake_cuda import (
     unknown_sizes_raise,
 )
 from megamoe.config import RunConfig
+from megamoe.config.shapes import recomputed_modules
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.kernels.attention.rotary import angles
@@ -49,6 +50,7 @@ from megamoe.moe.routing import tokens_and_choices
 from megamoe.moe.suggestions import provides
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
+from megamoe.parallel.layout import Layout
 from megamoe.parallel.pipeline.schedule import Pass
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
@@ -70,7 +72,8 @@ class StepCosts:
     buffer_bytes: what of that is left after the update. host: bytes of offloaded states by category.
     tokens: of this rank's micro batches. load: see `simulate_step`. peaks: by phase. passes: counts of each
     pass alone, which those of the step include. kept_bytes: what the forward pass of a micro batch leaves for
-    its backward pass.
+    its backward pass. in_flight: micro batches whose passes take turns. travel_ranks: the group of the
+    experts' exchange, between nodes if it is by node. exchanges_again: the backward pass repeats exchanges.
     """
 
     counts: Counts
@@ -86,6 +89,9 @@ class StepCosts:
     tokens: int
     load: float
     kept_bytes: int = 0
+    in_flight: int = 1
+    travel_ranks: tuple[int, ...] = ()
+    exchanges_again: bool = False
 
     @property
     def micro_batches(self) -> int:
@@ -163,6 +169,8 @@ def simulate_step(
     on_cuda = device == "cuda"
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     config.model.cpu_kernels = "plain"
+    # Simulated one after the other: what two in flight save is a rule, see `roofline.hidden_exchange`.
+    in_flight, config = config.train.in_flight, replace(config, train=replace(config.train, in_flight=1))
     with fake_torch_cuda() if on_cuda else nullcontext():
         run = resolve_run(config, ranks)
     rank = stage * run.plan.layout.stage_ranks
@@ -200,7 +208,8 @@ def simulate_step(
         stack.enter_context(stages_that_send(parts, counter))
         stack.enter_context(parts.followed())
         stack.enter_context(counter)
-        return _count(config, run, sample, world, model, context, counter, passes, micro_batches, load)
+        costs = _count(config, run, sample, world, model, context, counter, passes, micro_batches, load)
+        return replace(costs, in_flight=in_flight)
 
 
 def _check_load(load: float, expert: int) -> None:
@@ -335,4 +344,11 @@ def _count(
         micro_batches * batch.tokens_BS.numel(),
         load,
         passes.kept_bytes,
+        travel_ranks=_travel_ranks(run.plan.layout, world.rank),
+        exchanges_again=bool(recomputed_modules(config.model) & {"block", "moe_layer"}),
     )
+
+
+def _travel_ranks(layout: Layout, rank: int) -> tuple[int, ...]:
+    groups = layout.between_nodes_groups() if layout.nodes > 1 else layout.expert_groups()
+    return next((tuple(group) for group in groups if rank in group), ())

@@ -10,7 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megamoe.apps.plan.counter import DISPATCH, STAGES, CostCounter, Parts
+from megamoe.apps.plan.counter import COMBINE, DISPATCH, STAGES, CostCounter, Parts
 from megamoe.config import RunConfig
 from megamoe.config.parts import PartChoice
 from megamoe.config.shapes import moe_layer_numbers
@@ -22,7 +22,8 @@ from megamoe.moe.dispatch.between_nodes import ByNodeDispatch
 from megamoe.moe.dispatch.dispatcher import Dispatcher
 from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import Routing
-from megamoe.moe.suggestions import provides
+from megamoe.moe.suggestions import capabilities, provides
+from megamoe.moe.validation import candidates_of, experts_wanted
 from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part
 from megamoe.train import step
@@ -46,7 +47,7 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
     if not moe_layer_numbers(config):
         return changed, lines
     router = changed.moe.router
-    if router.masks:
+    if router.masks and not _leaves_enough(config):
         names = ", ".join(mask.name for mask in router.masks)
         lines.append(
             f"moe.router.masks: {names} forbid experts by value; a token's experts are counted without"
@@ -67,6 +68,15 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
         lines.append(f"moe.router.capacity: {name} drops pairs by value; counted as if none were dropped")
         router.capacity = PartChoice.default("capacity")
     return changed, lines
+
+
+def _leaves_enough(config: RunConfig) -> bool:
+    """Return whether the masks change which experts a token has, and not how many."""
+    router = config.moe.router
+    if len(router.masks) > 1 or "by_ranking" not in capabilities(router.selector):
+        return False
+    left = candidates_of(router.masks[0], config.moe.num_experts, config.parallel.expert)
+    return left.least >= experts_wanted(config.moe) and provides("fixed_count", router.selector)
 
 
 def sample_batch(run: ResolvedRun) -> Batch:
@@ -159,7 +169,7 @@ class CountedDispatch:
 
     def finish(self, state: Any) -> tuple[Tensor, Tensor]:
         """See `Dispatcher`."""
-        with self._parts.inside("dispatch"):
+        with self._parts.inside(DISPATCH):
             return self._inner.finish(state)
 
     def send_along(self, values_N: Tensor, state: Any) -> Tensor:
@@ -168,7 +178,7 @@ class CountedDispatch:
 
     def combine(self, rows_MH: Tensor, state: Any) -> Tensor:
         """See `Dispatcher`."""
-        with self._parts.inside("combine"):
+        with self._parts.inside(COMBINE):
             return self._inner.combine(rows_MH, state)
 
     def _counts(self, counts: Mapping[str, Tensor]) -> dict[str, list[int]]:

@@ -5,7 +5,6 @@ between runs and checkpoints, collapse, what experts contribute, and which token
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -355,7 +354,7 @@ def without_expert(layer: MoELayer, expert: int) -> AbstractContextManager[None]
     """Drop the pairs of one expert of a layer."""
 
     def drop(router: Router, inputs: tuple[Any, ...], routing: Routing) -> Routing:
-        return replace(routing, pairs=routing.pairs.keep(routing.pairs.expert_N != expert))
+        return routing.keep(routing.pairs.expert_N != expert)
 
     return hooked([(layer.router, drop)])
 

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal, NotRequired
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
-from megamoe.checkpoint.format.chunks import Chunk, first_overlap, most_chunks
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, damaged, parse_json, read_bytes, read_json
 from megamoe.config.renamed import with_new_names
 from megamoe.errors import UserError, printable
+from megamoe.parallel.chunks import Chunk, first_overlap, most_chunks
 
 LARGEST = (1 << 63) - 1  # the largest size of a tensor, and the largest count
 Number = Annotated[int, Field(ge=0, le=LARGEST)]

@@ -20,14 +20,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from megamoe.checkpoint.format.chunks import Chunk, LocalChunk, chunk_view, whole_tensor
 from megamoe.checkpoint.format.files import damaged, is_plain, shard_file
 from megamoe.checkpoint.format.meta import Index, read_index, read_meta
 from megamoe.errors import UserError
+from megamoe.parallel.chunks import Chunk, LocalChunk, chunk_view, whole_tensor
 
 WEIGHT = "model/"  # prefix of a parameter's or buffer's name
 STEP = "step/"  # prefix of Adam's count of a parameter's updates
-MOMENTS = ("exp_avg", "exp_avg_sq")
+MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
+MUON_MOMENT = "momentum_buffer"
 IN_SAFETENSORS = {
     "float64": "F64",
     "float32": "F32",
@@ -43,7 +44,7 @@ IN_SAFETENSORS = {
 
 
 def moment_name(moment: str, parameter: str) -> str:
-    """Return the name of the tensor that holds one of Adam's moments of a parameter."""
+    """Return the name of the tensor that holds a moment of a parameter."""
     return f"{moment}/{parameter}"
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 from megamoe.checkpoint.format.folder import candidates
-from megamoe.checkpoint.format.reader import MOMENTS, CheckpointReader, moment_name
+from megamoe.checkpoint.format.reader import MOMENTS, MUON_MOMENT, CheckpointReader, moment_name
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.stream import count_parameters
 from megamoe.errors import UserError, printable
@@ -26,7 +26,8 @@ def describe(path: Path, integrity: str) -> dict[str, Any]:
     with CheckpointReader(path, "checkpoint") as reader:
         meta, index = reader.meta, reader.index
         name = meta["config"].get("name")
-        trained = sum(moment_name(MOMENTS[0], it) in index["tensors"] for it in index["shardings"])
+        first = (MOMENTS[0], MUON_MOMENT)
+        trained = sum(any(moment_name(m, it) in index["tensors"] for m in first) for it in index["shardings"])
         parameters = count_parameters(reader)
     files = file_sizes(path)
     return {

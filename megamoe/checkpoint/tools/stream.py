@@ -21,11 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.format.chunks import LocalChunk, Shape, chunks_of_range
 from megamoe.checkpoint.format.files import sha256, write_sums
 from megamoe.checkpoint.format.reader import (
     IN_SAFETENSORS,
     MOMENTS,
+    MUON_MOMENT,
     STEP,
     WEIGHT,
     CheckpointReader,
@@ -34,6 +34,7 @@ from megamoe.checkpoint.format.reader import (
 from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.errors import UserError
 from megamoe.io import read_plain, sync
+from megamoe.parallel.chunks import LocalChunk, Shape, chunks_of_range
 from megamoe.resilience.processes import Process
 
 SLAB = 1 << 26  # elements that are in memory at a time
@@ -187,7 +188,7 @@ def consolidate(source: Path, path: Path, dtype: str | None = None, optimizer: b
         }
         write_tensors(folder / WEIGHTS, weights, reader)
         if optimizer:
-            prefixes = (STEP, *(moment_name(moment, "") for moment in MOMENTS))
+            prefixes = (STEP, *(moment_name(moment, "") for moment in (*MOMENTS, MUON_MOMENT)))
             names = [name for prefix in prefixes for name in reader.names(prefix)]
             write_tensors(
                 folder / OPTIMIZER, {name: _output_tensor(reader, name, None) for name in names}, reader

@@ -9,7 +9,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megamoe.kernels.choice import Kernels, RowKernels
-from megamoe.kernels.experts.grouped_gemm import blas_of, checked_ends, grouped_product, product_library
+from megamoe.kernels.experts.grouped_gemm import (
+    LaterGradients,
+    blas_of,
+    checked_ends,
+    grouped_product,
+    product_library,
+)
 from megamoe.kernels.experts.rows import swiglu
 
 
@@ -89,11 +95,17 @@ class _ClampedSwiGLU(torch.autograd.Function):
 
 
 def swiglu_experts(
-    rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor, kernels: Kernels
+    rows_NH: Tensor,
+    up_EGH: Tensor,
+    down_EHF: Tensor,
+    counts_E: Tensor,
+    kernels: Kernels,
+    later: LaterGradients | None = None,
 ) -> Tensor:
     """Apply its expert to each row: down * SwiGLU(up * row), [N, H] to [N, H]; G = 2F, gate over value.
 
-    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0.
+    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0. later: computes the
+    weights' gradients; not where one pass of kernels computes all gradients (`is_one_pass`).
 
     Raises:
         ValueError: if the weights do not fit the rows or each other, or the counts do not fit the rows, as in
@@ -102,7 +114,7 @@ def swiglu_experts(
     rows_NH = rows_NH.contiguous()
     library = _library_for(rows_NH, up_EGH, down_EHF, kernels)
     if library is None:
-        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels)
+        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels, later)
     ends_E = checked_ends(rows_NH, up_EGH, counts_E)
     output_NH: Tensor = _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, library, kernels)
     return output_NH
@@ -114,11 +126,16 @@ def is_one_pass(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, kernels: Kern
 
 
 def plain_swiglu_experts(
-    rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, counts_E: Tensor, kernels: Kernels
+    rows_NH: Tensor,
+    up_EGH: Tensor,
+    down_EHF: Tensor,
+    counts_E: Tensor,
+    kernels: Kernels,
+    later: LaterGradients | None = None,
 ) -> Tensor:
     """Compute `swiglu_experts` in its three steps."""
-    rows_NF = swiglu(grouped_product(rows_NH, up_EGH, counts_E, kernels), kernels)
-    return grouped_product(rows_NF, down_EHF, counts_E, kernels)
+    rows_NF = swiglu(grouped_product(rows_NH, up_EGH, counts_E, kernels, later), kernels)
+    return grouped_product(rows_NF, down_EHF, counts_E, kernels, later)
 
 
 class _Experts(torch.autograd.Function):

@@ -6,7 +6,8 @@ and in bf16 by AMX if the processor has it. On CUDA Triton's kernels replace it 
 the experts on the host.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,17 +24,75 @@ ALIGNMENT = 16  # bytes
 TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
 
 
-def grouped_product(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor, kernels: Kernels) -> Tensor:
+@dataclass
+class LaterGradients:
+    """Puts the gradients of weights off to a node of the graph that was made before their products.
+
+    Autograd runs the nodes that are ready in the reverse order of their creation. So a gradient exchange
+    that was started between the two runs beside these products, whose results it does not need. Until then
+    the graph holds the products' inputs and the gradients of their outputs.
+
+    token: without elements; it stands for the weights in the graph of the products.
+    """
+
+    token: Tensor = field(init=False, repr=False)
+    pending: dict[int, Callable[[], Tensor]] = field(default_factory=dict, init=False, repr=False)
+    weights: list[int] = field(default_factory=list, init=False, repr=False)
+
+    @classmethod
+    def of(cls, *weights: Tensor) -> "LaterGradients":
+        """Return the node of these weights, made now."""
+        later = cls()
+        later.weights = [id(weight) for weight in weights]
+        later.token = _Later.apply(later, *weights)
+        return later
+
+    def put_off(self, place: int, gradient: Callable[[], Tensor]) -> None:
+        """Have the gradient of the weight with this number computed later."""
+        self.pending[place] = gradient
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, later: LaterGradients, *weights: Tensor) -> Tensor:
+        ctx.later = later
+        return weights[0].new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor | None, ...]:
+        later: LaterGradients = ctx.later
+        pending, later.pending = later.pending, {}
+        places = range(len(later.weights))
+        return None, *(pending[place]() if place in pending else None for place in places)
+
+
+def grouped_product(
+    rows_NI: Tensor,
+    weight_EOI: Tensor,
+    counts_E: Tensor,
+    kernels: Kernels,
+    later: LaterGradients | None = None,
+) -> Tensor:
     """Multiply each row by the transposed weight of its expert; return [N, O] in the rows' dtype.
 
-    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0.
+    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0. later: computes the
+    weight's gradient, if it is one of its weights.
 
     Raises:
         ValueError: if the weight has another width or dtype than the rows; on the CPU, if the counts do not
             add up to the rows.
     """
     ends_E = checked_ends(rows_NI, weight_EOI, counts_E)
-    product_NO: Tensor = _GroupedProduct.apply(rows_NI.contiguous(), weight_EOI, ends_E, kernels)
+    rows_NI = rows_NI.contiguous()
+    product_NO: Tensor
+    if later is None:
+        product_NO = _GroupedProduct.apply(rows_NI, weight_EOI, ends_E, kernels)
+    else:
+        weight = weight_EOI.detach()
+        product_NO = _LaterProduct.apply(
+            rows_NI, weight, ends_E, kernels, later.token, later, later.weights.index(id(weight_EOI))
+        )
     return product_NO
 
 
@@ -66,13 +125,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels) -> Tensor:
         ctx.kernels = kernels
         ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
-        library = product_library(rows_NI, weight_EOI.shape, kernels)
-        if library is None:
-            return _grouped_mm(rows_NI, _aligned(weight_EOI).transpose(1, 2), ends_E)
-        output_NO = rows_NI.new_empty(len(rows_NI), weight_EOI.shape[1])
-        return _compiled(
-            "forward", library, (rows_NI, weight_EOI.contiguous()), ends_E, weight_EOI, output_NO
-        )
+        return _product(rows_NI, weight_EOI, ends_E, kernels)
 
     @staticmethod
     @once_differentiable
@@ -83,6 +136,42 @@ class _GroupedProduct(torch.autograd.Function):
         rows = _to_rows(gradient_NO, weight_EOI, ends_E, ctx.kernels) if to_rows else None
         weight = _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, ctx.kernels) if to_weight else None
         return rows, weight, None, None
+
+
+class _LaterProduct(torch.autograd.Function):
+    """The same, but the weight's gradient is left to `LaterGradients`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        rows_NI: Tensor,
+        weight_EOI: Tensor,
+        ends_E: Tensor,
+        kernels: Kernels,
+        token: Tensor,
+        later: LaterGradients,
+        place: int,
+    ) -> Tensor:
+        ctx.kernels, ctx.later, ctx.place = kernels, later, place
+        ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
+        return _product(rows_NI, weight_EOI, ends_E, kernels)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, ...]:
+        rows_NI, weight_EOI, ends_E = ctx.saved_tensors
+        gradient_NO, kernels = gradient_NO.contiguous(), ctx.kernels
+        ctx.later.put_off(ctx.place, lambda: _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, kernels))
+        rows = _to_rows(gradient_NO, weight_EOI, ends_E, kernels) if ctx.needs_input_grad[0] else None
+        return rows, None, None, None, gradient_NO.new_empty(0), None, None
+
+
+def _product(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels) -> Tensor:
+    library = product_library(rows_NI, weight_EOI.shape, kernels)
+    if library is None:
+        return _grouped_mm(rows_NI, _aligned(weight_EOI).transpose(1, 2), ends_E)
+    output_NO = rows_NI.new_empty(len(rows_NI), weight_EOI.shape[1])
+    return _compiled("forward", library, (rows_NI, weight_EOI.contiguous()), ends_E, weight_EOI, output_NO)
 
 
 def _grouped_mm(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:

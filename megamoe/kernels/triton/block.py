@@ -8,7 +8,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import each_once, load_block, store_block, sum_parts
+from megamoe.kernels.triton.common import (
+    cdiv,
+    each_once,
+    load_block,
+    next_power_of_2,
+    store_block,
+    sum_parts,
+)
 
 NUMBERS = 2048  # that one program holds at least, if the rows are short
 PROGRAMS = 256  # of the backward pass; each adds up the weight's gradient over its rows
@@ -44,7 +51,7 @@ def _normalise(
     """Launch the kernel. rest: eps, the sum or None, the result and its scale."""
     if count:
         options = _options(width)
-        grid = (triton.cdiv(count, options["ROWS"]),)
+        grid = (cdiv(count, options["ROWS"]),)
         _rms_norm[grid](rows, added, weight_H, count, width, *rest, **options)
 
 
@@ -88,7 +95,7 @@ def _differentiate(
         to_weight_H.zero_()
         return
     options = _options(width)
-    programs = min(PROGRAMS, triton.cdiv(count, options["ROWS"]))
+    programs = min(PROGRAMS, cdiv(count, options["ROWS"]))
     part_PH = to_rows.new_empty(programs, width, dtype=torch.float32)
     _rms_norm_backward[(programs,)](*sides, count, width, to_rows, part_PH, **options)
     sum_parts(part_PH, to_weight_H)
@@ -96,7 +103,7 @@ def _differentiate(
 
 def _options(width: int) -> dict[str, int]:
     """Return the rows and the columns that a program holds at a time, and its warps."""
-    block = triton.next_power_of_2(width)
+    block = next_power_of_2(width)
     tall = max(1, NUMBERS // block)
     return {"ROWS": tall, "BLOCK": block, "num_warps": min(16, max(4, block * tall // 1024))}
 
@@ -182,9 +189,9 @@ def rotate(
     """
     if not out.numel():
         return
-    block = triton.next_power_of_2(half)
-    tall = min(triton.next_power_of_2(count), max(1, ROTARY_NUMBERS // block))
-    grid = (length * batch, triton.cdiv(count, tall))
+    block = next_power_of_2(half)
+    tall = min(next_power_of_2(count), max(1, ROTARY_NUMBERS // block))
+    grid = (length * batch, cdiv(count, tall))
     strides = (from_s, from_b, from_n, to_s, to_b, to_n)
     arguments = (heads, out, cosine_SD, sine_SD, *strides, batch, count, half, turn)
     _rotate[grid](*arguments, HEADS=tall, BLOCK=block)

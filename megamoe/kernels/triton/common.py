@@ -54,9 +54,22 @@ TILES: dict[tuple[str, int, int], Tile] = {
 SMALL_TILE = Tile(32, 32, 16, 4, 2)
 
 
+# `triton.cdiv` and `triton.next_power_of_2` take 3 us a call, because kernels may call them too.
+
+
+def cdiv(number: int, divisor: int) -> int:
+    """Return the quotient, rounded up."""
+    return -(-number // divisor)
+
+
+def next_power_of_2(number: int) -> int:
+    """Return the smallest power of two that is not below a positive number."""
+    return 1 << (number - 1).bit_length()
+
+
 def row_block(width: int) -> int:
     """Return the columns that one program of a pass over rows handles at a time."""
-    return min(LARGEST_BLOCK, triton.next_power_of_2(max(width, 1)))
+    return min(LARGEST_BLOCK, next_power_of_2(max(width, 1)))
 
 
 def tile_for(kind: str, sample: torch.Tensor) -> Tile:
@@ -98,7 +111,7 @@ def sum_parts(part_PX: Tensor, out_X: Tensor) -> None:
     """Write the sum over the first dimension, fp32, in one order, into `out_X` in its dtype."""
     columns = out_X.numel()
     arguments = (part_PX, len(part_PX), columns, out_X)
-    _sum_parts[(triton.cdiv(columns, COLUMNS),)](*arguments, ROWS=PARTS, BLOCK=COLUMNS)
+    _sum_parts[(cdiv(columns, COLUMNS),)](*arguments, ROWS=PARTS, BLOCK=COLUMNS)
 
 
 @triton.jit

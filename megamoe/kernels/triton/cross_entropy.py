@@ -5,7 +5,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import bytes_of, each_once
+from megamoe.kernels.triton.common import (
+    bytes_of,
+    cdiv,
+    each_once,
+    next_power_of_2,
+)
 
 BLOCK = 4096  # words that one program holds at a time
 WARPS = 8
@@ -28,7 +33,7 @@ def statistics(
     not among these words), and sum of logits, in one pass."""
     if tokens:
         results = (largest_T, sum_T, label_logit_T, total_T)
-        block = min(BLOCK, triton.next_power_of_2(words))
+        block = min(BLOCK, next_power_of_2(words))
         _statistics[(tokens,)](logits_TV, label_T, words, *results, BLOCK=block, num_warps=WARPS)
 
 
@@ -50,9 +55,9 @@ def gradient(
 ) -> None:
     """Write sent * (exp(logit - largest) * scale - of_label * [is the label] - of_all) over the logits."""
     if tokens and words:
-        block = min(BLOCK, triton.next_power_of_2(words))
+        block = min(BLOCK, next_power_of_2(words))
         arguments = (logits_TV, label_T, largest_T, scale_T, sent_T, words, of_label, of_all)
-        _gradient[(tokens, triton.cdiv(words, block))](*arguments, BLOCK=block, num_warps=WARPS)
+        _gradient[(tokens, cdiv(words, block))](*arguments, BLOCK=block, num_warps=WARPS)
 
 
 @triton.jit

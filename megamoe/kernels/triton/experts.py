@@ -9,7 +9,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import bytes_of, each_once, inside, row_block, store_block
+from megamoe.kernels.triton.common import (
+    bytes_of,
+    cdiv,
+    each_once,
+    inside,
+    row_block,
+    store_block,
+)
 from megamoe.kernels.triton.products import add_product, find_rows, launch, multiply, weigh
 
 
@@ -18,7 +25,7 @@ def swiglu(rows_N2F: Tensor, count: int, width: int, out_NF: Tensor) -> None:
     """Compute gate * sigmoid(gate) * value: [N, 2F] of gate | value to [N, F]."""
     if out_NF.numel():
         block = row_block(width)
-        _swiglu[(count, triton.cdiv(width, block))](rows_N2F, width, out_NF, BLOCK=block)
+        _swiglu[(count, cdiv(width, block))](rows_N2F, width, out_NF, BLOCK=block)
 
 
 @kernel_operator("swiglu_backward", mutates={"to_rows_N2F"}, bytes_moved=each_once)
@@ -28,7 +35,7 @@ def swiglu_backward(
     """Compute the gradients of both halves: [N, 2F]."""
     if gradient_NF.numel():
         block = row_block(width)
-        grid = (count, triton.cdiv(width, block))
+        grid = (count, cdiv(width, block))
         _swiglu_backward[grid](gradient_NF, rows_N2F, width, to_rows_N2F, BLOCK=block)
 
 

@@ -13,7 +13,15 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import each_once, load_block, load_transposed, store_block, tile_for
+from megamoe.kernels.triton.common import (
+    cdiv,
+    each_once,
+    load_block,
+    load_transposed,
+    next_power_of_2,
+    store_block,
+    tile_for,
+)
 
 # Of fp32 products. "ieee" multiplies in fp32; "tf32x3" uses tensor cores three times and loses about one bit.
 FP32_PRECISION = "ieee"
@@ -58,7 +66,7 @@ def weigh(
     if not out_EOI.numel():
         return
     tile = tile_for("to_weight", rows_NI)
-    grid = (triton.cdiv(outer, tile.rows) * triton.cdiv(inner, tile.columns), experts)
+    grid = (cdiv(outer, tile.rows) * cdiv(inner, tile.columns), experts)
     precision = precision_of(rows_NI)
     _to_weight[grid](sent_NO, rows_NI, ends_E, inner, outer, out_EOI, PRECISION=precision, **tile.options())
 
@@ -99,9 +107,9 @@ def launch(
     65,535 programs at most. kind: of the table of tiles. inner: columns of the rows. columns: of the result.
     """
     tile = tile_for(kind, rows)
-    row_tiles = triton.cdiv(len(rows), tile.rows) + min(experts, len(rows))
-    grid = (row_tiles * triton.cdiv(columns, tile.columns),)
-    constants |= {"EXPERTS": triton.next_power_of_2(experts), "PRECISION": precision_of(rows)}
+    row_tiles = cdiv(len(rows), tile.rows) + min(experts, len(rows))
+    grid = (row_tiles * cdiv(columns, tile.columns),)
+    constants |= {"EXPERTS": next_power_of_2(experts), "PRECISION": precision_of(rows)}
     arguments = (rows, weight, ends_E, experts, inner, columns, *outputs)
     kernel[grid](*arguments, **constants, **tile.options())
 

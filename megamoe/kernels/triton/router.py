@@ -12,10 +12,12 @@ from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
+    cdiv,
     each_once,
     inside,
     load_block,
     load_transposed,
+    next_power_of_2,
     store_block,
     sum_parts,
 )
@@ -31,7 +33,7 @@ TOKENS_OF_A_PASS = 64  # of a program of the passes over rows of few numbers
 
 
 def _experts_of_a_block(experts: int) -> int:
-    return min(MOST_EXPERTS, max(16, triton.next_power_of_2(experts)))
+    return min(MOST_EXPERTS, max(16, next_power_of_2(experts)))
 
 
 def _flops(rows_TH: Tensor, weight_EH: Tensor, *others: Any, result: None) -> int:
@@ -43,7 +45,7 @@ def scores(rows_TH: Tensor, weight_EH: Tensor, tokens: int, experts: int, width:
     """Compute out = rows weight^T in fp32."""
     if out_TE.numel():
         block = _experts_of_a_block(experts)
-        grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(experts, block))
+        grid = (cdiv(tokens, TOKENS), cdiv(experts, block))
         sizes = {"ROWS": TOKENS, "COLUMNS": block, "DEPTH": DEPTH}
         _fp32_product[grid](
             rows_TH, weight_EH, tokens, width, experts, out_TE, WEIGHT_IS_OUT_IN=True, **sizes
@@ -77,14 +79,14 @@ def scores_backward(
     if not tokens:
         to_weight_EH.zero_()
         return
-    grid = (triton.cdiv(tokens, TOKENS), triton.cdiv(width, DEPTH))
+    grid = (cdiv(tokens, TOKENS), cdiv(width, DEPTH))
     sizes = {"ROWS": TOKENS, "COLUMNS": DEPTH, "DEPTH": 16}
     arguments = (sent_TE, weight_EH, tokens, experts, width, to_rows_TH)
     _fp32_product[grid](*arguments, WEIGHT_IS_OUT_IN=False, **sizes)
     block = min(EXPERTS_OF_A_GRADIENT, _experts_of_a_block(experts))
-    parts = min(PARTS, triton.cdiv(tokens, TOKENS))
+    parts = min(PARTS, cdiv(tokens, TOKENS))
     part_PEH = torch.empty(parts, experts, width, dtype=torch.float32, device=rows_TH.device)
-    grid_of_parts = (triton.cdiv(width, DEPTH), triton.cdiv(experts, block), parts)
+    grid_of_parts = (cdiv(width, DEPTH), cdiv(experts, block), parts)
     sizes = {"ROWS": block, "COLUMNS": DEPTH, "DEPTH": TOKENS}
     _to_weight[grid_of_parts](sent_TE, rows_TH, tokens, experts, width, part_PEH, **sizes)
     sum_parts(part_PEH, to_weight_EH)
@@ -103,8 +105,8 @@ def chosen_weights(
 ) -> None:
     """Compute out = scale * p / max(the sum of the chosen p, smallest), for the chosen p."""
     if out_TK.numel():
-        sizes = {"ROWS": TOKENS_OF_A_PASS, "CHOICES": triton.next_power_of_2(choices)}
-        grid = (triton.cdiv(tokens, TOKENS_OF_A_PASS),)
+        sizes = {"ROWS": TOKENS_OF_A_PASS, "CHOICES": next_power_of_2(choices)}
+        grid = (cdiv(tokens, TOKENS_OF_A_PASS),)
         arguments = (probs_TE, expert_TK, tokens, experts, choices, smallest, scale, out_TK)
         _chosen_weights[grid](*arguments, **sizes)
 
@@ -123,8 +125,8 @@ def chosen_weights_backward(
 ) -> None:
     """Compute the gradient of p, 0 for experts that were not chosen."""
     if to_probs_TE.numel():
-        sizes = {"ROWS": TOKENS_OF_A_PASS, "EXPERTS": triton.next_power_of_2(experts), "CHOICES": choices}
-        grid = (triton.cdiv(tokens, TOKENS_OF_A_PASS),)
+        sizes = {"ROWS": TOKENS_OF_A_PASS, "EXPERTS": next_power_of_2(experts), "CHOICES": choices}
+        grid = (cdiv(tokens, TOKENS_OF_A_PASS),)
         arguments = (sent_TK, probs_TE, expert_TK, tokens, experts, smallest, scale, to_probs_TE)
         _chosen_weights_backward[grid](*arguments, **sizes)
 

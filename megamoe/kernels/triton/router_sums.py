@@ -11,7 +11,13 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import each_once, load_block, store_block
+from megamoe.kernels.triton.common import (
+    cdiv,
+    each_once,
+    load_block,
+    next_power_of_2,
+    store_block,
+)
 
 TOKENS = 32  # of a block
 PROGRAMS = 256
@@ -19,12 +25,12 @@ SMALLEST = tl.constexpr(torch.finfo(torch.float32).tiny)
 
 
 def _options(experts: int) -> dict[str, int]:
-    block = triton.next_power_of_2(experts)
+    block = next_power_of_2(experts)
     return {"ROWS": TOKENS, "EXPERTS": block, "num_warps": 4 if block <= 128 else 8}
 
 
 def _programs(tokens: int) -> int:
-    return min(PROGRAMS, triton.cdiv(tokens, TOKENS))
+    return min(PROGRAMS, cdiv(tokens, TOKENS))
 
 
 @kernel_operator("z_loss", mutates={"log_sum_T", "out"}, bytes_moved=each_once, launches=2)
@@ -45,7 +51,7 @@ def z_loss_backward(
     """Compute sent * 2 / T * log_sum * softmax(scores)."""
     if scores_TE.numel():
         arguments = (sent, scores_TE, log_sum_T, tokens, experts, to_scores_TE)
-        _z_loss_backward[(triton.cdiv(tokens, TOKENS),)](*arguments, **_options(experts))
+        _z_loss_backward[(cdiv(tokens, TOKENS),)](*arguments, **_options(experts))
 
 
 @kernel_operator("balance_loss", mutates={"factor_E", "out"}, bytes_moved=each_once, launches=2)
@@ -78,7 +84,7 @@ def gate_sums(
     part_P2 = sums_2.new_empty(programs, 2)
     part_PD = torch.empty(programs, experts + 1, dtype=torch.int32, device=sums_2.device)
     arguments = (probs_TE, token_N, tokens, experts, pairs, pairs.bit_length(), part_P2, part_PD)
-    _gate_sums[(programs,)](*arguments, **_options(experts), BINS=triton.next_power_of_2(experts + 1))
+    _gate_sums[(programs,)](*arguments, **_options(experts), BINS=next_power_of_2(experts + 1))
     torch.sum(part_P2, dim=0, out=sums_2)
     torch.sum(part_PD, dim=0, out=width_D)
 

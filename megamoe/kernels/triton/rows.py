@@ -8,7 +8,12 @@ import triton.language as tl
 from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import each_once, row_block
+from megamoe.kernels.triton.common import (
+    cdiv,
+    each_once,
+    next_power_of_2,
+    row_block,
+)
 from megamoe.kernels.triton.router_sums import pairs_up_to
 
 
@@ -27,7 +32,7 @@ def combine(
         out.zero_()
         return
     block = row_block(width)
-    _combine[(tokens, triton.cdiv(width, block))](rows_NH, row_N, ends_T, weight_N, width, out, BLOCK=block)
+    _combine[(tokens, cdiv(width, block))](rows_NH, row_N, ends_T, weight_N, width, out, BLOCK=block)
 
 
 def _bytes_of_combine_backward(gradient_TH: Tensor, rows_NH: Tensor, *rest: Any, result: None) -> int:
@@ -125,13 +130,13 @@ def group_pairs(
     """
     if tokens:
         arguments = (token_N, pairs, tokens, pairs.bit_length(), ends_T)
-        _ends[(triton.cdiv(tokens, TOKENS),)](*arguments, BLOCK=TOKENS)
+        _ends[(cdiv(tokens, TOKENS),)](*arguments, BLOCK=TOKENS)
     if not pairs:
         counts_E.zero_()
         return
-    width = triton.next_power_of_2(experts)
+    width = next_power_of_2(experts)
     tall = max(1, min(MOST_PAIRS, NUMBERS // width))
-    blocks = triton.cdiv(pairs, tall)
+    blocks = cdiv(pairs, tall)
     before_BE = torch.empty(blocks, experts, dtype=torch.int32, device=expert_N.device)
     sizes = {"ROWS": tall, "EXPERTS": width}
     _count[(blocks,)](expert_N, pairs, experts, before_BE, **sizes)

@@ -21,11 +21,12 @@ from typing import Literal
 
 from torch import Tensor
 
+from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
 from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Example, Part, StepContext
-from megamoe.moe.routing import Pairs, Scored
-from megamoe.registry import register
+from megamoe.moe.routing import Pairs, Places, Scored
+from megamoe.registry import get_part, register
 
 BY_VALUE = ("probability", "choice_then_probability", "batch_prioritised")
 BY_CHOICE = ("choice_then_probability", "batch_prioritised", "choice_then_position")
@@ -59,7 +60,8 @@ class PerExpertCapacity(Part):
     class Config:
         """factor: gamma. eval_factor: the factor in evaluation; default: the same. min_capacity: the least C,
         which none of the papers has; DeepSpeed's default is 4. priority: which pairs keep a place, see the
-        class.
+        class. pad: every expert computes C rows, those without a pair of zeros; then nobody waits for the
+        numbers of rows, and all micro batches have the same.
         """
 
         factor: float = 1.25
@@ -73,6 +75,7 @@ class PerExpertCapacity(Part):
             "choice_then_position",
             "random",
         ] = "position"
+        pad: bool = False
 
         def __post_init__(self) -> None:
             if not self.factor > 0 or not (self.eval_factor is None or self.eval_factor > 0):
@@ -84,7 +87,20 @@ class PerExpertCapacity(Part):
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
         priorities = ("position", *BY_VALUE, "random")
         several = [Example({"priority": priority}) for priority in priorities]
-        return [*several, Example({"factor": 0.75, "min_capacity": 0})]
+        return [*several, Example({"factor": 0.75, "min_capacity": 0}), Example({"pad": True})]
+
+    @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        return {"fixed_shares"} if options.pad else set()
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        for choice in moe.router.masks if options.pad else []:
+            if get_part("mask", choice.name).step_wide:
+                raise ValueError(
+                    f"pad: the mask {choice.name} closes experts in a step, and only the device knows "
+                    "how many places the others then have; set pad: false, or remove the mask"
+                )
 
     def places(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor:
         """Return C, the places of each expert; open_E: see `Scored`."""
@@ -96,12 +112,16 @@ class PerExpertCapacity(Part):
         floor = self.config.min_capacity
         return wanted.clamp_min(floor) if isinstance(wanted, Tensor) else max(wanted, floor)
 
-    def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor:
-        """Return which pairs are kept, bool [N]."""
+    def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | Places:
+        """Return which pairs are kept, bool [N]; with `pad`, the places."""
         rank_N = pairs.choice_N if self.config.priority in BY_CHOICE else None
         value_N = self._values(pairs, scored, context)
         place_N = place_in_group(pairs.expert_N, self.dims.num_experts, rank_N, value_N)
-        return place_N < self.places(scored.num_tokens, scored.open_E)
+        size = self.places(scored.num_tokens, scored.open_E)
+        if not self.config.pad:
+            return place_N < size
+        assert isinstance(size, int), "a step-wide mask changes the places"
+        return Places(place_N, min(size, scored.num_tokens))
 
     def _values(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
         """Return the values to compare, fp32 [N], the larger the better; None: the list's order decides."""

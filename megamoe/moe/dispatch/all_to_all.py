@@ -16,7 +16,14 @@ from torch import Tensor
 
 from megamoe.compat.torch_compat import assert_on_device
 from megamoe.kernels.experts.rows import Order, RowTokens, combine, permute
-from megamoe.moe.dispatch.dispatcher import Dispatcher, ExpertPlaces, ReadCounts, read_counts, sort_by_expert
+from megamoe.moe.dispatch.dispatcher import (
+    Dispatcher,
+    ExpertPlaces,
+    ReadCounts,
+    read_counts,
+    rows_of_places,
+    sort_by_expert,
+)
 from megamoe.moe.dispatch.transfer import Rows, Transfer
 from megamoe.moe.process_groups import gather_rows, rank_in, size_of
 from megamoe.moe.routing import Pairs, Routing
@@ -30,13 +37,14 @@ class DirectState:
     counts_XSL: int64, rows for each of this rank's L experts by slice rank and the rank they come from. out,
     back, sliced: the exchanges over the expert-parallel group and to the slices, None where there is none.
     gathered_X: rows of each slice rank. arriving: what `out` has started. by_expert_M: the order that groups
-    the rows at their end by expert.
+    the rows at their end by expert. num_tokens: of the output.
     """
 
     rows: RowTokens
     weight_N: Tensor
     order_N: Tensor
     counts_XSL: Tensor
+    num_tokens: int
     sent_R: list[int] | None = None
     received_R: list[int] | None = None
     gathered_X: list[int] | None = None
@@ -53,6 +61,8 @@ class AllToAllDispatch(Dispatcher):
     own.
     """
 
+    takes_places = True
+
     def __init__(self, config: Any, places: ExpertPlaces) -> None:
         super().__init__(config, places)
         self.expert, self.expert_tensor = places.groups.expert, places.groups.expert_tensor
@@ -68,6 +78,8 @@ class AllToAllDispatch(Dispatcher):
             RuntimeError: if the routing stays home, but a pair's expert is on another rank; on a GPU it is
                 raised there, where nobody waits for it.
         """
+        if routing.places is not None:
+            return self._start_places(hidden_TH, routing, routing.places)
         sizes = (routing.num_tokens, routing.num_experts)
         found, counts_E = sort_by_expert(routing.pairs, sizes, self.kernels)
         if counts_E is not None:
@@ -77,9 +89,24 @@ class AllToAllDispatch(Dispatcher):
             all_here = counts_XSL[self.slice].sum() == found[1].numel()
             assert_on_device(all_here, "is_local, but a pair's expert is on another rank")
         numbers = self.read_counts(to_read) if to_read else {}
-        state = DirectState(*found, counts_XSL)
+        state = DirectState(*found, counts_XSL, routing.num_tokens)
         fp8 = self.fp8 and "sent" in numbers  # not for rows that stay here
         self.send(Rows.of(hidden_TH, fp8), state, numbers)
+        return state
+
+    def _start_places(self, hidden_TH: Tensor, routing: Routing, places: int) -> DirectState:
+        """Begin to send rows whose numbers all ranks know: `places` of each rank for each expert."""
+        found, hidden_TH = rows_of_places(hidden_TH, routing, self.kernels)
+        experts = routing.num_experts // self.num_ranks
+        sizes = (self.num_slices, self.num_ranks, experts)
+        counts_XSL = torch.full(sizes, places, device=hidden_TH.device)
+        numbers: dict[str, list[int]] = {}
+        if self.expert is not None:
+            numbers = dict.fromkeys(("sent", "received"), [experts * places] * self.num_ranks)
+        if self.expert_tensor is not None:
+            numbers["gathered"] = [routing.num_experts * places] * self.num_slices
+        state = DirectState(*found, counts_XSL, routing.num_tokens)
+        self.send(Rows.of(hidden_TH, self.fp8 and self.expert is not None), state, numbers)
         return state
 
     def start_pairs(
@@ -92,7 +119,7 @@ class AllToAllDispatch(Dispatcher):
     ) -> DirectState:
         """Begin to send rows whose counts `exchange_counts` has exchanged, and which were read since."""
         found, _ = sort_by_expert(pairs, (len(rows.values), num_experts), self.kernels)
-        state = DirectState(*found, counts_XSL)
+        state = DirectState(*found, counts_XSL, len(rows.values))
         self.send(rows, state, numbers)
         return state
 
@@ -176,4 +203,4 @@ class AllToAllDispatch(Dispatcher):
             rows_MH = rows_MH.view(self.num_slices, own_X[0], rows_MH.shape[1]).sum(0)
         if state.sent_R is not None:
             rows_MH = self._transfer(state.received_R, state.sent_R).run(rows_MH)
-        return combine(rows_MH, state.weight_N, state.rows, self.kernels)
+        return combine(rows_MH, state.weight_N, state.rows, self.kernels)[: state.num_tokens]

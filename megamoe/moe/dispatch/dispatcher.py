@@ -38,9 +38,11 @@ class Dispatcher:
     the tokens, the experts and the weights of the pairs. Shapes: T tokens of this rank, N pairs of them, M
     rows for the experts of this rank, H the hidden size.
 
-    node_use: whether `places.groups` has the groups by node: never, where that saves enough, or always.
+    takes_places: whether `start` knows `Routing.places`. node_use: whether `places.groups` has the groups by
+    node: never, where that saves enough, or always.
     """
 
+    takes_places: bool = False
     node_use: Literal["none", "if_worth", "always"] = "none"
 
     def __init__(self, config: Any, places: ExpertPlaces) -> None:
@@ -84,7 +86,7 @@ class Dispatcher:
 class SortedPairs:
     """The pairs of one micro batch sorted by expert: their tokens, weights, and old numbers.
 
-    hidden_TH, counts_E: what a dispatch that sends nothing needs.
+    hidden_TH, counts_E: what a dispatch that sends nothing needs. num_tokens: of the output.
     """
 
     rows: RowTokens
@@ -92,6 +94,7 @@ class SortedPairs:
     order_N: Tensor
     hidden_TH: Tensor
     counts_E: Tensor
+    num_tokens: int
 
 
 class LocalDispatch(Dispatcher):
@@ -102,11 +105,15 @@ class LocalDispatch(Dispatcher):
 
     def start(self, hidden_TH: Tensor, routing: Routing) -> SortedPairs:
         """See `Dispatcher`."""
+        if routing.places is not None:
+            rows, hidden_TH = rows_of_places(hidden_TH, routing, self.kernels)
+            rows_E = torch.full((routing.num_experts,), routing.places, device=hidden_TH.device)
+            return SortedPairs(*rows, hidden_TH, rows_E, routing.num_tokens)
         sizes = (routing.num_tokens, routing.num_experts)
         found, counts_E = sort_by_expert(routing.pairs, sizes, self.kernels)
         if counts_E is not None:
             routing.remember_counts(counts_E)
-        return SortedPairs(*found, hidden_TH, routing.counts_E())
+        return SortedPairs(*found, hidden_TH, routing.counts_E(), routing.num_tokens)
 
     def finish(self, state: SortedPairs) -> tuple[Tensor, Tensor]:
         """See `Dispatcher`."""
@@ -118,7 +125,18 @@ class LocalDispatch(Dispatcher):
 
     def combine(self, rows_MH: Tensor, state: SortedPairs) -> Tensor:
         """See `Dispatcher`."""
-        return combine(rows_MH, state.weight_N, state.rows, self.kernels)
+        return combine(rows_MH, state.weight_N, state.rows, self.kernels)[: state.num_tokens]
+
+
+def rows_of_places(
+    hidden_TH: Tensor, routing: Routing, kernels: Kernels
+) -> tuple[tuple[RowTokens, Tensor, Tensor], Tensor]:
+    """Return what `sort_by_expert` does, of pairs in fixed shares, and the tokens with one more, of zeros."""
+    pairs = routing.pairs
+    rows = RowTokens.of(pairs.token_N, routing.num_tokens + 1, kernels)
+    order_N = torch.arange(len(pairs.token_N), device=pairs.token_N.device)
+    hidden_TH = torch.cat((hidden_TH, hidden_TH.new_zeros(1, hidden_TH.shape[1])))
+    return (rows, pairs.weight_N, order_N), hidden_TH
 
 
 def sort_by_expert(

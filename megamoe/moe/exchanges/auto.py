@@ -15,6 +15,7 @@ class Auto(ByNodeDispatch):
     """
 
     node_use = "if_worth"
+    takes_places = True  # with them no rows travel by node
 
     @dataclass
     class Config:

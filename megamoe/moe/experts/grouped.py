@@ -16,7 +16,7 @@ from torch.nn import functional
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.experts.ffn import add_expert_bias, experts_of_rows, is_one_pass, swiglu_experts
-from megamoe.kernels.experts.grouped_gemm import grouped_product, takes_any_count
+from megamoe.kernels.experts.grouped_gemm import LaterGradients, grouped_product, takes_any_count
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
@@ -27,8 +27,9 @@ from megamoe.moe.recompute import drop_output
 PADDED_ROWS = 64
 
 # (rows [N, in] grouped by expert, weight [experts, out, in], counts [experts] int64) -> [N, out]: each row
-# times the transposed weight of its expert. An expert, or all of them, may have no row.
-GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+# times the transposed weight of its expert. An expert, or all of them, may have no row. Our own product also
+# takes `later`.
+GroupedProduct = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,7 @@ class GroupedExperts(nn.Module):
             columns = cut.of(hidden_size)
             self.up_bias = nn.Parameter(torch.zeros(len(expert_ids), width))
             self.down_bias = nn.Parameter(torch.zeros(len(expert_ids), columns.stop - columns.start))
+        self.weight_gradients = WeightGradients()
         own = functools.partial(grouped_product, kernels=kernels)
         make = products.make or (lambda *sizes: own)
         self.up_product = make(len(expert_ids), hidden_size, width)
@@ -129,30 +131,63 @@ class GroupedExperts(nn.Module):
             self.up.data[local] = cut_up(whole_up, ffn_size, cut)
             self.down.data[local] = whole_down[:, cut.of(ffn_size)]
 
-    def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
-        """[N, H] rows grouped by expert and their counts, int64 [E_local] -> [N, H]."""
+    def put_off_gradients(self) -> LaterGradients | None:
+        """Return what computes the weights' gradients at the place of this call in the backward pass, which
+        is later than the place of `forward`: what is begun in between runs beside them.
+
+        None where there is nothing to put off, with other products than our own, and for weights that are not
+        here now (ZeRO 3).
+        """
+        weights = self.up, self.down
+        wanted = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
+        if not wanted or self.products.make is not None or any(weight.dim() != 3 for weight in weights):
+            return None
+        later: LaterGradients = self.weight_gradients(*weights)
+        return later
+
+    def forward(
+        self,
+        rows_NH: Tensor,
+        counts_E: Tensor,
+        dropout: ExpertDropout | None = None,
+        later: LaterGradients | None = None,
+    ) -> Tensor:
+        """[N, H] rows grouped by expert and their counts, int64 [E_local] -> [N, H].
+
+        later: of `put_off_gradients`; not used where one pass of kernels computes all gradients.
+        """
         multiple = self.products.row_multiple
         padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
         if padded_alike and not takes_any_count(rows_NH, (self.up, self.down), self.kernels):
             multiple = math.lcm(multiple, PADDED_ROWS)
+        # The one wait of a layer, if the counts are on a device.
+        host_E = counts_E.cpu() if self.products.host_counts else counts_E
         if multiple == 1:
-            return self._ffn(rows_NH, counts_E, dropout)
-        place_N, padded_E = padded_places(counts_E, multiple)
-        num_rows = int(padded_E.sum())
+            return self._ffn(rows_NH, counts_E, host_E, dropout, later)
+        place_N, padded_E = padded_places(counts_E, multiple, len(rows_NH))
+        host_E = padded_counts(host_E, multiple)
+        num_rows = int(host_E.sum())
         padded = rows_NH.new_zeros(num_rows, rows_NH.shape[1]).index_copy(0, place_N, rows_NH)
         spread = None if dropout is None else dropout.spread(place_N, num_rows)
-        return self._ffn(padded, padded_E, spread).index_select(0, place_N)
+        return self._ffn(padded, padded_E, host_E, spread, later).index_select(0, place_N)
 
-    def _ffn(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None) -> Tensor:
+    def _ffn(
+        self,
+        rows_NH: Tensor,
+        counts_E: Tensor,
+        product_counts_E: Tensor,
+        dropout: ExpertDropout | None,
+        later: LaterGradients | None,
+    ) -> Tensor:
+        """product_counts_E: the counts where the products read them."""
         expert_N = None if self.up_bias is None else experts_of_rows(counts_E, len(rows_NH))
-        if self.products.host_counts:
-            counts_E = counts_E.cpu()
         # The fused form knows SwiGLU without biases alone; all others take the three steps below.
         own_form = self.activation == "swiglu" and dropout is None and expert_N is None
         own_form &= self.products.make is None
         if own_form and (not self.drops or is_one_pass(rows_NH, self.up, self.down, self.kernels)):
-            return swiglu_experts(rows_NH, self.up, self.down, counts_E, self.kernels)
-        rows_NG = self.up_product(rows_NH, self.up, counts_E)
+            return swiglu_experts(rows_NH, self.up, self.down, counts_E, self.kernels, later)
+        options = {} if later is None else {"later": later}
+        rows_NG = self.up_product(rows_NH, self.up, product_counts_E, **options)
         if self.up_bias is not None and expert_N is not None:
             rows_NG = add_expert_bias(rows_NG, self.up_bias, expert_N)
 
@@ -163,7 +198,7 @@ class GroupedExperts(nn.Module):
             return dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
 
         rows_NF = drop_output(activated, rows_NG) if self.drops else activated(rows_NG)
-        output_NH = self.down_product(rows_NF, self.down, counts_E)
+        output_NH = self.down_product(rows_NF, self.down, product_counts_E, **options)
         if self.down_bias is None or expert_N is None:
             return output_NH
         own, hidden_size = self.cut.of(output_NH.shape[1]), output_NH.shape[1]
@@ -171,17 +206,30 @@ class GroupedExperts(nn.Module):
         return add_expert_bias(output_NH, bias_EH, expert_N)
 
 
+class WeightGradients(nn.Module):
+    """A module of its own, so that a plan can tell these products from the experts' others."""
+
+    def forward(self, *weights: Tensor) -> LaterGradients:
+        """See `LaterGradients.of`."""
+        return LaterGradients.of(*weights)
+
+
 def cut_up(weight: Tensor, ffn_size: int, cut: Slice) -> Tensor:
     """Return a slice of each half of a first weight, [F or 2F, H]."""
     return weight.view(-1, ffn_size, weight.shape[-1])[:, cut.of(ffn_size)].reshape(-1, weight.shape[-1])
 
 
-def padded_places(counts_E: Tensor, unit: int) -> tuple[Tensor, Tensor]:
+def padded_counts(counts_E: Tensor, unit: int) -> Tensor:
+    """Return the counts filled up to multiples of `unit`, int64 [E]."""
+    return (counts_E + unit - 1) // unit * unit
+
+
+def padded_places(counts_E: Tensor, unit: int, num_rows: int) -> tuple[Tensor, Tensor]:
     """Return the places of rows grouped by expert if each group is padded to a multiple of `unit`.
 
-    counts_E: int64 -> (each row's place, int64 [N]; the padded counts, int64 [E]).
+    counts_E: int64, with the sum `num_rows` -> (each row's place, int64 [N]; the padded counts, int64 [E]).
     """
-    padded_E = (counts_E + unit - 1) // unit * unit
+    padded_E = padded_counts(counts_E, unit)
     shift_E = (padded_E.cumsum(0) - padded_E) - (counts_E.cumsum(0) - counts_E)
-    shift_N = shift_E.repeat_interleave(counts_E)
-    return torch.arange(shift_N.numel(), device=counts_E.device) + shift_N, padded_E
+    shift_N = shift_E.repeat_interleave(counts_E, output_size=num_rows)
+    return torch.arange(num_rows, device=counts_E.device) + shift_N, padded_E

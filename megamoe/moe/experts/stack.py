@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamoe.kernels.experts.grouped_gemm import LaterGradients
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import GroupedExperts
 
@@ -46,14 +47,25 @@ class ExpertStack(nn.Module):
             for number in range(1, num_sublayers + 1)
         )
 
-    def forward(self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None = None) -> Tensor:
+    def put_off_gradients(self) -> list[LaterGradients | None]:
+        """Return those of each sub-layer, see `GroupedExperts`."""
+        return [sublayer.put_off_gradients() for sublayer in self.sublayers]  # type: ignore[operator]
+
+    def forward(
+        self,
+        rows_NH: Tensor,
+        counts_E: Tensor,
+        dropout: ExpertDropout | None = None,
+        later: list[LaterGradients | None] | None = None,
+    ) -> Tensor:
         """[N, H] rows grouped by expert and their counts, int64 [E_local] -> S(x) - x, [N, H]."""
+        laters = later or [None] * len(self.sublayers)
         experts_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_N = torch.repeat_interleave(experts_E, counts_E, output_size=len(rows_NH))
         change_NH = torch.zeros_like(rows_NH)
-        for norm, sublayer in zip(self.norms, self.sublayers, strict=True):
+        for norm, sublayer, of_sublayer in zip(self.norms, self.sublayers, laters, strict=True):
             normed_NH = norm(rows_NH + change_NH, expert_N)
-            change_NH = change_NH + sublayer(normed_NH, counts_E, dropout)
+            change_NH = change_NH + sublayer(normed_NH, counts_E, dropout, of_sublayer)
         return change_NH
 
 

@@ -92,8 +92,7 @@ class TopK(FixedK):
         if second == "sampled":
             expert_TK = self._sample_second(expert_TK, scored.probs_TE.detach(), context)
         weight_TK = self._weights(scored.probs_TE, scored.scores_TE, scored.candidates_TE, expert_TK)
-        candidates_TE = scored.candidates_TE
-        valid_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)
+        valid_TK = scored.candidates_among_TK(expert_TK)
         if second == "random":
             sent_TK = self._send_second(scored.probs_TE.detach().gather(1, expert_TK), context)
             valid_TK = sent_TK if valid_TK is None else valid_TK & sent_TK

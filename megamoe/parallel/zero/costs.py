@@ -12,11 +12,15 @@ from megamoe.parallel.zero.offload import Offload
 
 @dataclass(frozen=True)
 class Share:
-    """The parameters of a rank, how many of them are trained, and how many ranks hold the same ones."""
+    """The parameters of a rank, how many of them are trained, and how many ranks hold the same ones.
+
+    of_muon: how many of the trained ones Muon updates, which has one moment of them, and Adam two.
+    """
 
     parameters: float
     trained: float
     replicas: int
+    of_muon: float = 0
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,7 @@ def _share_bytes(share: Share, stage: int, precision: Precision, offload: Offloa
     gradients = 4 * share.trained / (share.replicas if stage >= 2 else 1)  # accumulated in fp32
     master = 4 if stage >= 1 or precision != "fp32" else 0
     mine = share.trained / (share.replicas if stage >= 1 else 1)
-    optimizer = (8 + master) * mine
+    optimizer = (8 + master) * mine - 4 * share.of_muon * mine / max(1, share.trained)
     if offload.optimizer == "none":
         return StateBytes(weights, gradients, optimizer)
     return _offloaded(stage, width, offload, weights, gradients, optimizer, mine)

@@ -37,9 +37,11 @@ from megamoe.compat.deepspeed_compat import (
 )
 from megamoe.compat.deepspeed_pipeline import reduce_on_request
 from megamoe.compat.deepspeed_zero import silence_output_type_warning
-from megamoe.config.schema import RunConfig
+from megamoe.config.schema import MuonConfig, RunConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.moe.part import Constraint
+from megamoe.optim.muon import MasterWeightMuon, PartitionedMuon, Stage0Muon, is_of_muon
+from megamoe.optim.newton_schulz import step_rows
 from megamoe.optim.optimizers import (
     MasterWeightAdamW,
     Stage0AdamW,
@@ -55,6 +57,7 @@ from megamoe.parallel.groups import ModelParallelUnit, groups_of
 from megamoe.parallel.launch import World
 from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
+from megamoe.parallel.zero.matrix_exchange import MatrixExchange, MuonCosts, split_weights
 from megamoe.parallel.zero.partition import DTYPES, Partition
 from megamoe.parallel.zero.pipeline import ReplicatedWeights, use_norm_of_all_stages
 from megamoe.parallel.zero.scattered_gradients import ScatteredGradients
@@ -92,7 +95,9 @@ class Engine:
         self._gradient_sync = (
             TensorParallelGradientSync(model, tensor_group) if self.layout.tensor > 1 else None
         )
-        optimizer = _build_optimizer(config, model, plan, world)
+        groups = parameter_groups(model, config.optimizer)
+        of_muon = {parameter for group in groups if is_of_muon(group) for parameter in group["params"]}
+        optimizer = _build_optimizer(config, groups, plan, world)
         silence_memory_reports()
         read_norm_once()
         with warnings.catch_warnings():
@@ -100,6 +105,8 @@ class Engine:
             self._engine, *_ = deepspeed.initialize(
                 model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
             )
+        if config.optimizer.name == "muon":
+            self._use_muon(config.optimizer.muon, of_muon)
         if self.layout.pipeline > 1:
             self._replicas = ReplicatedWeights(model, self.groups.pipeline)
             if self.stage > 0:
@@ -114,6 +121,23 @@ class Engine:
         self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
         if self.stage == 0 and world.size == 1:
             skip_gradient_buckets(self._engine)
+
+    def _use_muon(self, config: MuonConfig, chosen: set[nn.Parameter]) -> None:
+        """Tell Muon where the matrices lie. chosen: the parameters that it updates."""
+        optimizer: Any = self.inner_optimizer
+        weights = split_weights(
+            self.model, self.layout, self.stage, self._engine.optimizer, optimizer, chosen
+        )
+        in_fp32 = config.precision == "fp32" or (config.precision == "auto" and self.precision == "fp32")
+        dtype = torch.float32 if in_fp32 else torch.bfloat16
+        optimizer.muon.solver = MatrixExchange(
+            weights, self.layout, self.groups.stage, step_rows(config), dtype
+        )
+
+    def muon_costs(self) -> MuonCosts | None:
+        """Return what a step of Muon costs this rank; None without Muon."""
+        muon = getattr(self.inner_optimizer, "muon", None)
+        return None if muon is None else muon.solver.costs()
 
     @property
     def pipeline_rank(self) -> int:
@@ -267,14 +291,16 @@ class Engine:
 
 
 def _build_optimizer(
-    config: RunConfig, model: nn.Module, plan: ParallelPlan, world: World
+    config: RunConfig, groups: list[dict[str, Any]], plan: ParallelPlan, world: World
 ) -> torch.optim.Optimizer:
-    groups = parameter_groups(model, config.optimizer)
     options = adamw_options(config.optimizer)
     if plan.stage == 0:
-        kind = MasterWeightAdamW if plan.precision == "bf16" else Stage0AdamW
-        clip, decoupled = config.optimizer.grad_clip, config.optimizer.name == "adamw"
+        clip, decoupled = config.optimizer.grad_clip, config.optimizer.name != "adam"
         kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+        if config.optimizer.name == "muon":
+            of_muon = MasterWeightMuon if plan.precision == "bf16" else Stage0Muon
+            return of_muon(groups, clip, config.optimizer.muon, kernels=kernels, **options)
+        kind = MasterWeightAdamW if plan.precision == "bf16" else Stage0AdamW
         return kind(groups, clip, kernels=kernels, decoupled_weight_decay=decoupled, **options)
     if plan.offload.optimizer != "none" and world.device.type == "cuda":
         from deepspeed.ops.adam import DeepSpeedCPUAdam
@@ -283,6 +309,8 @@ def _build_optimizer(
         decoupled = config.optimizer.name == "adamw"
         cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
         return cpu_adam
+    if config.optimizer.name == "muon":
+        return PartitionedMuon(groups, config.optimizer.muon, **options)
     return zero_optimizer(config.optimizer, groups)
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from megamoe.checkpoint.format import meta
-from megamoe.checkpoint.format.chunks import Chunk, first_overlap
 from megamoe.checkpoint.format.files import INDEX, META
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import integrity_of
 from megamoe.errors import UserError
+from megamoe.parallel.chunks import Chunk, first_overlap
 from megamoe.train.resume import check_init, check_resume
 from tests.support import checkpoint
 from tests.support.checkpoint_files import seal, write_checkpoint

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megamoe.checkpoint.format.chunks import chunk_view, local_chunks_of
-from megamoe.checkpoint.planning import placements
+from megamoe.parallel.chunks import chunk_view, local_chunks_of
+from megamoe.parallel.placements import placements
 from megamoe.parallel.zero.partition import Partition
 from megamoe.train import start_model
 from megamoe.train.trainer import Trainer

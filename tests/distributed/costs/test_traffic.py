@@ -13,6 +13,7 @@ from torch import Tensor
 
 from megamoe.config.schema import ParallelConfig
 from megamoe.model.build import build_model
+from megamoe.moe.dispatch.transfer import Transfer
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
@@ -242,3 +243,43 @@ def test_a_dense_block(pool: Pool) -> None:
         for sequence, sent in zip((False, True), found, strict=True):
             pair = cut_pair_traffic(Layout(2, 2), sequence=sequence, tokens=TOKENS, hidden_size=32, width=4)
             assert sent == 2 * pair
+
+
+def rows_that_leave_a_node(keep: int) -> list[int]:
+    """Job: rows of this rank that cross to other nodes in each transfer of a layer, forward and backward.
+
+    Four nodes of a rank, each with a group of the experts; tokens take 4 experts of `keep` groups.
+    """
+    launch.start(launch.find_world(), timeout_minutes=1)
+    layout = Layout(4, expert=4, nodes=4)
+    groups = start_groups(layout, timeout_minutes=1).layer
+    masks = [{"name": "group_limit", "num_groups": 4, "keep": keep, "score": "sum"}]
+    router = {"masks": masks, "selector": {"name": "top_k", "k": 4}}
+    config = small_run(moe__num_experts=16, moe__router=router, moe__num_shared_experts=0)
+    layer = MoELayer(
+        config.moe, LayerShape(HIDDEN, FFN, 1, "swiglu", 0.1, 0.1, seed=1), StepContext(), groups
+    )
+    found, real = [], Transfer.begin
+
+    def begin(self: Transfer, rows: Tensor, sent: list[int], received: list[int]) -> None:
+        if rows.dim() == 2:  # not the experts and weights of pairs
+            found.append(sum(sent) - sent[dist.get_rank()])
+        real(self, rows, sent, received)
+
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    Transfer.begin = begin  # type: ignore[method-assign]
+    try:
+        hidden_TH = torch.randn(TOKENS, HIDDEN, generator=generator).requires_grad_()
+        layer(hidden_TH).sum().backward()
+    finally:
+        Transfer.begin = real  # type: ignore[method-assign]
+    return found
+
+
+def test_a_token_limited_to_two_groups_leaves_its_node_at_most_twice(pool: Pool) -> None:
+    """To the experts and back, in forward and in backward; without a limit more rows cross."""
+    limited, free = (pool.run(rows_that_leave_a_node, keep, ranks=4) for keep in (2, 4))
+    out, back, gradient_out, gradient_back = (sum(of_rank) for of_rank in zip(*limited, strict=True))
+    assert out == back == gradient_out == gradient_back
+    assert all(rank[0] <= 2 * TOKENS and rank[2] >= 0 for rank in limited)
+    assert 0 < out <= 2 * 4 * TOKENS < sum(rank[0] for rank in free)

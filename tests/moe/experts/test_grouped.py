@@ -79,10 +79,10 @@ def test_biases_equal_the_loops(activation: Activation, counts: list[int], multi
 
 
 def test_groups_are_padded_to_whole_units() -> None:
-    place_N, padded_E = padded_places(torch.tensor([3, 0, 4, 5]), 4)
+    place_N, padded_E = padded_places(torch.tensor([3, 0, 4, 5]), 4, 12)
     assert padded_E.tolist() == [4, 0, 4, 8]
     assert place_N.tolist() == [0, 1, 2, 4, 5, 6, 7, 8, 9, 10, 11, 12]
-    assert padded_places(torch.tensor([0, 0]), 4)[0].tolist() == []
+    assert padded_places(torch.tensor([0, 0]), 4, 0)[0].tolist() == []
 
 
 @pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0]], ids=str)

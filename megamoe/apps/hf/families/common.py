@@ -16,9 +16,9 @@ from megamoe.apps.hf.keys import (
     unsupported,
 )
 from megamoe.apps.hf.rules import BLOCK, COLUMNS, GATED, ROWS, WHOLE, Line, halves, query_key_value
-from megamoe.checkpoint.format.chunks import Sharding
 from megamoe.config import RunConfig
 from megamoe.config.shapes import has_input_bias, head_size, moe_block_numbers
+from megamoe.parallel.chunks import Sharding
 
 THEIRS = "model.layers.{b}."
 ATTENTION, THEIR_ATTENTION = f"{BLOCK}self_attention.", f"{THEIRS}self_attn."

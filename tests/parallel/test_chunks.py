@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.format.chunks import (
+from megamoe.parallel.chunks import (
     Chunk,
     DimShard,
     Placement,

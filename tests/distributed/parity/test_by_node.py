@@ -1,0 +1,186 @@
+"""The exchange by node equals the direct one in whole layers: every mode, every preset, compositions."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megamoe import registry
+from megamoe.config import PartChoice
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.dispatch import between_nodes
+from megamoe.moe.layer import LayerShape, MoELayer
+from megamoe.moe.part import StepContext
+from megamoe.moe.recompute import recomputed
+from megamoe.parallel import launch
+from megamoe.parallel.groups import start_groups
+from megamoe.parallel.layout import Layout
+from tests.moe.test_compositions import DRAWS, composed, part_of
+from tests.support.moe.build import moe_config, observed
+from tests.support.moe.part_layers import PARTS, moe_tree
+from tests.support.ranks.pool import Pool
+
+HIDDEN, FFN, TOKENS = 16, 32, 24
+LAYOUTS = {
+    "2 nodes of 1": Layout(2, expert=2, nodes=2),
+    "1 node of 2": Layout(2, expert=2),
+    "2 nodes of 2": Layout(4, expert=4, nodes=2),
+    "4 nodes of 1": Layout(4, expert=4, nodes=4),
+    "2 nodes of 1, slices": Layout(4, expert=2, expert_tensor=2, nodes=2),
+    "2 nodes of 2, spread tokens": Layout(4, tensor=2, expert=4, nodes=2),
+}
+QUICK = ("2 nodes of 1", "2 nodes of 2", "2 nodes of 2, spread tokens")
+TOP_2 = {"selector": {"name": "top_k", "k": 2}}
+FULL = pytest.mark.full
+
+
+@dataclass(frozen=True)
+class Case:
+    """moe: the layer. again: computed again in the backward pass: nothing, the experts, or the layer. tokens:
+    of each data-parallel rank in turn.
+    """
+
+    moe: MoEConfig
+    again: str = ""
+    fp8: bool = False
+    tokens: tuple[int, ...] = (TOKENS,) * 4
+    dtype: torch.dtype = torch.float32
+    further: dict[str, Any] = field(default_factory=dict)
+
+
+def modes() -> dict[str, Case]:
+    """The same few layers in every mode that the exchange knows."""
+
+    def of(num_experts: int = 16, **tree: Any) -> MoEConfig:
+        return moe_config(**{"num_experts": num_experts, "router": TOP_2, **tree})
+
+    capacity = {"name": "per_expert", "factor": 0.6}
+    local = {**TOP_2, "masks": [{"name": "gating_dropout", "rate": 1.0}]}
+    return {
+        "top-1": Case(of(router="switch")),
+        "top-8": Case(of(router={"selector": {"name": "top_k", "k": 8}})),
+        "a threshold": Case(of(router={"selector": "threshold"})),
+        "a rank without tokens": Case(of(), tokens=(0, 24, 8, 0)),
+        "no rank has tokens": Case(of(), tokens=(0, 0, 0, 0)),
+        "unequal ranks": Case(of(), tokens=(4, 40, 12, 20)),
+        "capacity": Case(of(router={**TOP_2, "capacity": capacity})),
+        "local routing": Case(of(router=local)),
+        "shared experts": Case(of(num_shared_experts=2)),
+        "dropout": Case(of(expert_output_dropout=0.2, expert_activation_dropout=0.1)),
+        "experts again": Case(of(), again="moe"),
+        "layer again": Case(of(num_shared_experts=1), again="moe_layer"),
+        "fp8": Case(of(), fp8=True),
+        "fp8, layer again": Case(of(num_shared_experts=1), again="moe_layer", fp8=True),
+        "bf16": Case(of(), dtype=torch.bfloat16),
+    }
+
+
+MODES = modes()
+
+
+def cases() -> dict[str, Case]:
+    """Every mode, every part with what fits it (all presets are among them), and random compositions."""
+    found = dict(MODES)
+    found |= {f"{kind} {name}": Case(moe_config(**moe_tree(kind, name))) for kind, name in PARTS}
+    found |= {f"composition {n}": Case(composed(n, part_of(n))[0]) for n in range(DRAWS)}
+    return {name: case for name, case in found.items() if not _is_bound_to_ranks(case.moe)}
+
+
+def _is_bound_to_ranks(moe: MoEConfig) -> bool:
+    """Whether a part asks for experts or sub-layers that these small layouts cannot cut."""
+    return moe.num_experts % 4 != 0
+
+
+def some() -> dict[str, Case]:
+    """A few of the compositions, and every mode."""
+    found = cases()
+    drawn = [name for name in found if name.startswith("composition")][::15]
+    return {name: found[name] for name in (*MODES, *drawn)}
+
+
+def layer_outcome(case: Case, layout: Layout, groups: Any, exchange: str) -> dict[str, Tensor]:
+    """Forward and backward of one layer on this rank, with this exchange."""
+    rank = dist.get_rank()
+    shape = LayerShape(
+        HIDDEN, FFN, 1, "swiglu", 0.3, 0.3, seed=1, vocab_size=32, exchange_fp8=case.fp8,
+        exchange=PartChoice.default("exchange") if exchange == "by_node" else _direct(),
+        computed_again=frozenset({"moe"} if case.again == "moe" else ()),
+    )  # fmt: skip
+    tokens = case.tokens[rank // layout.tensor]
+    generator = torch.Generator().manual_seed(rank)
+    own = tokens // layout.batch_ranks
+    sequences = 4 if tokens % 4 == 0 and tokens else 1
+    context = StepContext(
+        seed=5, step=3, token_ids_T=torch.arange(tokens) % 32, sample_index_B=torch.arange(sequences),
+        data_group=dist.group.WORLD, micro_batch=rank // layout.tensor,
+    )  # fmt: skip
+    layer = MoELayer(case.moe, shape, context, groups).to(case.dtype)
+    context.num_rollouts = max((loss.num_rollouts for loss in layer.objectives.values()), default=1)
+    hidden_TH = torch.randn(own, HIDDEN, generator=generator).to(case.dtype).requires_grad_()
+    upstream_TH = torch.randn(own, HIDDEN, generator=generator).to(case.dtype)
+    output_TH = recomputed(layer, [layer], hidden_TH) if case.again == "moe_layer" else layer(hidden_TH)
+    output_TH.backward(upstream_TH)
+    seen = observed(layer)
+    gradient = torch.zeros_like(hidden_TH) if hidden_TH.grad is None else hidden_TH.grad
+    found = {"output": output_TH.detach(), "hidden": gradient, "load": seen.load_E, "width": seen.width_D}
+    return found | {n: p.grad for n, p in layer.named_parameters() if p.grad is not None}
+
+
+def _direct() -> PartChoice:
+    return PartChoice("exchange", "direct", registry.get_part("exchange", "direct").Config())
+
+
+def differences(layout: Layout, several: dict[str, Case]) -> Iterator[str]:
+    """Yield what differs between the two exchanges on this rank, by case."""
+    groups = start_groups(layout, timeout_minutes=1).layer
+    for name, case in several.items():
+        direct = layer_outcome(case, layout, replace(groups, between_nodes=None, inside_node=None), "direct")
+        by_node = layer_outcome(case, layout, groups, "by_node")
+        tolerance = 1e-6 if case.dtype == torch.float32 else 1e-2
+        if by_node.keys() != direct.keys():
+            yield f"{name}: {sorted(by_node.keys() ^ direct.keys())}"
+        for what, value in direct.items():
+            scale = max(1.0, float(value.float().abs().max())) if value.numel() else 1.0
+            off = (by_node[what].double() - value.double()).abs()
+            bound = 0.0 if what in ("load", "width") else tolerance * scale
+            if value.numel() and not float(off.max()) <= bound:
+                yield f"{name}: {what} differs by {float(off.max()):.2e} of {scale:.2e}"
+
+
+def compare(layout: Layout, which: str) -> list[str]:
+    """Job: what differs on this rank, and which exchanges were taken."""
+    launch.start(launch.find_world(), timeout_minutes=2)
+    taken: set[type] = set()
+    real = between_nodes.ByNodeDispatch.start
+
+    def started(self: Any, *given: Any) -> Any:
+        taken.add(type(self))
+        return real(self, *given)
+
+    between_nodes.ByNodeDispatch.start = started  # type: ignore[method-assign]
+    try:
+        found = list(differences(layout, some() if which == "some" else cases()))
+    finally:
+        between_nodes.ByNodeDispatch.start = real  # type: ignore[method-assign]
+    if bool(taken) != (layout.nodes > 1):
+        found.append(f"taken: {taken}")
+    return found
+
+
+@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK else FULL) for n in LAYOUTS])
+def test_layers_equal_those_of_the_direct_exchange(pool: Pool, layout: str) -> None:
+    sizes = LAYOUTS[layout]
+    for found in pool.run(compare, sizes, "some", ranks=sizes.ranks, timeout_s=600):
+        assert not found, "\n".join(found)
+
+
+@FULL
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_layers_equal_those_of_the_direct_exchange(pool: Pool, layout: str) -> None:
+    sizes = LAYOUTS[layout]
+    for found in pool.run(compare, sizes, "all", ranks=sizes.ranks, timeout_s=3000):
+        assert not found, "\n".join(found)

@@ -1,0 +1,81 @@
+"""Fixed shares: the rows of each expert by hand, and a layer that equals the one without empty rows."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megamoe.errors import UserError
+from megamoe.moe.layer import MoELayer
+from megamoe.moe.routing import Places
+from megamoe.moe.validation import check_parts
+from tests.support.moe.build import make_hidden, make_layer, make_pairs, moe_config, observed
+
+TOKENS = 24
+TOP_2 = {"selector": {"name": "top_k", "k": 2}}
+
+
+def test_the_rows_by_hand() -> None:
+    """Three tokens of two experts each; expert 1 has 2 places for 3 pairs, expert 2 a place too many."""
+    pairs = make_pairs([[1, 0], [1, 2], [0, 1]], [[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
+    places = Places(torch.tensor([0, 0, 1, 0, 1, 2]), size=2)
+    assert places.kept_N().tolist() == [True] * 5 + [False]
+    filled = places.filled(pairs, num_tokens=3, num_experts=3)
+    assert filled.expert_N.tolist() == [0, 0, 1, 1, 2, 2]
+    assert filled.token_N.tolist() == [0, 2, 0, 1, 1, 3]
+    torch.testing.assert_close(filled.weight_N, torch.tensor([0.2, 0.5, 0.1, 0.3, 0.4, 0.0]))
+
+
+def layer_of(pad: bool, **tree: Any) -> MoELayer:
+    capacity = {"name": "per_expert", "factor": tree.pop("factor", 1.0), "pad": pad}
+    router = {**TOP_2, **tree.pop("router", {}), "capacity": capacity}
+    return make_layer(moe_config(num_experts=8, router=router, **tree))
+
+
+def outcome(layer: MoELayer, hidden_TH: Tensor) -> dict[str, Tensor]:
+    """The output, every gradient, and what is observed."""
+    hidden_TH = hidden_TH.clone().requires_grad_()
+    output_TH = layer(hidden_TH)
+    upstream_TH = torch.randn(output_TH.shape, generator=torch.Generator().manual_seed(3))
+    output_TH.backward(upstream_TH)
+    seen = observed(layer)
+    assert hidden_TH.grad is not None
+    return {
+        "output": output_TH.detach(),
+        "hidden": hidden_TH.grad,
+        "load": seen.load_E,
+        "wanted": seen.wanted_E,
+        "width": seen.width_D,
+        "entropy": seen.entropy,
+        **{name: each.grad for name, each in layer.named_parameters() if each.grad is not None},
+    }
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {},
+        {"factor": 0.5},
+        {"factor": 8.0},
+        {"router": {"selector": {"name": "top_k", "k": 3, "renormalise": "after_drops"}}},
+        {"router": {"selector": {"name": "threshold"}}},
+        {"num_shared_experts": 1, "expert_bias": True, "losses": {"switch_balance": 0.1}},
+        {"expert_output_dropout": 0.2, "expert_activation_dropout": 0.1},
+    ],
+)
+def test_it_equals_rows_without_padding(tree: dict[str, Any]) -> None:
+    hidden_TH = make_hidden(TOKENS)
+    plain = outcome(layer_of(False, **dict(tree)), hidden_TH)
+    padded = outcome(layer_of(True, **dict(tree)), hidden_TH)
+    assert padded.keys() == plain.keys()
+    for name, value in plain.items():
+        scale = max(1.0, float(value.abs().max()))
+        torch.testing.assert_close(padded[name], value, rtol=0, atol=1e-6 * scale, msg=name)
+    assert int(plain["load"].sum()) > 0
+
+
+def test_a_mask_of_the_whole_step_is_refused() -> None:
+    router = {**TOP_2, "masks": ["expert_dropout"], "capacity": {"name": "per_expert", "pad": True}}
+    with pytest.raises(UserError, match=r"^moe\.router\.capacity.*set pad: false, or remove the mask$"):
+        check_parts(moe_config(num_experts=16, router=router), 1)
