@@ -1,1 +1,1 @@
-"""Studies: rows of configurations over seeds, what is measured of them, and claims that the numbers decide."""
+"""Studies: rows of configurations over seeds, what is measured, and claims that the numbers decide."""

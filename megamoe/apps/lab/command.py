@@ -5,8 +5,8 @@ python tools/lab.py yang2024_table1 --size cpu --workers 2
 python tools/lab.py my_study.yaml --size gpu --slurm "--partition=gpu --gpus=1 --time=4:00:00"
 python tools/lab.py --list
 
-STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes on where
-an earlier one stopped. The results are in OUTPUT/page: index.md, results.json and report.html.
+STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes
+on where an earlier one stopped. The results are in OUTPUT/page: index.md, results.json and report.html.
 """
 
 import argparse
@@ -34,13 +34,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("study", nargs="?", metavar="STUDY", help="a YAML, or the name of one in examples/studies")
-    add("overrides", nargs="*", metavar="section.key=value", help="of every run; task.KEY=VALUE: of fine-tuning")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="of every run; task.KEY=VALUE: of fine-tuning",
+    )
     add("--size", choices=("smoke", "cpu", "gpu"), default="smoke", help="default: smoke")
     add("--seeds", type=int, metavar="N", help="take the seeds 1 to N; default: the study's")
     add("--output", type=Path, metavar="DIR", help="default: runs/lab/<study>_<size>")
     add("--workers", type=int, metavar="N", help="processes at a time; default: as many as GPUs, or cores")
     add("--overwrite", action="store_true", help="begin anew in the output folder")
-    add("--publish", type=Path, metavar="DIR", help="copy the page (without report.html) and the configurations")
+    add(
+        "--publish",
+        type=Path,
+        metavar="DIR",
+        help="copy the page (without report.html) and the configurations",
+    )
     add("--slurm", metavar="OPTIONS", help="submit job arrays with these options of sbatch, and end")
     add("--list", action="store_true", help="list the studies of examples/studies, and end")
     add("--chain", type=int, help=argparse.SUPPRESS)  # of a job array: the number of the chain, from 0
@@ -114,7 +124,9 @@ def _open_folder(output: Path, overwrite: bool) -> int:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         os.close(handle)
-        raise UserError(f"--output: another lab runs in {output}; wait for it, or name another folder") from None
+        raise UserError(
+            f"--output: another lab runs in {output}; wait for it, or name another folder"
+        ) from None
     if overwrite:
         for path in output.iterdir():
             if path.is_dir():
@@ -129,7 +141,9 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> None:
     from megamoe.apps.lab.tasks import study_tasks
 
     print(f"{plan.study.title}: {plan.study.source}", flush=True)
-    print(f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}")
+    print(
+        f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
+    )
     _check_data(plan)
     runner = Runner(output, _slots(plan.size.ranks, options.workers), lambda line: print(line, flush=True))
     tuned = _tune(plan, output, runner)

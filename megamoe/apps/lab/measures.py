@@ -48,8 +48,11 @@ def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
     return found
 
 
-def lowest_by(key: str, runner: Runner, tasks: Sequence[Task], values: Sequence[Any]) -> tuple[Any, list[Any]]:
-    """Return the value whose run ended with the lowest metric `key`, and every run's metric (None: it failed).
+def lowest_by(
+    key: str, runner: Runner, tasks: Sequence[Task], values: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """Return the value whose run ended with the lowest metric `key`, and every run's metric (None: it
+    failed).
 
     Raises:
         UserError: if no run has recorded it.
@@ -127,7 +130,9 @@ def _json(path: Path) -> Any:
     try:
         return json.loads(read_plain(path, LARGEST_RESULT))
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path}: {reason(error)}; delete the task's record beside it, and run again") from None
+        raise UserError(
+            f"{path}: {reason(error)}; delete the task's record beside it, and run again"
+        ) from None
 
 
 def _at(content: Any, measure: Measure, where: str) -> float | None:

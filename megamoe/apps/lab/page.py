@@ -1,7 +1,7 @@
 """The page of a study: results.json, index.md with a picture of each measure, and report.html.
 
-index.md is what is kept in a repository: tables, verdicts, and how it was made. report.html also has the curves
-of all runs, and needs no network.
+index.md is what is kept in a repository: tables, verdicts, and how it was made. report.html also has the
+curves of all runs, and needs no network.
 """
 
 import json
@@ -58,7 +58,8 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     parts += ["## How it was made", _tuning(results), study.differs]
     libraries = ", ".join(f"{name} {found}" for name, found in made["libraries"].items())
     parts.append(
-        f"{made['date']}, megamoe {made['megamoe']}, Python {made['python']}, {libraries}. {made['processor']}. "
+        f"{made['date']}, megamoe {made['megamoe']}, Python {made['python']}, {libraries}. "
+        f"{made['processor']}. "
         f"Planned time of this size: {plan.size.time}."
     )
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -78,7 +79,7 @@ def claims_table(results: dict[str, Any]) -> Table:
 
 
 def rows_table(plan: Plan, results: dict[str, Any]) -> Table:
-    """Return a row for each row of the study: mean ± standard deviation, and the paper's number in brackets."""
+    """Return a row for each row: mean ± standard deviation, and the paper's number in brackets."""
     measures = plan.study.measures
     tuned = results["tuning"]
     head = ["row", *measures, *([tuned["key"]] if tuned else [])]
@@ -86,7 +87,11 @@ def rows_table(plan: Plan, results: dict[str, Any]) -> Table:
     for name, row in results["rows"].items():
         cells = [name]
         for measure, found in row["measures"].items():
-            cell = "failed" if found["mean"] is None and row["failed"] else _spread(found, measures[measure].digits)
+            cell = (
+                "failed"
+                if found["mean"] is None and row["failed"]
+                else _spread(found, measures[measure].digits)
+            )
             published = row["published"].get(measure)
             cells.append(cell + ("" if published is None else f" [{published:g}]"))
         rows.append(cells + ([str(row.get("tuned", ""))] if tuned else []))
@@ -95,7 +100,9 @@ def rows_table(plan: Plan, results: dict[str, Any]) -> Table:
 
 def _legend(plan: Plan) -> str:
     lines = [f"- `{name}`: {measure.text}" for name, measure in plan.study.measures.items() if measure.text]
-    lines += [f"- `{name}`: {plan.study.rows[name].text}" for name in plan.configs if plan.study.rows[name].text]
+    lines += [
+        f"- `{name}`: {plan.study.rows[name].text}" for name in plan.configs if plan.study.rows[name].text
+    ]
     told = "Mean ± standard deviation over the seeds; in brackets the paper's number."
     return "\n".join([told, "", *lines] if lines else [told])
 
@@ -104,7 +111,7 @@ def _rule(results: dict[str, Any]) -> str:
     if len(results["seeds"]) < 2:
         return "One seed has no interval and decides nothing: every comparison is within noise."
     return (
-        "A difference is the larger side minus the smaller side of the comparison, paired by seed. A claim is seen "
+        "A difference is the side that should be larger minus the other, paired by seed. A claim is seen "
         "if the 95 % interval of its mean (Student's t) lies above 0, and not seen if it lies below 0."
     )
 
@@ -113,9 +120,10 @@ def _tuning(results: dict[str, Any]) -> str:
     rule = results["tuning"]
     if rule is None:
         return "Nothing was tuned: every row has the settings of the study."
+    values = ", ".join(map(str, rule["values"]))
     return (
-        f"One rule for all rows: `{rule['key']}` is that of {', '.join(map(str, rule['values']))} whose run of seed "
-        f"{rule['seed']} ended with the lowest `{rule['by']}`, on data that the table does not report."
+        f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']} ended "
+        f"with the lowest `{rule['by']}`, on data that the table does not report."
     )
 
 
@@ -170,14 +178,13 @@ def _pictures(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
         if not rows:
             continue
         figure, axes = pyplot.subplots(figsize=(WIDTH, 1.0 + ROW_HEIGHT * len(rows)), layout="constrained")
-        for place, (row, found) in enumerate(rows.items()):
+        for place, found in enumerate(rows.values()):
             values = found["measures"][name]
             seeds = [*values["seeds"].values()]
             axes.plot(seeds, [place] * len(seeds), "o", color="#2c6fbb", alpha=0.6, markersize=5)
             axes.plot([values["mean"]], [place], "|", color="#1f2430", markersize=16, markeredgewidth=2)
             if name in found["published"] and len(rows) > 1 and _near(found["published"][name], rows, name):
                 axes.plot([found["published"][name]], [place], "x", color="#d9632b", markersize=6)
-            del row
         axes.set_yticks(range(len(rows)), [*rows])
         axes.invert_yaxis()
         axes.grid(axis="x", color="#e8eaef")
@@ -191,7 +198,7 @@ def _pictures(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _near(published: float, rows: dict[str, Any], name: str) -> bool:
-    """Whether the paper's number lies where the measured ones do; elsewhere it would only press them together."""
+    """Whether the paper's number lies where the measured ones do."""
     means = [found["measures"][name]["mean"] for found in rows.values()]
     span = max(means) - min(means)
     return bool(min(means) - span <= published <= max(means) + span)

@@ -18,12 +18,14 @@ from megamoe.apps.lab.tasks import Tasks
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy", "scipy")
 
 
-def results_of(plan: Plan, tasks: Tasks, runner: Runner, tuned: dict[str, Any], command: str) -> dict[str, Any]:
+def results_of(
+    plan: Plan, tasks: Tasks, runner: Runner, tuned: dict[str, Any], command: str
+) -> dict[str, Any]:
     """Return all results as plain data for JSON.
 
     rows: of each row its text, the values by measure and seed, their mean and sample standard deviation, the
-    paper's numbers, and what failed. claims: text, place, test, verdict, and each comparison's differences over
-    the seeds with mean and 95 % interval.
+    paper's numbers, and what failed. claims: text, place, test, verdict, and each comparison's differences
+    over the seeds with mean and 95 % interval.
     """
     found = measured(plan, tasks, runner)
     rows = {

@@ -1,8 +1,8 @@
 """Runs the tasks of a study that are not complete, as processes side by side, and keeps a record of each.
 
 A record (tasks/<name>.json) says what a task was started with, and how it ended. A complete task is never
-repeated. A training run that was interrupted goes on with its last checkpoint. While a process runs, it holds a
-lock on its task, which the kernel takes back however it ends.
+repeated. A training run that was interrupted goes on with its last checkpoint. While a process runs, it
+holds a lock on its task, which the kernel takes back however it ends.
 """
 
 import fcntl
@@ -113,7 +113,9 @@ class Runner:
                     if each.process.returncode < 0 and each.task.name not in tried:
                         tried.add(each.task.name)
                         waiting.insert(0, each.task)
-                        self.report(f"{each.task.name}: ended by signal {-each.process.returncode}; once more")
+                        self.report(
+                            f"{each.task.name}: ended by signal {-each.process.returncode}; once more"
+                        )
                     elif self.record_of(each.task).state != FULL:
                         failed.add(each.task.name)
                     self.report(self._progress(total, waiting, running))
@@ -196,7 +198,9 @@ class Runner:
         parts = [_share(each) for each in running]
         complete = total - len(waiting) - len(running) + sum(share for _, share in parts)
         past = time.monotonic() - self.begun
-        left = "" if complete < 0.05 else f", about {format_duration(past / complete * (total - complete))} left"
+        left = (
+            "" if complete < 0.05 else f", about {format_duration(past / complete * (total - complete))} left"
+        )
         names = ", ".join(text for text, _ in parts)
         done = total - len(waiting) - len(running)
         return f"{done} of {total} tasks, {format_duration(past)}{left}" + (f": {names}" if names else "")

@@ -62,7 +62,9 @@ def _submit(
     try:
         done = subprocess.run([*given, str(script)], capture_output=True, text=True, check=False)
     except OSError as error:
-        raise UserError(f"--slurm: sbatch cannot be called: {error.strerror}; is Slurm installed here?") from None
+        raise UserError(
+            f"--slurm: sbatch cannot be called: {error.strerror}; is Slurm installed here?"
+        ) from None
     if done.returncode:
         raise UserError(f"--slurm: sbatch refuses {script}: {' '.join(done.stderr.split())[:300]}")
     return done.stdout.strip().partition(";")[0]

@@ -13,8 +13,8 @@
       smoke: {seeds: [1], time: a minute, set: {train: {steps: 4}}}
       cpu: {seeds: [1, 2, 3], time: an hour on two cores}
 
-A row's configuration is its base, under `set` of the study, of the size and of the row, in this order. A study may
-build on others by `base`, as a run's YAML does.
+A row's configuration is its base, under `set` of the study, of the size and of the row, in this order. A
+study may build on others by `base`, as a run's YAML does.
 """
 
 import hashlib
@@ -83,7 +83,8 @@ class Translate:
 
 @dataclass
 class Analyze:
-    """tools/analyze_routing.py. of: the last checkpoint, all of a run, or the last ones of all seeds of a row."""
+    """tools/analyze_routing.py. of: the last checkpoint, all of a run, or the last ones of all seeds of a
+    row."""
 
     __pydantic_config__ = STRICT
     analyses: list[str]
@@ -93,7 +94,8 @@ class Analyze:
 
 @dataclass
 class Evaluate:
-    """tools/evaluate.py on each trained model. sweep: values by key of the configuration, all combinations."""
+    """tools/evaluate.py on each trained model. sweep: values by key of the configuration, all
+    combinations."""
 
     __pydantic_config__ = STRICT
     sweep: dict[str, list[Any]] = field(default_factory=dict)
@@ -129,7 +131,9 @@ class Measure:
     __pydantic_config__ = STRICT
     metric: str | None = None
     take: Literal["last", "lowest", "highest", "mean", "spikes"] = "last"
-    fact: Literal["flops_per_token", "training_flops", "memory", "parameters", "active_parameters"] | None = None
+    fact: Literal["flops_per_token", "training_flops", "memory", "parameters", "active_parameters"] | None = (
+        None
+    )
     stage: str | None = None
     path: str | None = None
     without: list[str] = field(default_factory=list)
@@ -201,8 +205,8 @@ class ClaimText:
 class Plan:
     """A study at one size, checked: what the lab runs.
 
-    configs: each row's configuration as a tree, without seed and name. tasks: overrides `task.key=value` of the
-    user.
+    configs: each row's configuration as a tree, without seed and name. tasks: overrides `task.key=value` of
+    the user.
     """
 
     name: str
@@ -243,8 +247,8 @@ def load_plan(path: Path, size: str, seeds: int | None, overrides: list[str]) ->
     `task.key=value` of the fine-tuning.
 
     Raises:
-        UserError: for a file that cannot be read, an unknown key, row, measure or stage, or a claim that cannot
-            be read.
+        UserError: for a file that cannot be read, an unknown key, row, measure or stage, or a claim that
+        cannot be read.
     """
     study = load_study(path)
     if size not in study.sizes:
@@ -279,7 +283,9 @@ def _checked(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, Claim]
     for name, stage in study.stages.items():
         given = [kind for kind in STAGES if getattr(stage, kind) is not None]
         if len(given) != 1:
-            raise ValueError(f"stages.{name}: found {given or 'nothing'}, expected one of {', '.join(STAGES)}")
+            raise ValueError(
+                f"stages.{name}: found {given or 'nothing'}, expected one of {', '.join(STAGES)}"
+            )
     for name, measure in study.measures.items():
         given_by = [it for it in (measure.metric, measure.fact, measure.stage) if it is not None]
         if len(given_by) != 1:

@@ -99,7 +99,9 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any]) -> Tasks:
             over_seeds = stage.analyze is not None and stage.analyze.of == "seeds"
             for seed in plan.seeds[:1] if over_seeds else plan.seeds:
                 runs = [tasks.training[row, it] for it in (plan.seeds if over_seeds else [seed])]
-                tasks.stages[name, row, seed] = tasks.add(_of_stage(plan, output, (name, stage), row, runs, seed))
+                tasks.stages[name, row, seed] = tasks.add(
+                    _of_stage(plan, output, (name, stage), row, runs, seed)
+                )
     return tasks
 
 
@@ -153,7 +155,9 @@ def _of_stage(
         arguments += [] if checkpoints_of is not None else paths
     else:
         assert stage.evaluate is not None
-        sweeps = [f"{key}={','.join(map(json.dumps, values))}" for key, values in stage.evaluate.sweep.items()]
+        sweeps = [
+            f"{key}={','.join(map(json.dumps, values))}" for key, values in stage.evaluate.sweep.items()
+        ]
         arguments = ["evaluate", *paths, "--json", str(result)]
         arguments += [each for sweep in sweeps for each in ("--sweep", sweep)]
         arguments += [] if stage.evaluate.samples is None else ["--samples", str(stage.evaluate.samples)]
