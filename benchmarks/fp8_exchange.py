@@ -8,6 +8,7 @@ and the difference to the first run of the seed.
 """
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -34,7 +35,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     asked = parser.parse_args(arguments)
-    print(f"{'seed':>4}" + "".join(f"{dtype:>10}" for dtype in DTYPES) + f"{'difference':>12}", flush=True)
+    is_first = os.environ.get("RANK", "0") == "0"
+    if is_first:
+        print(f"{'seed':>4}" + "".join(f"{dtype:>10}" for dtype in DTYPES) + f"{'difference':>12}")
     for seed in range(1, asked.seeds + 1):
         common = [*asked.overrides, f"seed={seed}", f"train.steps={asked.steps}", "evaluation.batches=0"]
         found = [
@@ -42,7 +45,8 @@ def main(arguments: list[str]) -> int:
             for dtype in DTYPES
         ]
         shown = "".join(f"{loss:10.4f}" for loss in found)
-        print(f"{seed:>4}{shown}{found[1] - found[0]:+12.4f}", flush=True)
+        if is_first:
+            print(f"{seed:>4}{shown}{found[1] - found[0]:+12.4f}", flush=True)
     return 0
 
 

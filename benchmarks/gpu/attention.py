@@ -58,7 +58,8 @@ def _only(backends: list[SDPBackend] | None) -> Iterator[None]:
 
 
 def _call(sides: list[Tensor]) -> Tensor:
-    return scaled_dot_product_attention(*sides, is_causal=True)
+    query, key, value = sides
+    return scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def _both_seconds(sides: list[Tensor]) -> tuple[float, float]:

@@ -56,8 +56,8 @@ def run(machine: Machine, section: Section) -> None:
         section.add(f"experts, {_short(dtype)}", rate, "TFLOP/s", note=note)
         if dtype == torch.bfloat16:
             section.expect("grouped", min(shape[1:3]), "", 1e12 * rate / peak_of(machine), note)
-    size = COPY_BYTES["cpu"] if machine.quick else COPY_BYTES[machine.device]
-    rate = _copy_rate(size, device)
+    copied = COPY_BYTES["cpu"] if machine.quick else COPY_BYTES[machine.device]
+    rate = _copy_rate(copied, device)
     section.add("copy in memory", rate, "GB/s", note="bytes read and written")
     section.expect("bytes", 0, "", 1e9 * rate / gpu_of(machine).memory, "a copy")
 
@@ -73,8 +73,8 @@ def _real_shapes(machine: Machine, section: Section, device: torch.device) -> No
         section.add(f"product, bf16, {rows} x {summed} x {columns}", work / took / 1e12, "TFLOP/s")
         flops[min(rows, summed, columns)] += work
         seconds[min(rows, summed, columns)] += took
-    for size, work in flops.items():
-        found = work / seconds[size] / peak_of(machine)
+    for size, all_work in flops.items():
+        found = all_work / seconds[size] / peak_of(machine)
         section.expect("matmul", size, "", found, f"products of smallest dimension {size}")
 
 

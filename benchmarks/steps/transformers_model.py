@@ -19,7 +19,7 @@ from steps.candidate import StepTime
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 # Of the sections `model` and `moe`: what a Mixtral may have as it likes, or what says only how we compute.
-FREE = {
+TRAINING_ONLY = {
     *(f"model.{size}" for size in ("num_layers", "hidden_size", "ffn_hidden_size", "vocab_size")),
     *(f"model.{heads}" for heads in ("num_attention_heads", "num_query_groups", "rope_base", "norm_eps")),
     *(f"model.{key}" for key in ("vocab_multiple", "tie_embeddings", "init_std", "init_scale")),
@@ -125,7 +125,7 @@ def refuse_what_it_lacks(config: RunConfig, precision: str) -> None:
 
 def _matters(key: str) -> bool:
     if key.startswith(("model.", "moe.")):
-        return key not in FREE and not key.startswith("moe.losses")
+        return key not in TRAINING_ONLY and not key.startswith("moe.losses")
     return key in ("data.document_aware", "train.label_smoothing")
 
 

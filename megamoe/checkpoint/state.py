@@ -169,7 +169,6 @@ class EngineState:
                 continue
             dtype = getattr(self.engine.inner_optimizer, "moment_dtype", tensor.dtype)
             moments = {moment: torch.zeros_like(tensor.detach(), dtype=dtype) for moment in names}
-            steps = [reader.tensor(STEP + self._name(fragment)) for fragment in stepped]
             for moment, values in moments.items():
                 reader.fill(
                     c for each in stepped for c in self._chunks(moment_name(moment, ""), each, values)

@@ -110,6 +110,64 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def next_node_number() -> int:
+    """Return the number of the next node that autograd makes in this thread.
+
+    Of the nodes that are ready, a backward pass runs the one with the highest number first.
+
+    Reason: `_get_sequence_nr` has no public name.
+    Without it: a backward pass over graphs of two threads, each of which numbers its nodes from 0, would go
+        through them in no useful order.
+    Canary: test_torch.py::test_numbers_of_nodes
+    """
+    return int(torch._C._autograd._get_sequence_nr())
+
+
+def raise_node_numbers(least: int) -> None:
+    """Let the nodes that this thread makes from now on have numbers of at least `least`.
+
+    Reason: the counter cannot be set, so nodes are made for nothing, 0.3 us each.
+    Without it: as of `next_node_number`.
+    Canary: test_torch.py::test_numbers_of_nodes
+    """
+    with torch.enable_grad():
+        leaf = torch.zeros((), device="cpu", requires_grad=True)
+        while (missing := least - next_node_number()) > 0:
+            torch.atleast_1d([leaf] * min(missing, 4096))
+
+
+def set_node_number(node: Any, number: int) -> None:
+    """Set the number of a node, see `next_node_number`.
+
+    Reason: `_set_sequence_nr` begins with an underscore.
+    Without it: nothing could be done after all other nodes of a backward pass, but within it.
+    Canary: test_torch.py::test_numbers_of_nodes
+    """
+    node._set_sequence_nr(number)
+
+
+class _ReadParameters(dict[str, Any]):
+    def __init__(self, parameters: dict[str, Any], read: Callable[[Any], Any]) -> None:
+        super().__init__(parameters)
+        self._read = read
+
+    def __getitem__(self, name: str) -> Any:
+        parameter = super().__getitem__(name)
+        return None if parameter is None else self._read(parameter)
+
+
+def read_parameters_by(module: torch.nn.Module, read: Callable[[Any], Tensor]) -> None:
+    """Let `module.weight` give read(parameter), in all submodules; iteration gives the parameters themselves.
+
+    Reason: `functional_call` exchanges parameters for all threads, and they would be exchanged at each turn.
+    Without it: two forward passes at a time could not have leaf tensors of their own.
+    Canary: test_torch.py::test_parameters_are_read_by_a_function
+    """
+    for each in module.modules():
+        if each._parameters:
+            each.__dict__["_parameters"] = _ReadParameters(each._parameters, read)
+
+
 @dataclass
 class AdamState:
     """A parameter group's tensors that have a gradient, and their moments, which the first call makes.

@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import glob
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
 from megamoe.errors import UserError
 
+FIRST_OR_LAST = re.compile(r"(first|last) ([1-9]\d{0,3})")  # layers of a group
+
 
 class Dropped(str):
     """The value `none` of a loss under any name."""
@@ -29,7 +32,57 @@ def expand_preset(moe: dict[str, Any]) -> dict[str, Any]:
     Raises:
         UserError: for an unknown preset, or an unknown loss that is `none`; the message names the nearest.
     """
-    return _without_dropped_losses(_over_preset(moe))
+    moe = _without_dropped_losses(_over_preset(moe))
+    if isinstance(moe.get("groups"), list):
+        moe["groups"] = [_group_over(moe, group, place) for place, group in enumerate(moe["groups"])]
+    return moe
+
+
+def _group_over(moe: dict[str, Any], group: Any, place: int) -> Any:
+    """Return a group with all of its keys: those of `moe` that it does not have, and stages of the router.
+
+    A group that names a preset takes neither the router nor the losses of `moe`, but those of the preset.
+    """
+    key = f"moe.groups[{place}]"
+    if not isinstance(group, dict):
+        raise UserError(f"{key}: expected a mapping of keys of moe with layers, found {shown(group)}")
+    if "layers" not in group:
+        raise UserError(f"{key}: has no layers; say which, such as layers: [1, 2] or layers: first 2")
+    if len(group) == 1:
+        raise UserError(f"{key}: replaces nothing; give a key of moe beside layers, or leave the group out")
+    router = group.get("router")
+    try:
+        own = _over_preset(group)
+        if own.pop("groups", None) or "groups" in group:
+            raise UserError("moe.router: a group can have no groups, nor a preset that has some")
+        own = _without_dropped_losses(own)
+    except UserError as error:
+        raise UserError(str(error).replace("moe.", f"{key}.", 1)) from None
+    base = {name: value for name, value in moe.items() if name not in ("layers", "groups")}
+    is_preset = isinstance(router, str) or (isinstance(router, dict) and "preset" in router)
+    if is_preset:
+        own = {"losses": {}, **own}
+    elif isinstance(router, dict) and isinstance(base.get("router", {}), dict):
+        own["router"] = _merge_router(base.get("router", {}), router)
+    if isinstance(own.get("router"), dict):
+        if isinstance(router, dict) and router.get("replay") is not None:
+            raise UserError(f"{key}.router.replay: a record is of the whole model; set moe.router.replay")
+        own["router"] = {**own["router"], "replay": None}
+    return {**base, **own, "layers": _written_out_layers(group["layers"])}
+
+
+def _written_out_layers(layers: Any) -> Any:
+    """Return a group's `layers` as a mapping; what is none of its forms as it stands."""
+    if isinstance(layers, list):
+        return {"at": layers}
+    if isinstance(layers, str) and (found := FIRST_OR_LAST.fullmatch(layers)):
+        return {found[1]: int(found[2])}
+    if isinstance(layers, dict):
+        return {
+            name: _written_out_layers(value) if name in ("encoder", "decoder") else value
+            for name, value in layers.items()
+        }
+    return layers
 
 
 def _over_preset(moe: dict[str, Any]) -> dict[str, Any]:

@@ -62,6 +62,8 @@ def shown(value: Any) -> str:
 
 
 def _at(steps: list[str], message: str) -> str:
+    if steps[:2] == ["moe", "groups"] and len(steps) > 2:
+        steps = ["moe", f"groups[{steps[2]}]", *steps[3:]]
     return f"{'.'.join(steps)}: {message}" if steps else message
 
 

@@ -33,6 +33,36 @@ class StackLayersConfig(Section):
 
 
 @dataclass
+class GroupStackConfig(Section):
+    """The layers of a group in one stack of blocks, by their blocks, which are counted from 1.
+
+    A list of blocks stands for `at`, `first 3` and `last 2` for those keys.
+    """
+
+    every: Layers | None = None
+    """n: the MoE layers of the blocks n, 2n, 3n, ..."""
+    at: list[Layers] = field(default_factory=list)
+    """the MoE layers of these blocks, or inserted after them"""
+    first: Layers | None = None
+    """the first n MoE layers"""
+    last: Layers | None = None
+    """the last n MoE layers"""
+
+
+@dataclass
+class GroupLayersConfig(GroupStackConfig):
+    """The layers of a group; those of multi-token prediction go with the decoder's last block.
+
+    An encoder_decoder has two stacks, each with layers of its own under `encoder` and `decoder`.
+    """
+
+    encoder: GroupStackConfig | None = None
+    """layers in the encoder of an encoder_decoder; default: none"""
+    decoder: GroupStackConfig | None = None
+    """layers in the decoder of an encoder_decoder; default: none"""
+
+
+@dataclass
 class LayersConfig(StackLayersConfig):
     """The positions of the MoE layers. `none`: a dense model.
 
@@ -77,10 +107,9 @@ class RouterConfig(Section):
 
 
 @dataclass
-class MoEConfig(Section):
-    """The MoE layer: its positions, experts, router and auxiliary losses."""
+class MoELayerConfig(Section):
+    """One MoE layer: its experts, router and auxiliary losses."""
 
-    layers: LayersConfig = field(default_factory=LayersConfig)
     num_experts: Size = 8
     """experts of each MoE layer"""
     expert_ffn_hidden_size: ExpertSize = None
@@ -108,3 +137,32 @@ class MoEConfig(Section):
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: Losses = field(default_factory=dict)
     """auxiliary losses, each as `name: weight`, `name: {options}` or `name: none`; or `none` for no losses"""
+
+
+@dataclass
+class _GroupPlace(Section):
+    """Declares `layers` before the other keys of a group."""
+
+    layers: GroupLayersConfig = field(default_factory=GroupLayersConfig)
+
+
+@dataclass
+class LayerGroupConfig(MoELayerConfig, _GroupPlace):
+    """Layers that differ: every other key is one of `moe` and replaces it for these layers."""
+
+
+@dataclass
+class _Place(Section):
+    """Declares `layers` before the other keys of `moe`."""
+
+    layers: LayersConfig = field(default_factory=LayersConfig)
+
+
+@dataclass
+class MoEConfig(MoELayerConfig, _Place):
+    """The MoE layers: their positions, experts, routers and auxiliary losses."""
+
+    groups: list[LayerGroupConfig] = field(default_factory=list)
+    """layers that differ: a list of `{layers: ..., <any key above>: ...}`; see
+    docs/parts.md#a-router-that-differs-by-layer
+    """

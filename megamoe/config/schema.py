@@ -13,8 +13,11 @@ from pydantic import AfterValidator, BeforeValidator, Field
 
 from megamoe.config.model_schema import Activation as Activation
 from megamoe.config.model_schema import ModelConfig as ModelConfig
+from megamoe.config.moe_schema import GroupLayersConfig as GroupLayersConfig
+from megamoe.config.moe_schema import GroupStackConfig as GroupStackConfig
 from megamoe.config.moe_schema import LayersConfig as LayersConfig
 from megamoe.config.moe_schema import MoEConfig as MoEConfig
+from megamoe.config.moe_schema import MoELayerConfig as MoELayerConfig
 from megamoe.config.moe_schema import RouterConfig as RouterConfig
 from megamoe.config.moe_schema import StackLayersConfig as StackLayersConfig
 from megamoe.config.parts import PartChoice, Section, none_means_empty, part_validator

@@ -27,6 +27,11 @@ class Stack:
         regular = range(every, self.num_layers + 1, every) if every else range(0)
         return sorted(set(regular) | set(self.layers.at))
 
+    @property
+    def moe_layers(self) -> list[int]:
+        """The blocks with an MoE layer, inside or inserted after them, counted from 1 in this stack."""
+        return sorted({*self.moe_blocks, *self.layers.insert_after})
+
 
 def stacks(config: RunConfig) -> list[Stack]:
     """Return the model's stacks of blocks, in the order of the numbers of their blocks."""

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from megamoe.data.index_file import AGAIN, read_header
+from megamoe.data.index_file import REMEDY, read_header
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 
@@ -205,12 +205,12 @@ def check_files(prefix: str, card: DataCard | None) -> None:
         found = path.stat().st_size
         if found != size:
             what = "truncated" if found < size else "too long"
-            raise UserError(f"data file {str(path)!r} is {what}: {found} bytes, expected {size}; {AGAIN}")
+            raise UserError(f"data file {str(path)!r} is {what}: {found} bytes, expected {size}; {REMEDY}")
     for what, of_index, of_card in (
         ("sequences", header.num_sequences, card.documents if card else None),
         ("tokens of dtype", header.dtype, card.dtype if card else None),
     ):
         if of_card not in (None, of_index):
             raise UserError(
-                f"data index {str(files.idx)!r} has {what} {of_index}, its card says {of_card}; {AGAIN}"
+                f"data index {str(files.idx)!r} has {what} {of_index}, its card says {of_card}; {REMEDY}"
             )

@@ -25,7 +25,7 @@ TOKEN_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "u
 MOST_SEQUENCES = 2**31 - 1  # Megatron-Core numbers them in int32
 MOST_TOKENS = 2**31 - 1  # of a sequence; its length is an int32
 CHUNK = 1 << 18  # sequences that are checked at a time
-AGAIN = "put the right file back or prepare the data again"
+REMEDY = "put the right file back or prepare the data again"
 
 
 @dataclass
@@ -54,17 +54,17 @@ def read_header(idx: Path) -> tuple[IndexHeader, int]:
         with open(idx, "rb") as file:
             content = file.read(HEADER.size)
             if len(content) < HEADER.size:
-                raise UserError(f"{broken} truncated: {len(content)} bytes; {AGAIN}")
+                raise UserError(f"{broken} truncated: {len(content)} bytes; {REMEDY}")
             magic, version, code, num_sequences, num_boundaries = HEADER.unpack(content)
             if magic != MAGIC or version != VERSION or code not in TOKEN_DTYPES:
-                raise UserError(f"{broken} no Megatron-Core index (version 1) of token ids; {AGAIN}")
+                raise UserError(f"{broken} no Megatron-Core index (version 1) of token ids; {REMEDY}")
             header = IndexHeader(TOKEN_DTYPES[code], num_sequences, num_boundaries)
             size = os.fstat(file.fileno()).st_size
             if size != header.file_size:
                 what = "truncated" if size < header.file_size else "too long"
-                raise UserError(f"{broken} {what}: {size} bytes, expected {header.file_size}; {AGAIN}")
+                raise UserError(f"{broken} {what}: {size} bytes, expected {header.file_size}; {REMEDY}")
             if num_sequences == 0 or num_boundaries == 0:
-                raise UserError(f"{broken} empty: it lists no document; {AGAIN}")
+                raise UserError(f"{broken} empty: it lists no document; {REMEDY}")
             if num_sequences > MOST_SEQUENCES:
                 raise UserError(f"{broken} too long: {num_sequences} sequences, expected at most 2^31 - 1")
             file.seek(header.pointers_at - 4)
@@ -149,7 +149,7 @@ def check_arithmetic(idx: Path, bin_size: int) -> tuple[IndexHeader, int]:
     _check_boundaries(idx, header, broken)
     end = _check_sequences(idx, header, bin_size, broken)
     if end != bin_size:
-        raise UserError(f"{broken} its sequences end at byte {end}, the .bin has {bin_size}; {AGAIN}")
+        raise UserError(f"{broken} its sequences end at byte {end}, the .bin has {bin_size}; {REMEDY}")
     return header, end // header.token_bytes
 
 
@@ -161,19 +161,19 @@ def _check_sequences(idx: Path, header: IndexHeader, bin_size: int, broken: str)
     for lengths_N, pointers_N in zip(lengths, pointers, strict=True):
         if lengths_N.min() < 0:
             wrong = int(np.argmax(lengths_N < 0))
-            raise UserError(f"{broken} sequence {first + wrong} has length {lengths_N[wrong]}; {AGAIN}")
+            raise UserError(f"{broken} sequence {first + wrong} has length {lengths_N[wrong]}; {REMEDY}")
         ends_N = np.cumsum(lengths_N, dtype=np.int64) * header.token_bytes + end
         starts_N = np.concatenate(([end], ends_N[:-1]))
         if not np.array_equal(starts_N, pointers_N):
             wrong = int(np.argmax(starts_N != pointers_N))
             raise UserError(
                 f"{broken} sequence {first + wrong} begins at byte {pointers_N[wrong]}, expected "
-                f"{starts_N[wrong]} by the lengths before it; {AGAIN}"
+                f"{starts_N[wrong]} by the lengths before it; {REMEDY}"
             )
         end, first = int(ends_N[-1]), first + len(lengths_N)
         if end > bin_size:
             wrong = first - len(lengths_N) + int(np.argmax(ends_N > bin_size))
-            raise UserError(f"{broken} sequence {wrong} ends after the .bin's {bin_size} bytes; {AGAIN}")
+            raise UserError(f"{broken} sequence {wrong} ends after the .bin's {bin_size} bytes; {REMEDY}")
     return end
 
 
@@ -181,13 +181,13 @@ def _check_boundaries(idx: Path, header: IndexHeader, broken: str) -> None:
     last: int | None = None
     for boundaries_N in _chunks(idx, header.boundaries_at, header.num_boundaries, "<i8", broken):
         if last is None and boundaries_N[0] != 0:
-            raise UserError(f"{broken} the first document begins at sequence {boundaries_N[0]}; {AGAIN}")
+            raise UserError(f"{broken} the first document begins at sequence {boundaries_N[0]}; {REMEDY}")
         if boundaries_N[0] < (last or 0) or np.any(boundaries_N[1:] < boundaries_N[:-1]):
-            raise UserError(f"{broken} its document boundaries do not ascend; {AGAIN}")
+            raise UserError(f"{broken} its document boundaries do not ascend; {REMEDY}")
         last = int(boundaries_N[-1])
     if last != header.num_sequences:
         raise UserError(
-            f"{broken} the last document ends at sequence {last}, there are {header.num_sequences}; {AGAIN}"
+            f"{broken} the last document ends at sequence {last}, there are {header.num_sequences}; {REMEDY}"
         )
 
 
@@ -200,7 +200,7 @@ def _chunks(idx: Path, place: int, count: int, dtype: str, broken: str) -> Itera
                 size = min(CHUNK, count - first) * np.dtype(dtype).itemsize
                 content = file.read(size)
                 if len(content) < size:
-                    raise UserError(f"{broken} it was truncated while it was read; {AGAIN}")
+                    raise UserError(f"{broken} it was truncated while it was read; {REMEDY}")
                 yield np.frombuffer(content, dtype)
     except OSError as error:
         raise UserError(f"{broken} not readable: {error.strerror}") from error

@@ -37,12 +37,12 @@ class _Mapped:
         try:
             size = self.map.size()  # the file's present size, by fstat
         except OSError as error:
-            raise UserError(f"data: {self.name} can no longer be read: {error.strerror}; {WAY_OUT}") from None
+            raise UserError(f"data: {self.name} can no longer be read: {error.strerror}; {REMEDY}") from None
         if size != self.size:
-            raise UserError(f"data: {self.name} had {self.size} bytes and now has {size}; {WAY_OUT}")
+            raise UserError(f"data: {self.name} had {self.size} bytes and now has {size}; {REMEDY}")
 
 
-WAY_OUT = "prepare it again under another name, or put it back, and go on with --resume"
+REMEDY = "prepare it again under another name, or put it back, and go on with --resume"
 
 
 class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
@@ -82,7 +82,7 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
             part = int(self._dataset.dataset_index[index])
             inner = int(self._dataset.dataset_sample_index[index])
         if not 0 <= part < len(self._parts):
-            raise UserError(f"data: {self._own[0].name} was changed at sample {index}; {WAY_OUT}")
+            raise UserError(f"data: {self._own[0].name} was changed at sample {index}; {REMEDY}")
         for file in self._parts[part]:
             file.check()
         dataset = self._dataset.datasets[part] if self._blended else self._dataset
@@ -98,7 +98,7 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
         return sample if self._eod is None else sample | document_items(sample["tokens"], self._eod)
 
     def _changed(self, dataset: Any, index: int, what: str) -> UserError:
-        return UserError(f"data: sample {index} of {dataset.dataset_path}.bin {what}; {WAY_OUT}")
+        return UserError(f"data: sample {index} of {dataset.dataset_path}.bin {what}; {REMEDY}")
 
     def _outside(self, dataset: Any, inner: int) -> str:
         """Return which token is outside of the vocabulary; `inner`: the sample's number in its dataset."""

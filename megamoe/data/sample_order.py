@@ -23,7 +23,7 @@ from torch.utils.data import Dataset
 from megamoe.data.batches import sample_items
 from megamoe.data.card import DataFiles
 from megamoe.data.index_file import read_header, tokens_before
-from megamoe.data.mapped_files import WAY_OUT
+from megamoe.data.mapped_files import REMEDY
 from megamoe.errors import UserError
 
 ROUNDS = 8
@@ -84,7 +84,7 @@ class _Source:
         """Return the tokens of sample `number`, int [S + 1]; each epoch has another order."""
         size = os.fstat(self._file.fileno()).st_size
         if size != self._size:
-            raise UserError(f"data: {self.path} had {self._size} bytes and now has {size}; {WAY_OUT}")
+            raise UserError(f"data: {self.path} had {self._size} bytes and now has {size}; {REMEDY}")
         epoch, place = divmod(number, self._per_epoch)
         start = self._first + self._order(epoch)(place) * self._length
         size, at = self._dtype.itemsize * (self._length + 1), self._dtype.itemsize * start
@@ -159,6 +159,6 @@ class SampleOrder(Dataset[dict[str, torch.Tensor]]):
             wrong = tokens_S[(tokens_S < 0) | (tokens_S >= self._vocab_size)][0]
             raise UserError(
                 f"data: sample {index} of {source.path} holds no token id: {wrong}, the vocabulary has "
-                f"{self._vocab_size}; {WAY_OUT}"
+                f"{self._vocab_size}; {REMEDY}"
             )
         return sample_items(torch.from_numpy(tokens_S), self._eod)

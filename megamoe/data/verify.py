@@ -15,7 +15,7 @@ import numpy as np
 
 from megamoe.config.schema import DataConfig
 from megamoe.data.card import DataCard, DataFiles, check_files, load_card
-from megamoe.data.index_file import AGAIN, check_arithmetic, read_header
+from megamoe.data.index_file import REMEDY, check_arithmetic, read_header
 from megamoe.data.ranks import once_per_machine, rank
 from megamoe.errors import UserError
 from megamoe.io import read_plain, replace_file
@@ -220,10 +220,10 @@ def _verify(
         if card.tokens != idx["tokens"]:
             raise UserError(
                 f"data index {str(files.idx)!r} has {idx['tokens']} tokens, its card says {card.tokens}; "
-                f"{AGAIN}"
+                f"{REMEDY}"
             )
     if idx["tokens"] * header.token_bytes != size:
-        raise UserError(f"data file {str(files.bin)!r} has {size} bytes for {idx['tokens']} tokens; {AGAIN}")
+        raise UserError(f"data file {str(files.bin)!r} has {size} bytes for {idx['tokens']} tokens; {REMEDY}")
     if reads_bin:
         _verify_bin(files.bin, card, header.dtype, vocab_size, known, stop)
     elif card is not None and (card.largest_token or 0) >= vocab_size:
@@ -260,13 +260,13 @@ def _same_hash(path: Path, found: str, expected: str) -> None:
     if found != expected:
         raise UserError(
             f"data file {str(path)!r} is damaged or another dataset's: SHA-256 {found[:12]}..., its card "
-            f"says {expected[:12]}...; {AGAIN}"
+            f"says {expected[:12]}...; {REMEDY}"
         )
 
 
 def _outside(path: Path, token: str, vocab_size: int) -> UserError:
     return UserError(
-        f"data file {str(path)!r}: token id {token} is outside of the vocabulary of {vocab_size}; {AGAIN}, "
+        f"data file {str(path)!r}: token id {token} is outside of the vocabulary of {vocab_size}; {REMEDY}, "
         "or set data.tokenizer and model.vocab_size to what it was made with"
     )
 

@@ -3,26 +3,21 @@
 import importlib.util
 import os
 import shutil
-from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache
-from typing import Protocol
+from typing import TYPE_CHECKING, TypeAlias, Union, cast
 
 import torch
 from torch import Tensor
 
 from megamoe.kernels.library import SUFFIXES, Library, find_library
 
+if TYPE_CHECKING:
+    from megamoe.kernels.triton import TritonKernels
 
-class RowKernels(Protocol):
-    """The interface of `Library` and `TritonKernels`, where its functions are documented."""
 
-    @property
-    def dtypes(self) -> Collection[torch.dtype]: ...
-
-    def rows_by_token(self, token_N: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]: ...
-
-    def call(self, name: str, dtype: torch.dtype, *arguments: Tensor | float | None) -> None: ...
+# The passes over rows that both have, as typed methods of equal arguments.
+RowKernels: TypeAlias = Union[Library, "TritonKernels"]
 
 
 @dataclass(frozen=True)
@@ -62,6 +57,11 @@ class Kernels:
         """Return whether Triton's kernels are chosen and the device is a CUDA device."""
         return device.type == "cuda" and self.triton
 
+    def triton_for(self, rows: Tensor) -> "TritonKernels | None":
+        """Return Triton's kernels if they are chosen and support these rows, which must be contiguous."""
+        found = self.rows_for(rows) if self.uses_triton(rows.device) else None
+        return cast("TritonKernels | None", found)
+
     def rows_on(self, device: torch.device) -> RowKernels | None:
         """Return the kernels of passes over rows on that device, or None for PyTorch's operators."""
         if self.uses_triton(device):
@@ -84,6 +84,8 @@ class Kernels:
 
 
 DEFAULT_KERNELS = Kernels()
+# Major compute capabilities for which PyTorch's grouped product has a kernel; not 12 (RTX 50, DGX Spark).
+GROUPED_CAPABILITIES = (9, 10)
 
 
 @cache
@@ -92,8 +94,8 @@ def has_grouped_product(dtype: torch.dtype, device: torch.device) -> bool:
 
     Otherwise it copies them to the host and loops over the experts.
     """
-    known = dtype == torch.bfloat16 and torch.cuda.is_available()
-    return known and torch.cuda.get_device_capability(device) >= (9, 0)
+    known = dtype == torch.bfloat16 and torch.cuda.is_available() and torch.version.hip is None
+    return known and torch.cuda.get_device_capability(device)[0] in GROUPED_CAPABILITIES
 
 
 @cache

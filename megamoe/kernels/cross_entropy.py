@@ -64,11 +64,11 @@ def plain_statistics(logits_TV: Tensor, label_T: Tensor) -> Statistics:
 
 def statistics(logits_TV: Tensor, label_T: Tensor, kernels: Kernels) -> Statistics:
     """Return the statistics of contiguous logits. label_T: int64, each label's column if it is here."""
-    chosen = kernels.rows_for(logits_TV) if kernels.uses_triton(logits_TV.device) else None
+    chosen = kernels.triton_for(logits_TV)
     if chosen is None:
         return plain_statistics(logits_TV, label_T)
     found = _empty_statistics(logits_TV)
-    chosen.call("cross_entropy", logits_TV.dtype, logits_TV, label_T, *logits_TV.shape, *found)
+    chosen.cross_entropy(logits_TV, label_T, len(logits_TV), logits_TV.shape[1], *found)
     return found
 
 
@@ -79,11 +79,11 @@ def write_gradient(
 
     Return them. sent_T: fp32.
     """
-    chosen = kernels.rows_for(logits_TV) if kernels.uses_triton(logits_TV.device) else None
+    chosen = kernels.triton_for(logits_TV)
     if chosen is None:
         return plain_write_gradient(logits_TV, label_T, sums, sent_T, target)
-    arguments = (logits_TV, label_T, *sums, sent_T, *logits_TV.shape, *target)
-    chosen.call("cross_entropy_backward", logits_TV.dtype, *arguments)
+    arguments = (logits_TV, label_T, *sums, sent_T, len(logits_TV), logits_TV.shape[1], *target)
+    chosen.cross_entropy_backward(*arguments)
     return logits_TV
 
 

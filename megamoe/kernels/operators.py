@@ -7,12 +7,14 @@ an operator `megamoe::NAME` with a fake implementation and a `KernelCost`, and `
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 # Each gets the operator's arguments, by position and name, and its result as the keyword `result`.
 Formula = Callable[..., int]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ def kernel_operator(
     bytes_moved: Formula | None = None,
     flops: Formula | None = None,
     launches: int = 1,
-) -> Callable[[Callable[..., Any]], Any]:
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Decorate a function that launches kernels: it becomes the operator `megamoe::NAME`.
 
     The function's arguments and result need type hints that `torch.library.infer_schema` knows: Tensor,

@@ -1,6 +1,6 @@
 """RMSNorm of a transformer block, with a reference implementation. H: hidden columns."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -8,6 +8,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megamoe.kernels.choice import Kernels, RowKernels
+
+if TYPE_CHECKING:
+    from megamoe.kernels.triton import TritonKernels
 
 WIDEST = 16384  # columns that a GPU's program can hold
 
@@ -22,9 +25,12 @@ def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float, kernels: Kernels) -> 
 
 
 def _norms_for(hidden: Tensor, weight_H: Tensor, kernels: Kernels) -> RowKernels | None:
-    library = kernels.rows_for(hidden)
-    fits = hidden.dtype == weight_H.dtype and weight_H.is_contiguous() and hidden.shape[-1:] == weight_H.shape
-    return library if fits and len(weight_H) <= WIDEST else None
+    return kernels.rows_for(hidden) if _fits(hidden, weight_H) else None
+
+
+def _fits(hidden: Tensor, weight_H: Tensor) -> bool:
+    alike = hidden.dtype == weight_H.dtype and hidden.shape[-1:] == weight_H.shape
+    return alike and weight_H.is_contiguous() and len(weight_H) <= WIDEST
 
 
 def summed_rms_norm(
@@ -35,8 +41,12 @@ def summed_rms_norm(
     On CUDA the sum is part of the norm's pass over the memory, and in the backward pass its gradient is added
     in the norm's.
     """
-    library = _norms_for(hidden, weight_H, kernels) if kernels.uses_triton(hidden.device) else None
-    if library is None or (added is not None and (added.dtype, added.shape) != (hidden.dtype, hidden.shape)):
+    library = kernels.triton_for(hidden)
+    if (
+        library is None
+        or not _fits(hidden, weight_H)
+        or (added is not None and (added.dtype, added.shape) != (hidden.dtype, hidden.shape))
+    ):
         total = hidden if added is None else hidden + added
         return total, rms_norm(total, weight_H, eps, kernels)
     both: tuple[Tensor, Tensor] = _SummedRMSNorm.apply(hidden, added, weight_H, eps, library)
@@ -46,17 +56,17 @@ def summed_rms_norm(
 class _SummedRMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, added: Tensor | None, weight_H: Tensor, eps: float, library: RowKernels
+        ctx: Any, hidden: Tensor, added: Tensor | None, weight_H: Tensor, eps: float, library: "TritonKernels"
     ) -> tuple[Tensor, Tensor]:
         count, width = hidden.numel() // len(weight_H), len(weight_H)
         normed, scale_N = torch.empty_like(hidden), hidden.new_empty(count, dtype=torch.float32)
         if added is None:
             total = hidden.view_as(hidden)
-            library.call("rms_norm", hidden.dtype, hidden, weight_H, count, width, eps, normed, scale_N)
+            library.rms_norm(hidden, weight_H, count, width, eps, normed, scale_N)
         else:
             total = torch.empty_like(hidden)
             arguments = (hidden, added.contiguous(), weight_H, count, width, eps, total, normed, scale_N)
-            library.call("summed_rms_norm", hidden.dtype, *arguments)
+            library.summed_rms_norm(*arguments)
         ctx.save_for_backward(hidden if added is None else total, weight_H, scale_N)
         ctx.library, ctx.has_added = library, added is not None
         return total, normed
@@ -68,7 +78,7 @@ class _SummedRMSNorm(torch.autograd.Function):
         to_hidden, to_weight_H = torch.empty_like(total), torch.empty_like(weight_H)
         sides = (to_normed.contiguous(), to_total.contiguous(), total, weight_H, scale_N)
         arguments = (*sides, len(scale_N), len(weight_H), to_hidden, to_weight_H)
-        ctx.library.call("summed_rms_norm_backward", total.dtype, *arguments)
+        ctx.library.summed_rms_norm_backward(*arguments)
         return to_hidden, to_hidden if ctx.has_added else None, to_weight_H, None, None
 
 
@@ -77,7 +87,7 @@ class _RMSNorm(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight_H: Tensor, eps: float, library: RowKernels) -> Tensor:
         count, width = hidden.numel() // len(weight_H), len(weight_H)
         normed, scale_N = torch.empty_like(hidden), hidden.new_empty(count, dtype=torch.float32)
-        library.call("rms_norm", hidden.dtype, hidden, weight_H, count, width, eps, normed, scale_N)
+        library.rms_norm(hidden, weight_H, count, width, eps, normed, scale_N)
         ctx.save_for_backward(hidden, weight_H, scale_N)
         ctx.library = library
         return normed
@@ -88,5 +98,5 @@ class _RMSNorm(torch.autograd.Function):
         hidden, weight_H, scale_N = ctx.saved_tensors
         to_hidden, to_weight_H = torch.empty_like(hidden), torch.empty_like(weight_H, dtype=torch.float32)
         arguments = (gradient.contiguous(), hidden, weight_H, scale_N, len(scale_N), len(weight_H))
-        ctx.library.call("rms_norm_backward", hidden.dtype, *arguments, to_hidden, to_weight_H)
+        ctx.library.rms_norm_backward(*arguments, to_hidden, to_weight_H)
         return to_hidden, to_weight_H.to(weight_H.dtype), None, None

@@ -2,15 +2,18 @@
 need.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from megamoe.kernels.choice import Kernels, RowKernels
+from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import Library
+
+if TYPE_CHECKING:
+    from megamoe.kernels.triton import TritonKernels
 
 FEW_CHOICES = 16  # above it, sorting is faster
 FEW_EXPERTS = 15  # above it, PyTorch's vectorised softmax is faster
@@ -19,7 +22,7 @@ MOST_EXPERTS = 512  # a block of more, with 64 tokens, would not fit into a GPU'
 
 def scores(hidden_TH: Tensor, weight_EH: Tensor, kernels: Kernels) -> Tensor:
     """Return hidden_TH weight_EH^T in fp32, [T, E], whatever the dtypes."""
-    chosen = kernels.rows_for(hidden_TH) if kernels.uses_triton(hidden_TH.device) else None
+    chosen = kernels.triton_for(hidden_TH)
     if chosen is None or not weight_EH.is_contiguous():
         return functional.linear(hidden_TH.float(), weight_EH.float())
     scores_TE: Tensor = _Scores.apply(hidden_TH, weight_EH, chosen)
@@ -28,12 +31,12 @@ def scores(hidden_TH: Tensor, weight_EH: Tensor, kernels: Kernels) -> Tensor:
 
 class _Scores(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor, kernels: RowKernels) -> Tensor:
+    def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor, kernels: "TritonKernels") -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_EH)
         ctx.kernels = kernels
-        sizes = (len(hidden_TH), *weight_EH.shape)
+        sizes = (len(hidden_TH), weight_EH.shape[0], weight_EH.shape[1])
         scores_TE = hidden_TH.new_empty(sizes[:2], dtype=torch.float32)
-        kernels.call("router_scores", hidden_TH.dtype, hidden_TH, weight_EH, *sizes, scores_TE)
+        kernels.router_scores(hidden_TH, weight_EH, *sizes, scores_TE)
         return scores_TE
 
     @staticmethod
@@ -43,7 +46,7 @@ class _Scores(torch.autograd.Function):
         to_hidden_TH = torch.empty_like(hidden_TH)
         to_weight_EH = torch.empty_like(weight_EH)
         sides = (gradient_TE.contiguous(), hidden_TH, weight_EH, len(hidden_TH), *weight_EH.shape)
-        ctx.kernels.call("router_scores_backward", hidden_TH.dtype, *sides, to_hidden_TH, to_weight_EH)
+        ctx.kernels.router_scores_backward(*sides, to_hidden_TH, to_weight_EH)
         return to_hidden_TH, to_weight_EH, None
 
 
@@ -54,7 +57,7 @@ def renormalised_weights(
 
     expert_TK: int64, distinct experts of each token.
     """
-    chosen = kernels.rows_for(probs_TE) if kernels.uses_triton(probs_TE.device) else None
+    chosen = kernels.triton_for(probs_TE)
     if chosen is None or probs_TE.dtype != torch.float32 or probs_TE.shape[1] > MOST_EXPERTS:
         weight_TK = probs_TE.gather(1, expert_TK)
         total_T1 = weight_TK.sum(dim=-1, keepdim=True)
@@ -66,12 +69,13 @@ def renormalised_weights(
 class _Renormalised(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, probs_TE: Tensor, expert_TK: Tensor, smallest: float, scale: float, kernels: RowKernels
+        ctx: Any, probs_TE: Tensor, expert_TK: Tensor, smallest: float, scale: float, kernels: "TritonKernels"
     ) -> Tensor:
         ctx.save_for_backward(probs_TE, expert_TK)
-        ctx.kernels, ctx.numbers = kernels, (*probs_TE.shape, expert_TK.shape[1], smallest, scale)
+        ctx.kernels, numbers = kernels, (*_sizes(probs_TE), expert_TK.shape[1], smallest, scale)
+        ctx.numbers = numbers
         weight_TK = torch.empty_like(expert_TK, dtype=torch.float32)
-        kernels.call("chosen_weights", probs_TE.dtype, probs_TE, expert_TK, *ctx.numbers, weight_TK)
+        kernels.chosen_weights(probs_TE, expert_TK, *numbers, weight_TK)
         return weight_TK
 
     @staticmethod
@@ -80,7 +84,7 @@ class _Renormalised(torch.autograd.Function):
         probs_TE, expert_TK = ctx.saved_tensors
         to_probs_TE = torch.empty_like(probs_TE)
         arguments = (gradient_TK.contiguous(), probs_TE, expert_TK, *ctx.numbers, to_probs_TE)
-        ctx.kernels.call("chosen_weights_backward", probs_TE.dtype, *arguments)
+        ctx.kernels.chosen_weights_backward(*arguments)
         return to_probs_TE, None, None, None, None
 
 
@@ -97,7 +101,7 @@ class _Softmax(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, scores_TE: Tensor, library: Library) -> Tensor:
         probs_TE = torch.empty_like(scores_TE)
-        library.call("softmax", scores_TE.dtype, scores_TE, *scores_TE.shape, probs_TE)
+        library.softmax(scores_TE, *_sizes(scores_TE), probs_TE)
         ctx.save_for_backward(probs_TE)
         ctx.library = library
         return probs_TE
@@ -107,8 +111,8 @@ class _Softmax(torch.autograd.Function):
     def backward(ctx: Any, gradient_TE: Tensor) -> tuple[Tensor, None]:
         (probs_TE,) = ctx.saved_tensors
         to_scores_TE = torch.empty_like(probs_TE)
-        arguments = (gradient_TE.contiguous(), probs_TE, *probs_TE.shape, to_scores_TE)
-        ctx.library.call("softmax_backward", probs_TE.dtype, *arguments)
+        arguments = (gradient_TE.contiguous(), probs_TE, *_sizes(probs_TE), to_scores_TE)
+        ctx.library.softmax_backward(*arguments)
         return to_scores_TE, None
 
 
@@ -121,7 +125,7 @@ def top_k(ranking_TE: Tensor, count: int, kernels: Kernels) -> Tensor:
     if library is None or not 0 < count <= min(FEW_CHOICES, ranking_TE.shape[1]):
         return largest(ranking_TE, count)
     chosen_TK = ranking_TE.new_empty(len(ranking_TE), count, dtype=torch.int64)
-    library.call("top_k", ranking_TE.dtype, ranking_TE, *ranking_TE.shape, count, chosen_TK)
+    library.top_k(ranking_TE, *_sizes(ranking_TE), count, chosen_TK)
     return chosen_TK
 
 
@@ -168,8 +172,13 @@ class _Masked(torch.autograd.Function):
 
 def _masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float, library: Library) -> Tensor:
     result_TE = torch.empty_like(values_TE)
-    library.call("masked", values_TE.dtype, values_TE, kept_TE, values_TE.numel(), otherwise, result_TE)
+    library.masked(values_TE, kept_TE, values_TE.numel(), otherwise, result_TE)
     return result_TE
+
+
+def _sizes(scores_TE: Tensor) -> tuple[int, int]:
+    """Return the numbers of tokens and experts."""
+    return len(scores_TE), scores_TE.shape[1]
 
 
 def _library_for(scores_TE: Tensor, kernels: Kernels) -> Library | None:
@@ -201,9 +210,9 @@ def plain_mean_squared_log_sum(scores_TE: Tensor) -> Tensor:
 
 class _MeanSquaredLogSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, scores_TE: Tensor, kernels: RowKernels) -> Tensor:
+    def forward(ctx: Any, scores_TE: Tensor, kernels: "TritonKernels") -> Tensor:
         mean, log_sum_T = scores_TE.new_empty(()), scores_TE.new_empty(len(scores_TE))
-        kernels.call("z_loss", scores_TE.dtype, scores_TE, *scores_TE.shape, log_sum_T, mean)
+        kernels.z_loss(scores_TE, *_sizes(scores_TE), log_sum_T, mean)
         ctx.save_for_backward(scores_TE, log_sum_T)
         ctx.kernels = kernels
         return mean
@@ -213,8 +222,8 @@ class _MeanSquaredLogSum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         scores_TE, log_sum_T = ctx.saved_tensors
         to_scores_TE = torch.empty_like(scores_TE)
-        arguments = (gradient.contiguous(), scores_TE, log_sum_T, *scores_TE.shape, to_scores_TE)
-        ctx.kernels.call("z_loss_backward", scores_TE.dtype, *arguments)
+        arguments = (gradient.contiguous(), scores_TE, log_sum_T, *_sizes(scores_TE), to_scores_TE)
+        ctx.kernels.z_loss_backward(*arguments)
         return to_scores_TE, None
 
 
@@ -239,10 +248,10 @@ def plain_balance(probs_TE: Tensor, counts_E: Tensor) -> Tensor:
 
 class _Balance(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, probs_TE: Tensor, counts_E: Tensor, kernels: RowKernels) -> Tensor:
+    def forward(ctx: Any, probs_TE: Tensor, counts_E: Tensor, kernels: "TritonKernels") -> Tensor:
         loss, factor_E = probs_TE.new_empty(()), probs_TE.new_empty(probs_TE.shape[1])
-        arguments = (probs_TE, counts_E.contiguous(), *probs_TE.shape, factor_E, loss)
-        kernels.call("balance_loss", probs_TE.dtype, *arguments)
+        arguments = (probs_TE, counts_E.contiguous(), *_sizes(probs_TE), factor_E, loss)
+        kernels.balance_loss(*arguments)
         ctx.save_for_backward(factor_E)
         ctx.num_tokens = len(probs_TE)
         return loss
@@ -268,8 +277,8 @@ def gate_sums(probs_TE: Tensor, token_N: Tensor, kernels: Kernels) -> tuple[Tens
         return plain_gate_sums(probs_TE, token_N)
     sums_2 = probs_TE.new_empty(2)
     width_D = token_N.new_empty(probs_TE.shape[1] + 1)
-    arguments = (probs_TE.detach(), token_N.contiguous(), *probs_TE.shape, len(token_N), sums_2, width_D)
-    chosen.call("gate_sums", probs_TE.dtype, *arguments)
+    arguments = (probs_TE.detach(), token_N.contiguous(), *_sizes(probs_TE), len(token_N), sums_2, width_D)
+    chosen.gate_sums(*arguments)
     entropy, top_1 = sums_2.unbind()
     return entropy, top_1, width_D
 
@@ -296,8 +305,7 @@ def _counted(index_N: Tensor, size: int) -> Tensor:
     return index_N.new_zeros(size).scatter_add_(0, index_N, torch.ones_like(index_N))
 
 
-def _kernels_for(numbers_TE: Tensor, kernels: Kernels) -> RowKernels | None:
+def _kernels_for(numbers_TE: Tensor, kernels: Kernels) -> "TritonKernels | None":
     """Return Triton's kernels if they support these numbers, else None."""
-    if not kernels.uses_triton(numbers_TE.device) or numbers_TE.dtype != torch.float32:
-        return None
-    return kernels.rows_for(numbers_TE) if 0 < numbers_TE.shape[1] <= MOST_EXPERTS_OF_SUMS else None
+    fits = numbers_TE.dtype == torch.float32 and 0 < numbers_TE.shape[1] <= MOST_EXPERTS_OF_SUMS
+    return kernels.triton_for(numbers_TE) if fits else None

@@ -21,7 +21,7 @@ from megamoe.kernels.library import find_library
 
 
 @dataclass(frozen=True)
-class Found:
+class Availability:
     """The result of a search. version: empty if not found. problem: why it cannot be used, empty if it
     can.
     """
@@ -36,34 +36,34 @@ def has_cuda() -> bool:
 
 
 @cache
-def find_transformer_engine() -> Found:
+def find_transformer_engine() -> Availability:
     """Find Transformer Engine; it is imported on CUDA only, because its libraries need a matching CUDA and
     PyTorch.
     """
     if not is_installed("transformer_engine"):
-        return Found(problem="Transformer Engine is not installed")
+        return Availability(problem="Transformer Engine is not installed")
     if not has_cuda():
-        return Found(problem="Transformer Engine is installed, but there is no CUDA device")
+        return Availability(problem="Transformer Engine is installed, but there is no CUDA device")
     try:
         engine = importlib.import_module("transformer_engine")
         importlib.import_module("transformer_engine.pytorch")
         version = str(engine.__version__)
     except (ImportError, OSError, RuntimeError, AttributeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        return Found(problem=f"Transformer Engine is installed, but cannot be imported: {reason}")
+        return Availability(problem=f"Transformer Engine is installed, but cannot be imported: {reason}")
     if is_too_old(version):
-        return Found(version, f"Transformer Engine {version} is older than {OLDEST}")
-    return Found(version)
+        return Availability(version, f"Transformer Engine {version} is older than {OLDEST}")
+    return Availability(version)
 
 
 @cache
-def find_apex_norms() -> Found:
+def find_apex_norms() -> Availability:
     """Find NVIDIA's Apex with its compiled norms; PyPI's `apex` is another package without this module."""
     if not (is_installed("apex.normalization") and is_installed("fused_layer_norm_cuda")):
-        return Found(problem="NVIDIA's Apex with its compiled norms is not installed")
+        return Availability(problem="NVIDIA's Apex with its compiled norms is not installed")
     if not has_cuda():
-        return Found(problem="NVIDIA's Apex is installed, but there is no CUDA device")
-    return Found("found")
+        return Availability(problem="NVIDIA's Apex is installed, but there is no CUDA device")
+    return Availability("found")
 
 
 def is_installed(module: str) -> bool:
@@ -75,9 +75,12 @@ def is_installed(module: str) -> bool:
 
 
 def uses_transformer_engine(model: ModelConfig) -> bool:
-    """Whether model.backend selects Transformer Engine on this machine."""
+    """Whether model.backend selects Transformer Engine on this machine; auto takes it for FP8 alone.
+
+    In bf16 it has one more wait of the host in each layer, and not our passes over experts and norms.
+    """
     if model.backend == "auto":
-        return not find_transformer_engine().problem
+        return model.fp8 != "none" and not find_transformer_engine().problem
     return model.backend == "transformer_engine"
 
 
@@ -124,12 +127,23 @@ def backend_rows(config: RunConfig, precision: str = "bf16") -> dict[str, str]:
     precision: of the run's weights.
     """
     return {
-        "CUDA": torch.cuda.get_device_name() if torch.cuda.is_available() else "none: CPU, gloo",
+        "CUDA": _device_row(),
         "CPU kernels": _cpu_kernels_row(config, precision),
         **(_gpu_rows(config, precision) if has_cuda() else {}),
         "Transformer Engine": _engine_row(config),
         "Apex": "norms" if uses_apex_norms(config.model) else "none",
     }
+
+
+def _device_row() -> str:
+    """Return the device that the run uses, and what is known of one that is not NVIDIA's."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+        return name if torch.version.hip is None else f"{name}: AMD, by ROCm; megamoe was never run on one"
+    for kind, module in (("Intel GPU (XPU)", torch.xpu), ("Apple GPU (MPS)", torch.backends.mps)):
+        if module.is_available():
+            return f"none: CPU, gloo; megamoe does not use this machine's {kind}"
+    return "none: CPU, gloo"
 
 
 def _cpu_kernels_row(config: RunConfig, precision: str) -> str:
@@ -171,7 +185,8 @@ def _engine_row(config: RunConfig) -> str:
     if not uses_transformer_engine(model):
         if not is_installed("transformer_engine"):
             return "none"
-        return found.problem or f"{found.version}, not used (model.backend: torch)"
+        why = "torch" if model.backend == "torch" else "auto takes it for FP8 alone"
+        return found.problem or f"{found.version}, not used (model.backend: {why})"
     whole = engine_attends(config)
     parts = ["attention" if whole else "linear layers of attention, its core by PyTorch", "norms"]
     if len(moe_block_numbers(config)) < num_blocks(config):

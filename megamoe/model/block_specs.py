@@ -14,7 +14,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from megamoe.config.schema import ModelConfig, RunConfig
+from megamoe.config.groups import config_by_layer
+from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
 from megamoe.config.shapes import (
     Stack,
     expert_activation,
@@ -41,7 +42,7 @@ from megamoe.moe import rng
 from megamoe.moe.experts.activations import CLAMPED, is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer
 
-MoEFactory = Callable[[LayerShape], MoELayer]
+MoEFactory = Callable[[MoEConfig, LayerShape], MoELayer]
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class BlockMaker:
 
         has_source: its blocks have cross attention. of_source: it is the encoder that they attend to.
         """
-        moe_blocks, specs = set(stack.moe_blocks), []
+        moe_blocks, specs, of_layer = set(stack.moe_blocks), [], config_by_layer(self.config)
         layers = f"{stack.name}.layers"
         names = [f"{layers}.{place}." for place in range(stack.num_layers)]
         if stack.name == "prediction":
@@ -126,13 +127,17 @@ class BlockMaker:
         for number in range(1, stack.num_layers + 1):
             spec = self._block(stack.name, transformer, has_source)
             spec.params["built"] = functools.partial(self.built, names[number - 1])
-            shape = self._layer_shape(stack, number, of_source, transformer.num_layers)
-            build = functools.partial(self.make_moe_layer, shape)
+            specs.append(spec)
+            config = of_layer.get(stack.first - 1 + number)
+            if config is None:
+                continue
+            shape = self._layer_shape(config, stack.first - 1 + number, of_source, transformer.num_layers)
+            build = functools.partial(self.make_moe_layer, config.moe, shape)
             moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.computed_again}
             if number in moe_blocks:
                 spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
             if number in stack.layers.insert_after:
-                has_norm = inserted_has_norm(self.config.moe)
+                has_norm = inserted_has_norm(config.moe)
                 norm = functools.partial(self.norm, transformer) if has_norm else None
                 spec.params["build_inserted"] = functools.partial(
                     MoEBlock,
@@ -141,7 +146,6 @@ class BlockMaker:
                     norm_position=self.config.model.norm_position,
                     **moe,
                 )
-            specs.append(spec)
         last_norm = self.modules.norm if self.config.model.norm_position == "pre" else None
         return TransformerBlockSubmodules(layer_specs=specs, layer_norm=last_norm)
 
@@ -183,16 +187,17 @@ class BlockMaker:
         norm: nn.Module = self.modules.norm(config=transformer, hidden_size=size, eps=eps)
         return norm
 
-    def _layer_shape(self, stack: Stack, number: int, of_source: bool, num_layers: int) -> LayerShape:
-        model = self.config.model
+    def _layer_shape(self, config: RunConfig, layer: int, of_source: bool, num_layers: int) -> LayerShape:
+        """Return the sizes of an MoE layer; config: its own, see `LayerKind.config`."""
+        model = config.model
         return LayerShape(
             hidden_size=model.hidden_size,
-            ffn_size=expert_ffn_size(self.config),
-            layer=stack.first - 1 + number,
-            activation=expert_activation(self.config),
+            ffn_size=expert_ffn_size(config),
+            layer=layer,
+            activation=expert_activation(config),
             init_std=model.init_std,
             output_std=model.init_std / math.sqrt(2 * num_layers),
-            seed=self.config.seed,
+            seed=config.seed,
             init_scale=model.init_scale,
             vocab_size=self.vocab_size,
             of_source=of_source,

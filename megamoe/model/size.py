@@ -1,10 +1,12 @@
 """The number of parameters and the FLOPs of a model, from its configuration alone; nothing is allocated."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from megamoe.config.groups import LayerKind, kinds
 from megamoe.config.schema import Activation, ModelConfig, RunConfig
 from megamoe.config.shapes import (
     Stack,
@@ -36,9 +38,10 @@ class ModelSize:
     """Numbers of parameters.
 
     total: of the whole model. active: those that compute a token, with the selector's mean number of experts
-    (one, if unknown). expert: of all routed experts. cut: those that tensor parallelism splits (embedding and
-    output layer, attention, dense FFNs). beside: of the MoE layers without their routed experts (routers,
-    shared experts). matrices: of these three (experts, cut, beside), those in matrices that Muon updates.
+    (one, if unknown). expert: of all routed experts; frozen: of those that do not learn. cut: those that
+    tensor parallelism splits (embedding and output layer, attention, dense FFNs). beside: of the MoE layers
+    without their routed experts (routers, shared experts). matrices: of these three (experts, cut, beside),
+    those in matrices that Muon updates.
     """
 
     total: int
@@ -47,6 +50,7 @@ class ModelSize:
     cut: int
     beside: int
     matrices: tuple[int, int, int] = (0, 0, 0)
+    frozen: int = 0
 
     def times(self, share: float) -> "ModelSize":
         """Return a share of all."""
@@ -62,6 +66,7 @@ class ModelSize:
             part(self.cut),
             part(self.beside),
             (part(expert), part(cut), part(beside)),
+            part(self.frozen),
         )
 
     def matrices_on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
@@ -81,7 +86,8 @@ class ModelSize:
 def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
     """Return the shape of every tensor of one MoE layer's router parts and losses, by its name in the layer.
 
-    Names have the form router.<stage>.<tensor> and losses.<name>.<tensor>; `vocab_size` is before padding.
+    config: one without `moe.groups`, such as `LayerKind.config`. Names have the form router.<stage>.<tensor>
+    and losses.<name>.<tensor>; `vocab_size` is before padding.
     """
     padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
     tensors = nn.ModuleDict(_parts(config, padded)).state_dict()
@@ -90,7 +96,7 @@ def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
 
 def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     """Count the parameters of the model that `config` describes; `vocab_size` before padding."""
-    model, moe = config.model, config.moe
+    model = config.model
     blocks, moe_blocks = num_blocks(config), len(moe_block_numbers(config))
     dense = embedding_size(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
     dense += _num_cross(model) * _cross_attention(model)
@@ -98,35 +104,47 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     cut = dense - _replicated(config, blocks - moe_blocks)
     dense += _whole_head(model)
     dense += model.multi_token_prediction.depth * (2 * model.hidden_size**2 + 2 * _norm(model))
-    layers = moe_blocks + len(inserted_after(config))
-    if layers == 0:
-        return ModelSize(dense, dense, 0, cut, 0, _matrices(config, 0, 0))
-    parts = _parts(config, padded_vocab_size(vocab_size, model.vocab_multiple))
+    size = ModelSize(dense, dense, 0, cut, 0, _matrices(config))
+    for kind in kinds(config):
+        if kind.layers:
+            size = _with_layers(size, kind, padded_vocab_size(vocab_size, model.vocab_multiple))
+    return size
+
+
+def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSize:
+    """Return the size with the MoE layers of one kind."""
+    config, moe = kind.config, kind.moe
+    inserted = len(inserted_after(config))
+    layers = len(moe_block_numbers(config)) + inserted
+    parts = _parts(config, padded_vocab)
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
     beside = layers * (sum(counts) + _shared(config))
-    dense += beside
-    if inserted_has_norm(moe):
-        dense += (layers - moe_blocks) * _norm(model)
-    expert = layers * _expert(config)
-    active = dense + round(mean_choices(config.moe) * expert)
-    experts = moe.num_experts * expert
-    matrices = _matrices(config, moe_blocks, layers)
-    return ModelSize(dense + experts, active, experts, cut, beside, matrices)
+    dense = beside + (inserted * _norm(config.model) if inserted_has_norm(moe) else 0)
+    each = layers * _expert(config)
+    expert = moe.num_experts * each
+    hidden, width, activation = config.model.hidden_size, expert_ffn_size(config), expert_activation(config)
+    beside_in_matrices = layers * _weights(hidden, shared_ffn_size(moe, width), activation)
+    of_expert = moe.expert_sublayers * _weights(hidden, width, activation)
+    experts_in_matrices = layers * moe.num_experts * of_expert
+    return ModelSize(
+        size.total + dense + expert,
+        size.active + dense + round(mean_choices(moe) * each),
+        size.expert + expert,
+        size.cut,
+        size.beside + beside,
+        (size.matrices[0] + experts_in_matrices, size.matrices[1], size.matrices[2] + beside_in_matrices),
+        size.frozen + ("experts" in moe.frozen) * expert,
+    )
 
 
-def _matrices(config: RunConfig, moe_blocks: int, layers: int) -> tuple[int, int, int]:
-    """Return `ModelSize.matrices`. layers: of experts, some of which may stand behind a block."""
-    model, moe, hidden = config.model, config.moe, config.model.hidden_size
+def _matrices(config: RunConfig) -> tuple[int, int, int]:
+    """Return `ModelSize.matrices` without those of the MoE layers."""
+    model, hidden = config.model, config.model.hidden_size
     blocks = num_blocks(config)
     cut = blocks * _projections(model) + _num_cross(model) * 4 * hidden * query_size(model)
-    cut += (blocks - moe_blocks) * _weights(hidden, ffn_size(model), model.activation)
-    whole = model.multi_token_prediction.depth * 2 * hidden**2
-    if layers == 0:
-        return 0, cut, whole
-    activation, size = expert_activation(config), expert_ffn_size(config)
-    whole += layers * _weights(hidden, shared_ffn_size(moe, size), activation)
-    of_expert = moe.expert_sublayers * _weights(hidden, size, activation)
-    return layers * moe.num_experts * of_expert, cut, whole
+    dense = blocks - len(moe_block_numbers(config))
+    cut += dense * _weights(hidden, ffn_size(model), model.activation)
+    return 0, cut, model.multi_token_prediction.depth * 2 * hidden**2
 
 
 def embedding_size(config: RunConfig, vocab_size: int) -> int:
@@ -265,16 +283,20 @@ class StackShares:
 class ModelFlops:
     """FLOPs of one training step's forward and backward pass, 2 for a multiply-add.
 
-    token: for each token, without routed experts. pair: for each computed (token, expert) pair.
-    Causal attention counts its half over whole sequences, the router one row of scores for each expert.
+    token: for each token, without routed experts. pair: for each computed (token, expert) pair. by_layer: of
+    a pair in each MoE layer, by its block number, where `moe.groups` makes them differ; `pair` is then their
+    mean. Causal attention counts its half over whole sequences, the router one row of scores for each expert.
     """
 
     token: float
     pair: float
+    by_layer: dict[int, float] = field(default_factory=dict)
 
-    def of_step(self, tokens: int, pairs: int) -> float:
-        """Return the FLOPs of a step over this many tokens, with so many pairs in all layers."""
-        return tokens * self.token + pairs * self.pair
+    def of_step(self, tokens: int, pairs: Mapping[int, int]) -> float:
+        """Return the FLOPs of a step over this many tokens; pairs: in each MoE layer, by its number."""
+        if not self.by_layer:
+            return tokens * self.token + sum(pairs.values()) * self.pair
+        return tokens * self.token + sum(count * self.by_layer[layer] for layer, count in pairs.items())
 
 
 def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None = None) -> ModelFlops:
@@ -285,20 +307,18 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     As Narayanan et al. 2021, appendix (2104.04473), count them, but with half of the scores of causal
     attention, and with the pairs that the routers chose instead of a fixed number of experts.
     """
-    model, moe = config.model, config.moe
+    model = config.model
     shares = shares or StackShares()
     hidden, length = model.hidden_size, config.data.sequence_length
-    size = expert_ffn_size(config)
-    expert = hidden * (up_width(size, expert_activation(config)) + size)
-    shared = expert * shared_ffn_size(moe, size) / size
+    works = {number: _work(kind.config) for kind in kinds(config) for number in kind.layers}
     products = 0.0
     for stack in stacks(config):
         share = shares.stacks.get(stack.name, 1.0)
-        blocks, layers = len(stack.moe_blocks), len(stack.moe_blocks) + len({*stack.layers.insert_after})
+        layers = [works[stack.first - 1 + block][0] for block in stack.moe_layers]
         of_token = float(stack.num_layers * _projections(model))
         of_token += _scores(model) * _seen_keys(model, stack, share * length)
-        of_token += (stack.num_layers - blocks) * _dense_ffn_flops(model)
-        of_token += layers * (moe.num_experts * hidden + shared)
+        of_token += (stack.num_layers - len(stack.moe_blocks)) * _dense_ffn_flops(model)
+        of_token += sum(layers)
         products += share * of_token
     if model.architecture == "encoder_decoder":
         encoder, decoder = (shares.stacks.get(name, 1.0) for name in ("encoder", "decoder"))
@@ -312,7 +332,22 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     depth = model.multi_token_prediction.depth
     products += depth * 2 * hidden * hidden
     products += (1 + depth) * shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
-    return ModelFlops(PASSES * 2.0 * products, PASSES * 2.0 * moe.expert_sublayers * expert)
+    token = PASSES * 2.0 * products
+    if not config.moe.groups:
+        return ModelFlops(token, PASSES * 2.0 * _work(config)[1])
+    by_layer = {number: PASSES * 2.0 * pair for number, (_, pair) in works.items()}
+    return ModelFlops(token, sum(by_layer.values()) / len(by_layer), by_layer)
+
+
+def _work(config: RunConfig) -> tuple[float, float]:
+    """Return the products of a token in router and shared experts of an MoE layer, and of each of its pairs.
+
+    config: one without `moe.groups`, such as `LayerKind.config`.
+    """
+    moe, hidden, size = config.moe, config.model.hidden_size, expert_ffn_size(config)
+    expert = hidden * (up_width(size, expert_activation(config)) + size)
+    shared = expert * shared_ffn_size(moe, size) / size
+    return moe.num_experts * hidden + shared, moe.expert_sublayers * expert
 
 
 def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]:
@@ -321,21 +356,23 @@ def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]
     These are the output layer and multi-token prediction. MoE layers count with the mean number of experts
     that a router chooses (`mean_choices`). vocab_size: before padding.
     """
-    model, moe = config.model, config.moe
+    model = config.model
     stack, *further = stacks(config)
-    size, length = expert_ffn_size(config), float(config.data.sequence_length)
-    expert = model.hidden_size * (up_width(size, expert_activation(config)) + size)
-    experts = mean_choices(config.moe) * moe.expert_sublayers + shared_ffn_size(moe, size) / size
-    layer = moe.num_experts * model.hidden_size + experts * expert
+    length = float(config.data.sequence_length)
+    layers: dict[int, float] = {}
+    for kind in kinds(config):
+        beside, pair = _work(kind.config)
+        work = beside + mean_choices(kind.moe) * pair if kind.layers else 0.0
+        layers |= dict.fromkeys(kind.layers, work)
 
     def of(block: int, is_moe: bool) -> float:
         keys = min(window_of(model, block) or length, length)
         scores = _scores(model) * (keys - keys * keys / (2 * length))
-        return _projections(model) + scores + (layer if is_moe else _dense_ffn_flops(model))
+        return _projections(model) + scores + (layers[block] if is_moe else _dense_ffn_flops(model))
 
     blocks = [of(block, block in stack.moe_blocks) for block in range(1, stack.num_layers + 1)]
     for block in stack.layers.insert_after:
-        blocks[block - 1] += layer
+        blocks[block - 1] += layers[block]
     depth = sum(each.num_layers for each in further)
     head = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     is_moe = bool(further and further[0].moe_blocks)

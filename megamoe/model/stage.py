@@ -9,7 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megamoe.config.schema import LayersConfig, RunConfig
+from megamoe.config.groups import group_layers
+from megamoe.config.schema import GroupLayersConfig, LayersConfig, RunConfig
 from megamoe.config.shapes import padded_vocab_size, stacks
 from megamoe.model.moe_block import Block
 from megamoe.model.size import ModelSize, block_flops, embedding_size, model_size
@@ -129,11 +130,16 @@ def _with_blocks(config: RunConfig, blocks: list[int], is_last: bool) -> RunConf
         at=[places[block] for block in stack.moe_blocks if block in places],
         insert_after=[places[block] for block in stack.layers.insert_after if block in places],
     )
+    groups = [
+        replace(group, layers=GroupLayersConfig(at=[places[n] for n in numbers if n in places]))
+        for group, numbers in zip(config.moe.groups, group_layers(config), strict=True)
+    ]
     model = replace(config.model, num_layers=len(blocks))
     if not is_last:
         model = replace(model, multi_token_prediction=replace(model.multi_token_prediction, depth=0))
     parallel = replace(config.parallel, pipeline=1, pipeline_chunks=1, blocks_per_stage=None)
-    return replace(config, model=model, parallel=parallel, moe=replace(config.moe, layers=layers))
+    moe = replace(config.moe, layers=layers, groups=groups)
+    return replace(config, model=model, parallel=parallel, moe=moe)
 
 
 def balanced(work: list[float], after: float, parts: int, least: int = 1) -> list[int]:

@@ -3,7 +3,7 @@ route.
 """
 
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -11,9 +11,6 @@ from torch import Tensor
 
 from megamoe.moe import rng
 from megamoe.moe.timers import LocalComputeTimer, StageTimers
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -81,6 +78,8 @@ OF_MICRO_BATCH = (
     "num_rollouts",
     "padding",
     "source",
+    "observations",
+    "routings",
 )
 
 
@@ -101,6 +100,7 @@ class StepContext:
     num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
     rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
     alone. source: the tokens of an encoder_decoder's encoder; the other fields are the decoder's.
+    observations, routings: what each layer keeps of its pass, see `MoELayer`, by the layer's `id`.
 
     padding: the places that are not tokens; None: all are. A layer removes them before its router, so parts
     see tokens only. They then get sequence_T, int64, the sequence of each token, and bounds: where the tokens
@@ -121,6 +121,8 @@ class StepContext:
     compute_timer: LocalComputeTimer = field(default_factory=lambda: LocalComputeTimer(torch.device("cpu")))
     padding: Padding | None = None
     source: SourceTokens | None = None
+    observations: dict[int, Any] = field(default_factory=dict)
+    routings: dict[int, Any] = field(default_factory=dict)
     sequence_T: Tensor | None = None
     bounds: tuple[int, ...] | None = None
 

@@ -96,12 +96,28 @@ class MoELayer(nn.Module):
         self.computes_experts_again = "moe" in shape.computed_again
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
-        self.observation: Observation | None = None
-        self.routing: Routing | None = None  # kept for an objective, which needs the token losses
         self.recomputing = False
         self.frozen = config.frozen
         for module in self.frozen:
             getattr(self, module).requires_grad_(False)
+
+    @property
+    def observation(self) -> Observation | None:
+        """The observation of the micro batch that the context describes; None before its pass."""
+        return self.context.observations.get(id(self))
+
+    @observation.setter
+    def observation(self, observation: Observation | None) -> None:
+        self.context.observations[id(self)] = observation
+
+    @property
+    def routing(self) -> Routing | None:
+        """Its routing, kept for an objective, which needs the token losses."""
+        return self.context.routings.get(id(self))
+
+    @routing.setter
+    def routing(self, routing: Routing | None) -> None:
+        self.context.routings[id(self)] = routing
 
     def forward(self, hidden_TH: Tensor) -> Tensor:
         """Take this rank's tokens, [T, H]; return what the block adds to its residual, [T, H].

@@ -53,6 +53,7 @@ CAPABILITIES = {
     "sums_to_1": "makes the p of a token's candidates sum to 1",
     "monotone": "makes p that grow with the scores of a token",
     "elementwise": "makes the p of an expert from its own score alone",
+    "zeros": "makes p of exactly 0",
     "bias": "moves the choice by a bias",
     "mask": "takes experts away",  # every mask
     "by_probs": "goes by p, not by ranking_TE",  # mask
@@ -65,6 +66,7 @@ CAPABILITIES = {
     "over_tokens": "lets a token's experts depend on other tokens, in evaluation too",
     "sees_later_tokens": "lets a token's experts depend on later tokens, without allow_non_causal",
     "by_experts": "lets the experts choose, so that a token may get none",
+    "may_choose_none": "may leave a token without an expert",
     "even_load": "gives every expert as many tokens",
     "even_first_choices": "gives every expert as many first choices",
     "normalised": "makes the weights of a token sum to 1",

@@ -146,3 +146,61 @@ _register(
     selector="sample",
     losses={"grpo": 0.01},
 )
+_register(
+    "remoe",
+    "Wang et al. 2024, ReMoE: ReLU routing; losses.relu_sparsity.k is the mean number of experts of a token",
+    score_function="relu",
+    selector="above",
+    losses={"relu_sparsity": {"weight": 1e-8, "k": 1.0}},
+)
+_register(
+    "phi_moe",
+    "Liu et al. 2024, GRIN (Phi-3.5-MoE): two experts; the loss's weight is of its released configuration",
+    selector={"name": "sparse_mixer", "k": 2, "epsilon": 0.01},
+    losses={"switch_balance": 0.001},
+)
+_register(
+    "kimi_k2",
+    "Moonshot AI 2025, Kimi K2: DeepSeek-V3's router without groups; 384 experts; of its configuration",
+    num_shared_experts=1,
+    score_function={"name": "sigmoid", "bias_update": 0.001},
+    selector={"name": "top_k", "k": 8, "weights": "renormalised", "scale": 2.827},
+)
+_register(
+    "minimax_m2",
+    "MiniMax 2025, MiniMax-M2: 8 of 256 experts, none shared; the loss's weight is of its configuration",
+    score_function={"name": "sigmoid", "bias_update": 0.001},
+    selector={"name": "top_k", "k": 8, "weights": "renormalised"},
+    losses={"switch_balance": 0.001},
+)
+_register(
+    "deepseek_v4_moe",
+    "DeepSeek-AI 2026, DeepSeek-V4: the routing of its learned layers; those that a table routes have the "
+    "scorer token_table and the selector table",
+    num_shared_experts=1,
+    score_function={"name": "sqrt_softplus", "bias_update": 0.001},
+    selector={"name": "top_k", "k": 6, "weights": "renormalised", "scale": 1.5},
+    losses={"switch_balance": {"weight": 0.0001, "scope": "sequence"}},
+)
+_register(
+    "dense_to_sparse",
+    "Nie et al. 2021, EvoMoE: Gumbel-softmax gates whose temperature falls, from many experts to few",
+    scorer="dense_to_sparse",
+    selector={"name": "above", "value": 0.1, "at_least": 1},
+    losses={"switch_balance": 0.01},
+)
+_register(
+    "top_any",
+    "Guo et al. 2024, DynMoE: a learned threshold for each expert; the number of experts stays",
+    scorer="cosine",
+    score_function="sigmoid",
+    selector="top_any",
+)
+_register(
+    "skywork_moe",
+    "Wei et al. 2024, Skywork-MoE: normalised logits, and a balance loss that follows the drop rate",
+    score_function="normalised_softmax",
+    selector={"name": "top_k", "k": 2, "weights": "renormalised"},
+    capacity={"name": "per_expert", "factor": 1.25, "priority": "probability"},
+    losses={"drop_rate_balance": 0.01},
+)

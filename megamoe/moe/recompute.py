@@ -5,6 +5,7 @@ of its outputs, for functions whose outputs are what the next operators save: a 
 projection.
 """
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megamoe.compat.torch_compat import memory_key
+from megamoe.moe.turns import without_turns
 
 
 class Recomputable(Protocol):
@@ -51,10 +53,13 @@ class _Again(AbstractContextManager[None]):
         self.layers = layers
 
     def __enter__(self) -> None:
+        self._alone = without_turns()
+        self._alone.__enter__()
         self._mark(True)
 
-    def __exit__(self, *unused: object) -> None:
+    def __exit__(self, *raised: Any) -> None:
         self._mark(False)
+        self._alone.__exit__(*raised)
 
     def _mark(self, recomputing: bool) -> None:
         for layer in self.layers:
@@ -77,10 +82,10 @@ class Dropping(AbstractContextManager[None]):
     def __enter__(self) -> None:
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
         self._hooks.__enter__()
-        _entered.append(self)
+        _entered.contexts.append(self)
 
     def __exit__(self, *raised: object) -> None:
-        _entered.pop()
+        _entered.contexts.pop()
         self._hooks.__exit__(*raised)
         self._outputs.clear()
         self._alive.clear()
@@ -108,7 +113,14 @@ class Dropping(AbstractContextManager[None]):
         return _View(call, place, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-_entered: list[Dropping] = []  # the contexts that this pass is in
+class _Entered(threading.local):
+    """The contexts that this thread's pass is in: as autograd's own, each thread has others."""
+
+    def __init__(self) -> None:
+        self.contexts: list[Dropping] = []
+
+
+_entered = _Entered()
 
 
 def drop_output(function: Callable[..., Any], *inputs: Tensor) -> Any:
@@ -123,9 +135,9 @@ def drop_output(function: Callable[..., Any], *inputs: Tensor) -> Any:
 
 def register_dropped(output: Any, function: Callable[..., Any], *inputs: Tensor) -> None:
     """Inside `Dropping`, let the backward pass compute `output` as function(*inputs)."""
-    if _entered and torch.is_grad_enabled():
+    if _entered.contexts and torch.is_grad_enabled():
         outputs = output if isinstance(output, tuple) else (output,)
-        _entered[-1].add(outputs, function, inputs)
+        _entered.contexts[-1].add(outputs, function, inputs)
 
 
 class _Call:

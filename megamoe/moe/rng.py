@@ -40,7 +40,7 @@ def uniform(
     token_index_T = token_index_T.to(torch.int64).contiguous()
     unit_TC = torch.empty(len(token_index_T), columns, dtype=torch.float32, device=token_index_T.device)
     sizes = (len(token_index_T), first_column, columns)
-    library.call("uniform", unit_TC.dtype, token_index_T, *sizes, draw_key, unit_TC)
+    library.uniform(token_index_T, *sizes, draw_key, unit_TC)
     return unit_TC
 
 
@@ -60,6 +60,14 @@ def normal(
     # The middle of each of uniform's 2^24 steps: never 0 nor 1, and exact in fp32 on both sides of 1/2.
     centred_TC = uniform(draw_key, token_index_T, columns, kernels=kernels).sub_(0.5).add_(2.0**-25)
     return centred_TC.mul_(2.0).erfinv_().mul_(math.sqrt(2.0))
+
+
+def gumbel(
+    draw_key: int, token_index_T: Tensor, columns: int, *, kernels: Kernels = DEFAULT_KERNELS
+) -> Tensor:
+    """fp32 [T, columns] of Gumbel(0, 1); the largest of scores plus such draws samples their softmax."""
+    unit_TC = uniform(draw_key, token_index_T, columns, kernels=kernels)
+    return unit_TC.clamp_min(2.0**-25).log().neg().log().neg()  # 0 is drawn once in 2^24
 
 
 def _mix_(z: Tensor) -> Tensor:

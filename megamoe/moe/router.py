@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.config import PartChoice
-from megamoe.config.schema import MoEConfig, RouterConfig
+from megamoe.config.schema import MoELayerConfig, RouterConfig
 from megamoe.errors import UserError
 from megamoe.moe.part import Candidates, Dims, Part, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
@@ -40,7 +40,7 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
     return part
 
 
-def mean_choices(moe: MoEConfig) -> float:
+def mean_choices(moe: MoELayerConfig) -> float:
     """Return the mean number of experts of a token; 1 if the selector does not know."""
     with torch.device("meta"):
         selector = build_part(moe.router.selector, Dims(1, moe.num_experts))

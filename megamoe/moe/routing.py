@@ -73,15 +73,19 @@ class Pairs:
             own = self.keep((self.token_N >= first) & (self.token_N < first + num_tokens))
         else:
             rows = slice(first * self.each, (first + num_tokens) * self.each)
-            columns = (self.token_N, self.expert_N, self.weight_N, self.choice_N)
-            own = Pairs(*(column_N[rows] for column_N in columns), each=self.each)
+            own = Pairs(
+                self.token_N[rows], self.expert_N[rows], self.weight_N[rows], self.choice_N[rows], self.each
+            )
         return replace(own, token_N=own.token_N - first)
 
     def keep(self, keep_N: Tensor) -> "Pairs":
         """Return the pairs for which the bool mask `keep_N` is true."""
         kept_M = keep_N.nonzero().squeeze(1)  # once: indexing by a mask waits for the device
-        columns = (self.token_N, self.expert_N, self.weight_N, self.choice_N)
-        return Pairs(*(column_N.index_select(0, kept_M) for column_N in columns))
+        token_M, expert_M, weight_M, choice_M = (
+            column_N.index_select(0, kept_M)
+            for column_N in (self.token_N, self.expert_N, self.weight_N, self.choice_N)
+        )
+        return Pairs(token_M, expert_M, weight_M, choice_M)
 
 
 @dataclass

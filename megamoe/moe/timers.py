@@ -21,13 +21,26 @@ class StageTimers:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._parts: list[tuple[str, Mark, Mark]] = []  # name, begin and end of each
+        self._now: tuple[str, Mark] | None = None  # the stage that is measured, and its begin
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
         """Measure what runs inside under this name, one of STAGES."""
-        begin = _mark(self._device)
+        self.resume(name)
         yield
+        self.pause()
+
+    def pause(self) -> str | None:
+        """Stop measuring; return the stage for `resume`, None if there is none."""
+        if self._now is None:
+            return None
+        (name, begin), self._now = self._now, None
         self._parts.append((name, begin, _mark(self._device)))
+        return name
+
+    def resume(self, name: str | None) -> None:
+        """Go on with a stage."""
+        self._now = None if name is None else (name, _mark(self._device))
 
     def seconds(self) -> dict[str, float]:
         """Return the sums since the last call, and begin anew."""

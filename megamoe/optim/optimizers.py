@@ -19,8 +19,8 @@ from megamoe.config.schema import GroupConfig, OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.optim.groups import divide, weight_decay
-from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
 from megamoe.optim.matrices import is_matrix, takes_muon
+from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.groups import ModelParallelUnit
 

@@ -1,7 +1,7 @@
 """AdamW and Adam with moments in bf16: 4 bytes of a parameter in the place of 8.
 
-A moment is kept as bf16 and updated in fp32. With the nearest bf16, a change below 2^-9 of the moment would be
-lost, as (1 - beta2) g^2 is at beta2 = 0.999: the moment would stand still. So it is rounded up or down at
+A moment is kept as bf16 and updated in fp32. With the nearest bf16, a change below 2^-9 of the moment would
+be lost, as (1 - beta2) g^2 is at beta2 = 0.999: the moment would stand still. So it is rounded up or down at
 random, in proportion to the distance, and is right on average. The random bits are a hash of the number to be
 rounded and of the step. They need no generator and do not depend on the place of an element in a rank's part,
 so every layout rounds alike.
@@ -26,7 +26,7 @@ class _ShortMoments(torch.optim.Adam):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update all parameters that have a gradient; `grad_scale`, where it is set, divides the gradients."""
+        """Update all parameters that have a gradient; `grad_scale`, if it is set, divides the gradients."""
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from megamoe.config.groups import kinds
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem
@@ -53,7 +54,7 @@ def exchange_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
 
 
 def _has_fixed_shares(config: RunConfig) -> bool:
-    return provides("fixed_shares", config.moe.router.capacity)
+    return any(provides("fixed_shares", kind.moe.router.capacity) for kind in kinds(config))
 
 
 def _fixed_share_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
@@ -80,8 +81,10 @@ def _exchange_nodes(config: RunConfig, layout: Layout) -> int:
     nodes = _nodes(layout, _node_size(config, layout)) or 1
     if nodes == 1 or _node_use(config) == "always":
         return nodes
-    choices = mean_choices(config.moe)
-    return nodes if choices >= WORTH_IT * mean_nodes(config.moe, nodes, choices) else 1
+    choices = [(mean_choices(kind.moe), kind) for kind in kinds(config)]
+    pairs = sum(len(kind.layers) * chosen for chosen, kind in choices)
+    rows = sum(len(kind.layers) * mean_nodes(kind.moe, nodes, chosen) for chosen, kind in choices)
+    return nodes if pairs >= WORTH_IT * rows else 1
 
 
 def _node_size(config: RunConfig, layout: Layout) -> int:

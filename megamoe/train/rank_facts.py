@@ -20,7 +20,7 @@ from megamoe.parallel.rank_consistency import Facts
 
 # Keys that may differ between ranks: they change nothing that is computed or sent. Other paths may not:
 # rank 0 or all ranks write there, or the name of the cached sample index follows from the path.
-FREE = {
+MAY_DIFFER = {
     "parallel.deepspeed": "the file's content is compared, of which each machine may have a copy",
     "data.tokenizer": "the tokenizer's fingerprint is compared",
     "data.workers": "a rank's own loader processes; the batches are the same with any number",
@@ -82,12 +82,12 @@ def facts_of_files(
 
 
 def configuration_facts(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the resolved configuration as plain data, without the keys in `FREE`."""
+    """Return the resolved configuration as plain data, without the keys in `MAY_DIFFER`."""
     return _without_free(tree, "")
 
 
 def _without_free(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
-    left = {key: value for key, value in tree.items() if f"{prefix}{key}" not in FREE}
+    left = {key: value for key, value in tree.items() if f"{prefix}{key}" not in MAY_DIFFER}
     return {
         key: _without_free(value, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in left.items()

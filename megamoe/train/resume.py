@@ -12,8 +12,9 @@ from megamoe.checkpoint.format.files import META, damaged
 from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
+from megamoe.config.groups import LayerKind, kinds
 from megamoe.config.model_schema import ModelConfig, RotaryConfig
-from megamoe.config.shapes import expert_activation, moe_layer_numbers
+from megamoe.config.shapes import expert_activation, moe_layer_numbers, stacks
 from megamoe.errors import UserError, printable
 from megamoe.model.size import part_shapes
 
@@ -65,6 +66,11 @@ SAME_FUNCTION = (
     *("residual_scale", "logit_scale", "logit_soft_cap"),
     *(f"attention.{key}" for key in ("query_key_norm", "window", "window_blocks", "soft_cap", "scale")),
 )
+NUMBERED = re.compile(r"^moe\.groups\.(\d+)")  # the beginning of a key as `_differences` gives it
+OF_A_GROUP = re.compile(r"^moe\.groups\[\d+\]\.")
+BLOCK = re.compile(
+    r"\b(?:(encoder|decoder)\.layers\.(\d+)|prediction\.depths\.(\d+))\."
+)  # in a tensor's name
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
 MTP = "multi_token_prediction"  # whose loss may get another weight
 NEW_MOMENTS = (
@@ -90,18 +96,24 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> list[str]:
     saved, current, defaults = _saved_config(path, meta), to_dict(config), to_dict(RunConfig())
     _same_architecture(path, saved, config, RESUME_WAY_OUT)
     _same(path, "vocabulary", meta["vocabulary"], vocabulary)
-    changes = list(_differences(saved, current, defaults))
+    groups = max(len(_groups(tree)) for tree in (saved, current))
+    trees = _with_sections(saved), _with_sections(current), _with_default_groups(defaults, groups)
+    found = _differences(*trees)
+    changes = [(NUMBERED.sub(r"moe.groups[\1]", key), before, after) for key, before, after in found]
     for key, before, after in changes:
         if rule_of(key) == "same":
             _same(path, key, before, after)
     depths = [(tree["model"].get(MTP) or {}).get("depth", 0) for tree in (saved, current)]
     _same(path, f"model.{MTP}.depth", *depths)
     if moe_layer_numbers(config):
-        now = part_shapes(config, vocabulary)
-        _same_state(path, saved["moe"], current["moe"], _saved_part_shapes(read_index(path)), now)
-        for key, before, after in changes:
+        known = _saved_part_shapes(config, read_index(path))
+        for kind in kinds(config):
+            now, then = part_shapes(kind.config, vocabulary), _section(saved, kind)
+            for number in kind.layers:
+                _same_state(path, kind, then, known.get(number, {}), now)
+        for key, old, new in changes:
             if rule_of(key) == "function" and not config.checkpoint.allow_changes:
-                _same(path, key, before, after, FUNCTION_WAY_OUT)
+                _same(path, key, old, new, FUNCTION_WAY_OUT)
     shown = [(key, printable(before, 60), printable(after, 60)) for key, before, after in changes]
     names = [(tree.get("optimizer") or {}).get("name", "adamw") for tree in (saved, current)]
     return [
@@ -113,6 +125,7 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> list[str]:
 
 def rule_of(key: str) -> str:
     """Return what a resume does about a key that differs, a value of `RULES`."""
+    key = OF_A_GROUP.sub("moe.", key)
     while key and key not in RULES:
         key = key.rpartition(".")[0]
     return RULES[key]
@@ -163,26 +176,67 @@ def _saved_config(path: Path, meta: Meta) -> Tree:
     return meta["config"]
 
 
-def _saved_part_shapes(index: Index) -> dict[str, list[int]]:
-    """Return the saved shapes of the router's and the losses' tensors, by their names inside a layer."""
-    found = [(PART_TENSOR.search(name), tensor) for name, tensor in index["tensors"].items()]
-    return {match[1]: tensor["shape"] for match, tensor in found if match and match.string.startswith(WEIGHT)}
+def _groups(tree: Tree) -> list[Tree]:
+    """Return the `moe.groups` of a configuration's mapping; older checkpoints have none."""
+    found: list[Tree] = tree["moe"].get("groups") or []
+    return found
+
+
+def _with_sections(tree: Tree) -> Tree:
+    """Return a configuration's mapping whose `moe.groups` is a mapping too, so that keys are compared."""
+    return {**tree, "moe": {**tree["moe"], "groups": _numbered(_groups(tree))}}
+
+
+def _with_default_groups(defaults: Tree, count: int) -> Tree:
+    """Return the defaults with those of so many groups, which are those of `moe`."""
+    return {**defaults, "moe": {**defaults["moe"], "groups": _numbered([defaults["moe"]] * count)}}
+
+
+def _numbered(groups: list[Tree]) -> Tree:
+    return {str(number): group for number, group in enumerate(groups)}
+
+
+def _section(tree: Tree, kind: LayerKind) -> Tree:
+    """Return the section of a kind of layers: its group, or `moe` where there is no such group."""
+    found = re.fullmatch(r"moe\.groups\[(\d+)\]", kind.key)
+    groups = _groups(tree)
+    section: Tree = groups[int(found[1])] if found and int(found[1]) < len(groups) else tree["moe"]
+    return section
+
+
+def _saved_part_shapes(config: RunConfig, index: Index) -> dict[int, dict[str, list[int]]]:
+    """Return the saved shapes of the routers' and the losses' tensors, by block and name inside the layer."""
+    first = {stack.name: stack.first for stack in stacks(config)}
+    found: dict[int, dict[str, list[int]]] = {}
+    for name, tensor in index["tensors"].items():
+        match, block = PART_TENSOR.search(name), BLOCK.search(name)
+        if match and block and name.startswith(WEIGHT) and (stack := block[1] or "prediction") in first:
+            found.setdefault(first[stack] + int(block[2] or block[3]), {})[match[1]] = tensor["shape"]
+    return found
 
 
 def _same_state(
-    path: Path, saved: Tree, current: Tree, known: dict[str, list[int]], shapes: dict[str, list[int]]
+    path: Path,
+    kind: LayerKind,
+    saved: Tree,
+    known: dict[str, list[int]],
+    shapes: dict[str, list[int]],
 ) -> None:
-    """Check that the saved state of the router and the losses exists here with the same meaning.
+    """Check that the saved state of a layer's router and losses exists here with the same meaning.
 
-    known: shapes of the parts' saved tensors by name. shapes: those of this run.
+    saved: the section of its kind in the checkpoint. known: shapes of the parts' saved tensors by name.
+    shapes: those of this run.
     """
+    current = to_dict(kind.moe)
     scorers = [moe["router"]["scorer"].get("name") for moe in (saved, current)]
-    _same(path, "moe.router.scorer", *scorers)
+    _same(path, kind.place("moe.router.scorer"), *scorers)
     for name in sorted(known.keys() | shapes.keys()):
         if known.get(name) != shapes.get(name):
             section, part, _ = name.split(".", maxsplit=2)
-            _same(path, f"moe.{section}.{part}", saved[section].get(part), current[section].get(part))
-            _same(path, f"moe.{name}", known.get(name), shapes.get(name))  # another part's option decides it
+            key = kind.place(f"moe.{section}.{part}")
+            _same(path, key, saved[section].get(part), current[section].get(part))
+            # Another part's option decides it.
+            _same(path, kind.place(f"moe.{name}"), known.get(name), shapes.get(name))
 
 
 def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
@@ -217,9 +271,11 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
         _same(path, f"model.{key}", before, after, INIT_WAY_OUT)
     if moe_layer_numbers(config):
         # Experts made from a dense FFN use its activation.
-        own = saved_config["moe"].get("expert_activation") if init.experts == "same" else None
-        before = own or saved.get("activation")
-        _same(path, "moe.expert_activation", before, expert_activation(config), INIT_WAY_OUT)
+        for kind in kinds(config):
+            of_kind, key = _section(saved_config, kind), kind.place("moe.expert_activation")
+            own = of_kind.get("expert_activation") if init.experts == "same" else None
+            before = own or saved.get("activation")
+            _same(path, key, before, expert_activation(kind.config), INIT_WAY_OUT)
 
 
 def check_vocabulary(path: Path, meta: Meta, vocabulary: int) -> None:

@@ -1,6 +1,6 @@
 """The metrics of the MoE layers under metrics.jsonl's names; docs/metrics.md has their formulas and units."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,38 +19,68 @@ class RoutingHistory:
 
     It is the same on every rank.
 
-    load_LE: int64, the pairs that each expert computed. window: the number of steps without a pair after
-    which an expert counts as dead.
+    experts_L: the number of experts of each layer. window: the number of steps without a pair after which an
+    expert counts as dead. places: the places of the layers of each size, from 0; the counts of those of one
+    size are one array.
     """
 
-    def __init__(self, layers: int, num_experts: int, window: int) -> None:
+    def __init__(self, experts_L: Sequence[int], window: int) -> None:
         self.window = window
         self.steps = 0  # those that were taken in
-        self.load_LE: Ints = np.zeros((layers, num_experts), dtype=np.int64)
-        self._unused_LE = np.zeros_like(self.load_LE)  # steps since each expert's last pair
+        self.places: list[list[int]] = [
+            [place for place, experts in enumerate(experts_L) if experts == size]
+            for size in dict.fromkeys(experts_L)
+        ]
+        shapes = [(len(places), experts_L[places[0]]) for places in self.places]
+        self.loads: list[Ints] = [np.zeros(shape, dtype=np.int64) for shape in shapes]  # pairs computed
+        self._unused: list[Ints] = [
+            np.zeros(shape, dtype=np.int64) for shape in shapes
+        ]  # steps since the last
 
     def update(self, layers: Mapping[int, LayerRecord]) -> None:
         """Take in one applied step."""
         if not layers:
             return
-        load_LE = np.stack([layer.load_E.numpy() for layer in layers.values()])
         self.steps += 1
-        self.load_LE += load_LE
-        self._unused_LE = np.where(load_LE > 0, 0, self._unused_LE + 1)
+        seen = list(layers.values())
+        for number, places in enumerate(self.places):
+            load_LE = np.stack([seen[place].load_E.numpy() for place in places])
+            self.loads[number] += load_LE
+            self._unused[number] = np.where(load_LE > 0, 0, self._unused[number] + 1)
 
-    def dead_L(self) -> Ints:
-        """Return how many experts of each layer computed no pair in the last `window` steps, int64 [L]."""
-        return (self._unused_LE >= self.window).sum(1)
+    def dead(self) -> list[Ints]:
+        """Return how many experts of each layer computed no pair in the last `window` steps, by size."""
+        return [(unused_LE >= self.window).sum(1) for unused_LE in self._unused]
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds."""
-        return {"steps": self.steps, "load": self.load_LE.tolist(), "unused": self._unused_LE.tolist()}
+        return {
+            "steps": self.steps,
+            "load": self._by_layer(self.loads),
+            "unused": self._by_layer(self._unused),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; from one without this state, or of other sizes, begin anew."""
-        load, unused = (np.array(state.get(key, []), dtype=np.int64) for key in ("load", "unused"))
-        if load.shape == unused.shape == self.load_LE.shape:
-            self.steps, self.load_LE, self._unused_LE = int(state["steps"]), load, unused
+        lists = [state.get(key, []) for key in ("load", "unused")]
+        sizes = [[len(of_layer) for of_layer in found] for found in lists]
+        if not sizes[0] == sizes[1] == [len(of_layer) for of_layer in self._by_layer(self.loads)]:
+            return
+        self.steps = int(state["steps"])
+        self.loads, self._unused = (
+            [np.array([found[place] for place in places], dtype=np.int64) for places in self.places]
+            for found in lists
+        )
+
+    def _by_layer(self, arrays: list[Ints]) -> list[list[int]]:
+        rows = dict(
+            zip(
+                (place for places in self.places for place in places),
+                (row for array in arrays for row in array.tolist()),
+                strict=True,
+            )
+        )
+        return [rows[place] for place in range(len(rows))]
 
 
 def routing_metrics(
@@ -63,23 +93,19 @@ def routing_metrics(
     """
     if not layers:
         return {}
-    load_LE = _stacked([layer.load_E.numpy() for layer in layers.values()])
-    wanted_LE = _stacked([layer.wanted_E.numpy() for layer in layers.values()])
-    by_name = {
-        **load_metrics(load_LE),
-        names.DROPPED: 1 - _ratio(load_LE.sum(1), wanted_LE.sum(1), where_none=1.0),
-        names.MAX_VIO_RUN: _violation(_max_over_mean(history.load_LE)),
-        names.DEAD: history.dead_L(),
-        **_token_metrics(layers),
-        **_rank_metrics(load_LE, expert_ranks),
-    }
+    seen, found = list(layers.values()), []
+    for places, load_of_run_LE, dead_L in zip(history.places, history.loads, history.dead(), strict=True):
+        of_size = _of_one_size([seen[place] for place in places], load_of_run_LE, expert_ranks)
+        found.append({**of_size, names.DEAD: dead_L})
+    order_L = np.argsort(np.concatenate(history.places))
+    by_name = {name: np.concatenate([of_size[name] for of_size in found])[order_L] for name in found[0]}
     metrics: dict[str, Any] = {}
     for place, (number, layer) in enumerate(layers.items()):
         keys = names.of_layer(number)
         metrics[keys[names.LOAD]] = layer.load_E.tolist()
         metrics[keys[names.WIDTH_HISTOGRAM]] = _trimmed(layer.width_D.tolist())
         if expert_ranks > 1:
-            metrics[keys[names.RANK_LOAD]] = _by_rank(load_LE, expert_ranks)[place].tolist()
+            metrics[keys[names.RANK_LOAD]] = _by_rank(layer.load_E.numpy()[None], expert_ranks)[0].tolist()
         metrics |= {keys[name]: found_L[place].item() for name, found_L in by_name.items()}
         metrics |= {keys[fill(LAYER_LOSS, name)]: it / micro_batches for name, it in layer.losses.items()}
         metrics |= {keys[fill(GRADIENT_SHARE, name)]: it for name, it in layer.gradient_shares.items()}
@@ -90,6 +116,20 @@ def routing_metrics(
     return metrics
 
 
+def _of_one_size(layers: list[LayerRecord], load_of_run_LE: Ints, expert_ranks: int) -> dict[str, Any]:
+    """Return the metrics of layers with equally many experts by name, [L]."""
+    load_LE = _stacked([layer.load_E.numpy() for layer in layers])
+    wanted_LE = _stacked([layer.wanted_E.numpy() for layer in layers])
+    return {
+        **load_metrics(load_LE),
+        names.DROPPED: 1 - _ratio(load_LE.sum(1), wanted_LE.sum(1), where_none=1.0),
+        names.MAX_VIO_RUN: _violation(_max_over_mean(load_of_run_LE)),
+        names.DEAD: np.zeros(0),  # its place among the metrics
+        **_token_metrics(layers),
+        **_rank_metrics(load_LE, expert_ranks),
+    }
+
+
 def load_metrics(load_LE: Ints) -> dict[str, Floats]:
     """Return imbalance, MaxVio and coefficient of variation of each layer, fp64 [L]; 0 without any load."""
     imbalance_L = _max_over_mean(load_LE)
@@ -97,13 +137,13 @@ def load_metrics(load_LE: Ints) -> dict[str, Floats]:
     return {names.IMBALANCE: imbalance_L, names.MAX_VIO: _violation(imbalance_L), names.LOAD_CV: variation_L}
 
 
-def _token_metrics(layers: dict[int, LayerRecord]) -> dict[str, Floats]:
-    width_LD = _stacked([layer.width_D.numpy() for layer in layers.values()])
+def _token_metrics(layers: list[LayerRecord]) -> dict[str, Floats]:
+    width_LD = _stacked([layer.width_D.numpy() for layer in layers])
     tokens_L = width_LD.sum(1)
     return {
         names.EXPERTS_PER_TOKEN: _ratio(width_LD @ np.arange(width_LD.shape[1]), tokens_L),
-        names.GATE_ENTROPY: _ratio(np.array([layer.entropy for layer in layers.values()]), tokens_L),
-        names.TOP1_PROB: _ratio(np.array([layer.top_1 for layer in layers.values()]), tokens_L),
+        names.GATE_ENTROPY: _ratio(np.array([layer.entropy for layer in layers]), tokens_L),
+        names.TOP1_PROB: _ratio(np.array([layer.top_1 for layer in layers]), tokens_L),
     }
 
 

@@ -47,7 +47,7 @@ class Speed:
 
     def metrics(self, record: StepRecord, samples: int, seconds: float) -> dict[str, float]:
         """Return the metrics of a step over so many samples of the global batch."""
-        pairs = sum(int(layer.load_E.sum()) for layer in record.layers.values())
+        pairs = {number: int(layer.load_E.sum()) for number, layer in record.layers.items()}
         rate = self.flops.of_step(samples * self.length, pairs) / seconds / self.ranks
         metrics = {
             names.TOKENS_PER_S: samples * self.counted / seconds,

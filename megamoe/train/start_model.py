@@ -12,6 +12,7 @@ from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.init_from import InitialWeights
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.config import RunConfig, to_dict
+from megamoe.config.groups import LayerKind, kinds
 from megamoe.config.schema import ModelConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.architectures.decoder import GPT
@@ -107,29 +108,36 @@ def _why_not_dense(config: RunConfig) -> str | None:
 
     Each expert is the FFN, so the layer is the FFN times the sum of a token's weights.
     """
-    moe = config.moe
-    selector, capacity = moe.router.selector, moe.router.capacity
+    return next(filter(None, (_why_no_copy(kind) for kind in kinds(config))), None)
+
+
+def _why_no_copy(kind: LayerKind) -> str | None:
+    moe = kind.moe
+    selector, capacity, key = moe.router.selector, moe.router.capacity, kind.place("moe.router")
     scale = getattr(selector.options, "scale", 1.0)
     if not provides("normalised", selector) or scale != 1:
         return (
-            f"the weights that moe.router.selector {selector.name} gives to a token's experts do not sum to "
-            "1; choose at least two experts with weights: renormalised and scale: 1"
+            f"the weights that {key}.selector {selector.name} gives to a token's experts do not sum to 1; "
+            "choose at least two experts with weights: renormalised and scale: 1"
         )
     if capacity.name != "none":
-        return f"moe.router.capacity {capacity.name} drops pairs; set it to none"
+        return f"{key}.capacity {capacity.name} drops pairs; set it to none"
     if moe.num_shared_experts:
-        return "shared experts, which are as drawn, add to it; set moe.num_shared_experts=0"
+        key = kind.place("moe.num_shared_experts")
+        return f"shared experts, which are as drawn, add to it; set {key}=0"
     return None
 
 
 def _tell_the_start(config: RunConfig, weights: Weights | None, say: Say) -> None:
     """Say from which weights a new run starts, and what they do not contain."""
-    init, frozen = config.checkpoint.init, config.moe.frozen
+    init = config.checkpoint.init
+    frozen = {kind.place("moe.frozen"): kind.moe.frozen for kind in kinds(config) if kind.moe.frozen}
     if isinstance(weights, InitialWeights):
         rest = f"; of the MoE layers as drawn: {', '.join(weights.kept)}" if weights.kept else ""
         head = "; its head is left out, the one for labels is as drawn" if weights.new_head else ""
         say(f"weights from {init.path}, experts: {init.experts}{rest}{head}")
         if init.experts == "copy" and (why := _why_not_dense(config)):
             say(f"warning: the model does not begin as the dense one: {why}")
-    elif frozen:
-        say(f"moe.frozen: {' and '.join(frozen)} as drawn, for checkpoint.init.path is not set")
+        return
+    for key, modules in frozen.items():
+        say(f"{key}: {' and '.join(modules)} as drawn, for checkpoint.init.path is not set")

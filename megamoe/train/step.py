@@ -9,6 +9,7 @@ engine averages gradients over ranks; both scales below undo that, and nothing e
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,12 +23,14 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.context import Padding, SourceTokens
 from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
+from megamoe.moe.turns import Turns, end_turn
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel.consensus import gather_from_ranks
 from megamoe.parallel.pipeline.schedule import Pass, training_order
 from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
+from megamoe.train.in_flight import PassState, begin_second, set_micro_batch
 from megamoe.train.step_record import (
     LossSums,
     MultiTokenLosses,
@@ -50,15 +53,22 @@ def train_step(
     label_smoothing: float,
     micro_batches_before: int = 0,
     reason_to_skip: Callable[[float, float], Problem | None] = lambda lm_loss, loss: None,
+    in_flight: int = 1,
 ) -> StepRecord:
     """Forward and backward over this rank's micro batches, then one update of the weights.
 
     micro_batches_before: those of all ranks in the steps before this one. reason_to_skip(lm_loss, loss):
     returns a reason to skip the update, or None. A gradient norm that is not finite always skips it.
+    in_flight: 2 lets micro batches take turns in pairs (`train.in_flight`); an odd one is the last, alone.
     """
     engine.set_accumulation(len(batches))
     passes = Passes(engine, context, batches, label_smoothing, micro_batches_before)
+    paired = len(batches) - len(batches) % 2 if in_flight == 2 else 0
+    for first in range(0, paired, 2):
+        passes.in_flight(first, last=first + 2 == len(batches))
+        tick()
     order = training_order(passes.stage, passes.stages, passes.chunks, len(batches))
+    order = [each for each in order if each.micro_batch >= paired]
     for place, each in enumerate(order):
         if each.forward:
             passes.forward(each)
@@ -116,8 +126,36 @@ class Passes:
         self._of_loss: dict[int, LossSums] = {}
         self._judged: list[tuple[Tensor, Tensor]] = []  # of each micro batch: lm loss, finite_B
 
-    def forward(self, each: Pass) -> None:
-        """Compute one part of the model; receive what it needs, and send what the next part needs."""
+    def in_flight(self, first: int, last: bool) -> None:
+        """Compute micro batch `first` and the next one, which take turns, forward and backward.
+
+        last: whether they are the step's last ones.
+        """
+        context, device = self.context, self.engine.world.device
+        both = Pass(True, first), Pass(True, first + 1)
+        seed = int(torch.randint(2**62, (1,), device="cpu"))
+
+        def second() -> None:
+            begin_second(context, seed, device)
+            self.forward(both[1], in_flight=1)
+
+        turns = Turns(
+            lambda: PassState.leave(context, device),
+            lambda state: state.enter(context, device),
+            lambda place: set_micro_batch(context, self._kept[first + place, 0].of_micro_batch),
+        )
+        turns.run(lambda: self.forward(both[0], in_flight=0), second, device)
+        self.engine.backward_in_flight([self._kept[first + place, 0].output for place in (0, 1)], last)
+        for each in both:
+            kept = self._kept.pop((each.micro_batch, 0))
+            set_micro_batch(context, kept.of_micro_batch)  # the second one's stays
+            self._finish_micro_batch(each, kept)
+
+    def forward(self, each: Pass, in_flight: int | None = None) -> None:
+        """Compute one part of the model; receive what it needs, and send what the next part needs.
+
+        in_flight: the place among two micro batches that take turns.
+        """
         place, engine, context = each.micro_batch, self.engine, self.context
         if place not in self._on_device:
             self._on_device[place] = self.batches[place].to(engine.world.device).repeat(self._rollouts)
@@ -126,14 +164,15 @@ class Passes:
         received_SBH = receive_hidden(engine, context, batch, each.chunk)
         if received_SBH is not None:
             received_SBH.requires_grad_()
-        output = engine.forward(
+        forward = engine.forward if in_flight is None else partial(engine.forward_in_flight, in_flight)
+        output = forward(
             label_smoothing=self._smoothing,
             **model_inputs(batch),
             **of_stage(engine, received_SBH, each.chunk),
         )
         context.compute_timer.end()  # of the first micro batch
         if self.model.ends(each.chunk):
-            output = self._loss(place, batch, output)
+            output = end_turn(self._loss(place, batch, output))
         else:
             engine.links.send_forward(output.detach())
         seen: dict[int, Observation] = {}
@@ -168,10 +207,7 @@ class Passes:
         kept = self._kept.pop((each.micro_batch, each.chunk))
         if self.stages > 1:
             # Recomputation reads the context and marks the observations of this micro batch.
-            for name, value in kept.of_micro_batch.items():
-                setattr(self.context, name, value)
-            for number, layer in self.model.moe_layers_of(each.chunk):
-                layer.observation = kept.observations[number]
+            set_micro_batch(self.context, kept.of_micro_batch)
         loss = kept.output
         if not self.model.ends(each.chunk):
             loss = loss_with_gradient(loss, self._receive_gradient(each))
@@ -179,6 +215,10 @@ class Passes:
         if kept.received_SBH is not None:
             assert kept.received_SBH.grad is not None
             self.engine.links.send_backward(kept.received_SBH.grad)
+        self._finish_micro_batch(each, kept)
+
+    def _finish_micro_batch(self, each: Pass, kept: _Kept) -> None:
+        """Take in the sums of a micro batch, when its last backward pass on this stage is over."""
         observations = self._observations.setdefault(each.micro_batch, {})
         observations |= kept.observations
         if each.chunk == 0:  # the last one that a stage computes for a micro batch
@@ -392,6 +432,7 @@ def set_context(context: StepContext, batch: Batch, number: int, rollouts: int =
         )
     context.sample_index_B = sample_B
     context.micro_batch = number
+    context.observations, context.routings = {}, {}
     context.num_rollouts = rollouts
 
 

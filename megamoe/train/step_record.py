@@ -26,8 +26,8 @@ class LayerRecord:
 
     load_E, wanted_E: int64, pairs computed and wanted. width_D: int64 [E + 1], tokens by their number of
     computed experts. entropy, top_1: sums over tokens, see `Observation`. losses: sums over micro batches,
-    unweighted. gradient_shares: of the losses that reach the scores, in steps that measure them, see
-    `gradient_share`. part_metrics: of the parts, by `<part>/<name>`.
+    unweighted; loss_weights: their weights. gradient_shares: of the losses that reach the scores, in steps
+    that measure them, see `gradient_share`. part_metrics: of the parts, by `<part>/<name>`.
     """
 
     load_E: Tensor
@@ -36,6 +36,7 @@ class LayerRecord:
     entropy: float = 0.0
     top_1: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
+    loss_weights: dict[str, float] = field(default_factory=dict)
     gradient_shares: dict[str, float] = field(default_factory=dict)
     part_metrics: dict[str, float] = field(default_factory=dict)
 
@@ -44,20 +45,17 @@ class LayerRecord:
 class StepRecord:
     """The sums of a step over the global batch.
 
-    losses: each auxiliary loss, unweighted, summed over layers and micro batches; weighted: the sum of
-    weight * loss over all of them. problem: why the step was not applied. not_finite: of this rank's micro
-    batches, by their places, the samples whose lm loss is not finite. message: printed by the loop.
-    wanted_on_device: `wanted_E` of every layer, on the device. mtp: the mean cross entropy of each depth of
-    multi-token prediction; mtp_weight: of each of them in the loss. compute_seconds_R: of each rank, its own
-    time in the step before (`LocalComputeTimer`); 0: not measured.
+    losses: each auxiliary loss, unweighted, summed over layers and micro batches. problem: why the step was
+    not applied. not_finite: of this rank's micro batches, by their places, the samples whose lm loss is not
+    finite. message: printed by the loop. wanted_on_device: `wanted_E` of every layer, on the device. mtp: the
+    mean cross entropy of each depth of multi-token prediction; mtp_weight: of each of them in the loss.
+    compute_seconds_R: of each rank, its own time in the step before (`LocalComputeTimer`); 0: not measured.
     """
 
     lm_sum: float = 0.0
     tokens: float = 0.0
     micro_batches: int = 0
-    weighted: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
-    loss_weights: dict[str, float] = field(default_factory=dict)
     layers: dict[int, LayerRecord] = field(default_factory=dict)
     wanted_on_device: dict[int, Tensor] = field(default_factory=dict)
     mtp: list[float] = field(default_factory=list)
@@ -76,8 +74,20 @@ class StepRecord:
     @property
     def loss(self) -> float:
         """The lm loss plus the weighted losses of multi-token prediction and of the layers."""
-        loss = self.lm_loss + self.weighted / max(self.micro_batches, 1)
+        weighted = sum(self.weighted_sum(name) for name in self.losses)
+        loss = self.lm_loss + weighted / max(self.micro_batches, 1)
         return loss + self.mtp_weight * sum(self.mtp)
+
+    def weighted_sum(self, name: str) -> float:
+        """Return weight * loss of an auxiliary loss, summed over layers and micro batches."""
+        weights = {layer.loss_weights[name] for layer in self.layers.values() if name in layer.loss_weights}
+        if len(weights) == 1:
+            return weights.pop() * self.losses[name]
+        return sum(
+            layer.loss_weights[name] * layer.losses[name]
+            for layer in self.layers.values()
+            if name in layer.loss_weights
+        )
 
     def metrics(self) -> dict[str, Any]:
         """Return the losses and the gradient norm under metrics.jsonl's names."""
@@ -85,8 +95,9 @@ class StepRecord:
         for depth, mtp in enumerate(self.mtp, 1):
             values[fill(MTP_LOSS, depth)] = mtp
         for name, total in self.losses.items():
-            values[fill(AUXILIARY_LOSS, name)] = total / (self.micro_batches * len(self.layers))
-            values[fill(WEIGHTED_LOSS, name)] = self.loss_weights[name] * total / self.micro_batches
+            having = sum(name in layer.loss_weights for layer in self.layers.values())
+            values[fill(AUXILIARY_LOSS, name)] = total / (self.micro_batches * having)
+            values[fill(WEIGHTED_LOSS, name)] = self.weighted_sum(name) / self.micro_batches
         values[GRAD_NORM] = self.grad_norm
         return values
 
@@ -107,9 +118,7 @@ def merged_over_stages(record: StepRecord, pipeline: dist.ProcessGroup) -> StepR
         record,
         lm_sum=stages[-1].lm_sum,
         tokens=stages[-1].tokens,
-        weighted=sum(stage.weighted for stage in stages),
         losses=losses,
-        loss_weights={name: w for stage in stages for name, w in stage.loss_weights.items()},
         layers=dict(sorted(layers.items())),
         mtp=stages[-1].mtp,
         mtp_weight=stages[-1].mtp_weight,
@@ -152,8 +161,8 @@ class StepSums:
         self.micro_batches = 0
         self._sizes: dict[int, int] = {}  # of each layer, how many of _counts
         self._counts: Tensor | None = None  # int64 load, wanted and width of the layers, one after the other
-        self._names: list[str] = []  # of the auxiliary losses, the same in every layer
-        self._weights: dict[str, float] = {}
+        self._names: list[str] = []  # of the auxiliary losses of any layer
+        self._weights: dict[int, dict[str, float]] = {}  # of each layer's losses
         self._sums: Tensor | None = None  # fp64: lm loss, tokens, and the losses of _names
         self._mtp: Tensor | None = None  # fp64 [2 * depths]: losses of multi-token prediction, tokens
         self._values: Tensor | None = None  # fp64 [layers, losses of _names + GATE_SUMS]
@@ -162,14 +171,14 @@ class StepSums:
     def add(
         self,
         observations: dict[int, Observation],
-        loss_weights: dict[str, float],
+        loss_weights: dict[int, dict[str, float]],
         of_loss: LossSums | None,
         device: torch.device | None = None,
     ) -> None:
         """Take in one micro batch after its backward pass.
 
-        observations: of this rank's MoE layers, by number. of_loss: None on a pipeline stage without a loss.
-        device: of the sums, where there is neither a loss nor a layer.
+        observations: of this rank's MoE layers, by number. loss_weights: of their losses. of_loss: None on a
+        pipeline stage without a loss. device: of the sums, where there is neither a loss nor a layer.
         """
         self.micro_batches += 1
         if of_loss is None:
@@ -184,10 +193,16 @@ class StepSums:
         by_layer: list[Tensor] = []
         squares: list[Tensor] = []
         counted: list[Tensor] = []
-        for number, seen in sorted(observations.items()):
+        if observations:
             self._weights = loss_weights
-            self._names = sorted(seen.losses)
-            by_layer += [seen.losses[name].detach() for name in self._names]
+            self._names = sorted({name for seen in observations.values() for name in seen.losses})
+        for number, seen in sorted(observations.items()):
+            known = [name in seen.losses for name in self._names]
+            nothing = seen.entropy if all(known) else seen.entropy.new_zeros(())  # in layers without the loss
+            by_layer += [
+                seen.losses[name].detach() if has else nothing
+                for name, has in zip(self._names, known, strict=True)
+            ]
             by_layer += [seen.entropy, seen.top_1]
             squares += self._gradient_squares(seen)
             of_layer = (seen.load_E, seen.wanted_E, seen.width_D)
@@ -262,9 +277,7 @@ class StepSums:
             lm_sum=lm_sum,
             tokens=tokens,
             micro_batches=round(micro_batches),
-            weighted=sum(value * self._weights[name] for name, value in by_name.items()),
             losses=by_name,
-            loss_weights=self._weights,
             layers=records,
             mtp=[loss / max(n, 1.0) for loss, n in zip(mtp_losses, mtp_tokens, strict=True)],
             wanted_on_device={number: _wanted(counts) for number, counts in on_device},
@@ -279,7 +292,9 @@ class StepSums:
         counts: Iterator[Tensor],
     ) -> Iterator[LayerRecord]:
         """Yield each layer's record from the sums over all ranks."""
-        for place, (numbers, (whole, *each), packed) in enumerate(zip(values, squares, counts, strict=True)):
+        rows = zip(self._sizes, values, squares, counts, strict=True)
+        for place, (number, numbers, (whole, *each), packed) in enumerate(rows):
+            weights = self._weights[number]
             load_E, wanted_E, width_D = packed.long().split(_sizes(packed))
             *losses, entropy, top_1 = numbers
             ratios = {
@@ -291,9 +306,10 @@ class StepSums:
                 width_D,
                 entropy=entropy,
                 top_1=top_1,
-                losses=dict(zip(self._names, losses, strict=True)),
+                losses={n: loss for n, loss in zip(self._names, losses, strict=True) if n in weights},
+                loss_weights=weights,
                 gradient_shares=ratios,
-                part_metrics={name: numbers[place] for name, numbers in parts.items()},
+                part_metrics={n: of[place] for n, of in parts.items() if of[place] == of[place]},
             )
 
 
@@ -322,17 +338,24 @@ def measured_parameters(model: HasMoELayers) -> list[nn.Parameter]:
 
 @torch.no_grad()
 def part_metrics(model: HasMoELayers) -> dict[str, Tensor]:
-    """Return the parts' own numbers (`Part.metrics`) of all layers by name, fp64 [layers], on the device."""
-    found: dict[str, list[Tensor]] = {}
-    for _, layer in model.moe_layers():
+    """Return the parts' own numbers (`Part.metrics`) of all layers by name, fp64 [layers], on the device; NaN
+    where a layer does not have the part.
+    """
+    found: dict[str, dict[int, Tensor]] = {}
+    layers = [layer for _, layer in model.moe_layers()]
+    for place, layer in enumerate(layers):
         for name, part in layer.measured_parts().items():
             for metric, value in part.metrics().items():
-                found.setdefault(f"{name.removeprefix('router.')}/{metric}", []).append(value)
-    return {name: _stacked(values) for name, values in found.items()}
+                found.setdefault(f"{name.removeprefix('router.')}/{metric}", {})[place] = value
+    return {name: _stacked(values, len(layers)) for name, values in found.items()}
 
 
-def _stacked(values: list[Tensor]) -> Tensor:
-    """Return scalars as one fp64 vector; those of one dtype are converted together."""
+def _stacked(found: dict[int, Tensor], count: int) -> Tensor:
+    """Return scalars by their places as one fp64 vector; those of one dtype are converted together."""
+    values = list(found.values())
+    if len(values) < count:
+        nothing = values[0].new_full((), float("nan"), dtype=torch.float64)
+        values = [found.get(place, nothing) for place in range(count)]
     alike = len({value.dtype for value in values}) == 1
     return torch.stack(values if alike else [value.double() for value in values]).double()
 

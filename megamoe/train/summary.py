@@ -3,7 +3,8 @@
 from typing import Any
 
 from megamoe.config import RunConfig
-from megamoe.config.schema import Activation, GroupConfig, OptimizerConfig
+from megamoe.config.groups import kinds
+from megamoe.config.schema import Activation, GroupConfig, MoEConfig, OptimizerConfig
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
@@ -122,7 +123,7 @@ def muon_rows(costs: MuonCosts | None) -> list[tuple[str, object]]:
 
 
 def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:
-    model, moe = config.model, config.moe
+    model = config.model
     heads = f"{model.num_attention_heads} heads"
     rows: list[tuple[str, object]] = [
         ("parameters", f"{size.total:,} total, {size.active:,} active per token"),
@@ -134,7 +135,15 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
         return [*rows, ("FFN", f"dense, size {ffn_size(model)}")]
     places = [str(number) for number in moe_block_numbers(config)]
     places += [f"after {number}" for number in inserted_after(config)]
-    router = moe.router
+    rows.append(("MoE blocks", ", ".join(places)))
+    for kind in sorted(kinds(config), key=lambda each: each.layers):
+        rows += _kind_rows(kind.config, f" of {kind.name}" if config.moe.groups else "")
+    return rows
+
+
+def _kind_rows(config: RunConfig, of: str) -> list[tuple[str, object]]:
+    """Return the rows of one kind of MoE layers; of: their blocks, where there are several kinds."""
+    moe, router = config.moe, config.moe.router
     experts = f"{moe.num_experts} of FFN size {expert_ffn_size(config)}"
     if moe.expert_sublayers > 1:
         experts += f", each a stack of {moe.expert_sublayers}"
@@ -144,12 +153,14 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
             experts += f" of joint size {moe.shared_expert_ffn_hidden_size}"
     stages = [router.scorer, *router.masks, router.score_function, router.selector, router.capacity]
     return [
-        *rows,
-        ("MoE blocks", ", ".join(places)),
-        ("experts", experts),
-        ("router", " -> ".join(stage.name for stage in stages if stage.name != "none")),
-        ("auxiliary losses", ", ".join(f"{n} {c.options.weight:g}" for n, c in moe.losses.items()) or "none"),
+        (f"experts{of}", experts),
+        (f"router{of}", " -> ".join(stage.name for stage in stages if stage.name != "none")),
+        (f"losses{of}" if of else "auxiliary losses", _losses(moe)),
     ]
+
+
+def _losses(moe: MoEConfig) -> str:
+    return ", ".join(f"{name} {choice.options.weight:g}" for name, choice in moe.losses.items()) or "none"
 
 
 def _blocks(config: RunConfig) -> str:
@@ -164,9 +175,9 @@ def _blocks(config: RunConfig) -> str:
 
 
 def _activations(config: RunConfig) -> str:
-    dense, experts = config.model.activation, expert_activation(config)
-    is_moe = moe_layer_numbers(config)
-    return dense if dense == experts or not is_moe else f"{dense}, of experts {experts}"
+    dense = config.model.activation
+    found = dict.fromkeys(expert_activation(kind.config) for kind in kinds(config) if kind.layers)
+    return dense if not {*found} - {dense} else f"{dense}, of experts {', '.join(found)}"
 
 
 def _rank_rows(run: ResolvedRun, world: World, rollouts: int) -> list[tuple[str, object]]:
@@ -185,6 +196,7 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int) -> list[tuple[str,
         ("device", f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}"),
         *_exchange_rows(config, plan.layout),
         *_stage_rows(config, run.vocabulary.size, run.schedule.accumulation_at(0)),
+        *_in_flight_rows(config, plan.layout, activations),
         ("memory per rank", f"{of_states}, {elsewhere}and about {in_bytes(activations)} of activations"),
     ]
     if sent:
@@ -205,6 +217,16 @@ def _exchange_rows(config: RunConfig, layout: Layout) -> list[tuple[str, object]
     return [("exchange", ", ".join(said))] if said and layout.expert_ranks > 1 else []
 
 
+def _in_flight_rows(config: RunConfig, layout: Layout, activations: float) -> list[tuple[str, object]]:
+    """Return the row about two micro batches in flight: what they cost, and what it hides."""
+    if config.train.in_flight == 1:
+        return []
+    cost = f"two micro batches at a time, whose activations need about {in_bytes(activations / 2)} more"
+    if layout.expert == 1 or not moe_layer_numbers(config):
+        return [("in flight", f"{cost} and hide nothing: no rows are exchanged; set train.in_flight to 1")]
+    return [("in flight", f"{cost}; one computes while the other's rows travel")]
+
+
 def _stage_rows(config: RunConfig, vocab_size: int, micro_batches: int) -> list[tuple[str, object]]:
     """Return the row about pipeline stages: their blocks, and the share of time in which they wait."""
     stages, chunks = config.parallel.pipeline, config.parallel.pipeline_chunks
@@ -219,11 +241,10 @@ def _stage_rows(config: RunConfig, vocab_size: int, micro_batches: int) -> list[
 
 def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
     """Return the bytes that a rank sends in a micro batch's forward and backward pass, with even loads."""
-    model, moe, sequence = config.model, config.moe, config.parallel.sequence
+    model, sequence = config.model, config.parallel.sequence
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width = 4 if plan.precision == "fp32" else 2
     layout, stages = plan.layout, plan.layout.pipeline
-    layers = len(moe_layer_numbers(config)) / stages
     pairs = (2 * num_blocks(config) - len(moe_block_numbers(config))) / stages
     options: dict[str, Any] = {"tokens": tokens, "width": width}
     hidden = {**options, "hidden_size": model.hidden_size, "sequence": sequence}
@@ -231,7 +252,10 @@ def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
     sent += config.parallel.pipeline_chunks * stage_traffic(layout, **hidden)
     sizes = {"query_size": query_size(model), "key_size": key_size(model)}
     sent += num_blocks(config) / stages * context_traffic(layout, **options, **sizes)
-    if layers:
+    for kind in kinds(config):
+        moe = kind.moe
+        if not kind.layers:
+            continue
         layer = moe_traffic(
             layout,
             **hidden,
@@ -240,7 +264,7 @@ def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
             nodes_of_token=mean_nodes(moe, layout.nodes, mean_choices(moe)),
             fp8=config.parallel.exchange_dtype == "fp8",
         )
-        sent += layers * layer.total
+        sent += len(kind.layers) / stages * layer.total
     return sent
 
 
@@ -272,28 +296,33 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
         kept = _block_width(config)
     logits = 12 * vocabulary.size / ranks if model.num_labels is None else 0.0
     # The first of p stages has 1 / p of the blocks, and keeps the values of p micro batches.
-    return float(tokens * (width * kept + logits) / config.parallel.context)
+    # Of two micro batches in flight, both are kept.
+    return float(config.train.in_flight * tokens * (width * kept + logits) / config.parallel.context)
 
 
 def _block_width(config: RunConfig) -> float:
     """Return the values per token that all blocks keep together."""
-    model, moe = config.model, config.moe
-    layers = len(moe_layer_numbers(config))
+    model = config.model
     dense = num_blocks(config) - len(moe_block_numbers(config))
     inner: float = _ffn_width(model.activation) * dense * ffn_size(model)
     again = recomputed_modules(model)
-    if layers and "moe_layer" not in again:
-        shared = shared_ffn_size(moe, expert_ffn_size(config)) / expert_ffn_size(config)
-        shared = 0 if "shared_experts" in again else shared
-        chosen = mean_choices(config.moe) * moe.expert_sublayers
-        width = _ffn_width(expert_activation(config)) * expert_ffn_size(config)
-        hidden = 3 * model.hidden_size
-        inner += layers * (chosen * ((0 if "moe" in again else width) + hidden) + shared * (width + hidden))
+    for kind in kinds(config):
+        if kind.layers and "moe_layer" not in again:
+            inner += len(kind.layers) * _layer_width(kind.config)
     ranks = config.parallel.tensor
     undivided = 0 if config.parallel.sequence else 10 / 34
     share = undivided + (1 - undivided) / ranks
     vectors = 14 - (2 if "norms" in again else 0)
     return vectors * share * num_blocks(config) * model.hidden_size + inner / ranks
+
+
+def _layer_width(config: RunConfig) -> float:
+    """Return the values per token that an MoE layer keeps; config: of its kind."""
+    moe, again, size = config.moe, recomputed_modules(config.model), expert_ffn_size(config)
+    shared = 0 if "shared_experts" in again else shared_ffn_size(moe, size) / size
+    chosen = mean_choices(moe) * moe.expert_sublayers
+    width, hidden = _ffn_width(expert_activation(config)) * size, 3 * config.model.hidden_size
+    return chosen * ((0 if "moe" in again else width) + hidden) + shared * (width + hidden)
 
 
 def _ffn_width(activation: Activation) -> int:

@@ -12,7 +12,7 @@ from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
 from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
-from megamoe.config.shapes import moe_layer_numbers
+from megamoe.config.groups import experts_by_layer
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
@@ -113,14 +113,13 @@ class Trainer:
             data_group=groups.data if self.layout.data > 1 else None,
             timers=StageTimers(self.world.device) if config.log.timers else None,
         )
-        make_moe_layer = moe_layer_factory(config.moe, self.context, groups, self.layout)
+        make_moe_layer = moe_layer_factory(self.context, groups, self.layout)
         rank, say = self.world.rank, self.world.say
         model = start_model(config, self.run, rank, make_moe_layer, saved, say, groups.context)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
         self._seed()
         self.skip_policy = SkipPolicy(config.train)
-        num_layers = len(moe_layer_numbers(config))
-        self.routing_history = RoutingHistory(num_layers, config.moe.num_experts, config.log.dead_window)
+        self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
         self.speed = Speed.of(config, self.run, self.world)
         self.last_checkpoint: Path | None = None
         if saved is not None:
@@ -179,7 +178,16 @@ class Trainer:
         reason_to_skip = self.skip_policy.reason_to_skip
         with self.routing.of(self.context.step, "train"):
             self.routing.check_batches(batches)
-            record = train_step(self.engine, self.context, batches, lr, smoothing, before, reason_to_skip)
+            record = train_step(
+                self.engine,
+                self.context,
+                batches,
+                lr,
+                smoothing,
+                before,
+                reason_to_skip,
+                self.config.train.in_flight,
+            )
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, fp8_ability
+from megamoe.config.groups import kinds
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import (
     expert_ffn_size,
@@ -97,8 +98,9 @@ def _fp8_size_problems(config: RunConfig) -> Iterator[Problem]:
     if len(moe_block_numbers(config)) < num_blocks(config):
         sizes["model.ffn_hidden_size"] = ffn_size(model), parallel.tensor
     if moe_layer_numbers(config):
-        key = "moe.expert_ffn_hidden_size (default: the dense blocks')"
-        sizes[key] = expert_ffn_size(config), parallel.expert_tensor
+        for kind in kinds(config):
+            key = f"{kind.place('moe.expert_ffn_hidden_size')} (default: the dense blocks')"
+            sizes[key] = expert_ffn_size(kind.config), parallel.expert_tensor
     for key, (size, ranks) in sizes.items():
         if size % (unit * ranks):
             over = f" x {ranks} ranks" if ranks > 1 else ""

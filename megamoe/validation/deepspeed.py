@@ -192,12 +192,14 @@ def _of_moments(section: dict[str, Any], stage: int, config: OptimizerConfig) ->
     """Yield moments in bf16 where the optimiser is one that keeps them in fp32."""
     if config.moments == "fp32":
         return
+    if config.name == "muon":
+        yield "optimizer.moments: bf16 goes with optimizer.name adamw and adam; found muon"
     if stage == 0:
         yield "optimizer.moments: bf16 needs zero_optimization.stage 1, 2 or 3; set one, or moments: fp32"
     if offload_device({"zero_optimization": section}, "offload_optimizer") != "none":
         yield (
-            "optimizer.moments: bf16 does not go with offload_optimizer, whose Adam keeps them in fp32; leave "
-            "one of the two out"
+            "optimizer.moments: bf16 does not go with offload_optimizer, whose Adam keeps them in fp32; "
+            "leave one of the two out"
         )
     if config.name == "muon":
         yield "optimizer.moments: bf16 is for adamw and adam; leave it out with optimizer.name: muon"

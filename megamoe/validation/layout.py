@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from itertools import product
 
+from megamoe.config.groups import kinds
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers, num_blocks
 from megamoe.errors import Problem
 from megamoe.parallel.exchange import exchange_problems
 from megamoe.parallel.layout import Layout
+from megamoe.validation.groups import named
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM needs rows of a multiple of this
 KEYS = ("tensor", "expert", "expert_tensor", "pipeline", "context")
@@ -34,6 +36,15 @@ def misfits(config: RunConfig, layout: Layout, precision: Precision | None) -> I
             if getattr(layout, key) > 1:
                 yield key, "has nothing to divide: no block is MoE (moe.layers)"
         return
+    for kind in kinds(config):
+        for key, reason in _layer_misfits(kind.config, layout, precision):
+            yield key, named(kind, reason)
+
+
+def _layer_misfits(
+    config: RunConfig, layout: Layout, precision: Precision | None
+) -> Iterator[tuple[str, str]]:
+    """Yield why `parallel.expert_tensor` cannot cut the experts of one kind of layers."""
     if layout.expert_tensor > 1 and config.moe.expert_sublayers > 1:
         yield (
             "expert_tensor",
@@ -81,8 +92,10 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
     yield "tensor", tensor, "model.vocab_multiple", model.vocab_multiple
     yield "tensor", tensor, "data.sequence_length", config.data.sequence_length
     yield "expert", layout.expert, name, ranks
-    yield "expert", layout.expert, "moe.num_experts", config.moe.num_experts
-    yield "expert_tensor", layout.expert_tensor, "moe.expert_ffn_hidden_size", expert_ffn_size(config)
+    for kind in kinds(config):
+        size = expert_ffn_size(kind.config)
+        yield "expert", layout.expert, kind.place("moe.num_experts"), kind.moe.num_experts
+        yield "expert_tensor", layout.expert_tensor, kind.place("moe.expert_ffn_hidden_size"), size
     if layout.expert_tensor > 1:  # else it is said of `expert`
         times = f" (with parallel.expert {layout.expert})" if layout.expert > 1 else ""
         yield "expert_tensor", layout.expert_ranks, f"{name}{times}", ranks

@@ -37,13 +37,14 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     """Return the bytes of model states on one rank."""
     ranks = plan.layout
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
-    trained = 0 if "experts" in config.moe.frozen else experts
+    share = 1 - size.frozen / size.expert if size.frozen else 1.0
+    trained = share * experts if size.frozen else experts
     matrices = [0.0, 0.0]
     if config.optimizer.name == "muon":
         matrices = [*size.matrices_on_rank(ranks.tensor, ranks.expert_ranks)]
     shares = (
         Share(dense, dense, ranks.replicas, matrices[0]),
-        Share(experts, trained, ranks.expert_copies, matrices[1] if trained else 0),
+        Share(experts, trained, ranks.expert_copies, share * matrices[1]),
     )
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.beside if ranks.tensor > 1 and accumulates else 0
@@ -108,7 +109,9 @@ def _shortage(parts: dict[str, float], place: str) -> str:
 
 
 def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: int) -> float:
-    """Return the bytes that every implementation needs: the inputs of the blocks, and the logits."""
+    """Return the bytes that every implementation needs: the inputs of the blocks, and the logits, of the
+    micro batches in flight.
+    """
     model, ranks = config.model, plan.layout.tensor
     tokens: float = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
@@ -117,7 +120,7 @@ def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: i
     inputs = blocks * model.hidden_size / (ranks if config.parallel.sequence else 1)
     of_words = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
     logits = of_words if model.num_labels is None and config.parallel.pipeline == 1 else 0.0
-    return float(tokens * width * (inputs + logits))
+    return float(config.train.in_flight * tokens * width * (inputs + logits))
 
 
 def _batch_bytes(config: RunConfig, plan: ParallelPlan) -> float:

@@ -9,6 +9,7 @@ from megamoe.data.card import LABELLED, PAIRS, is_pairs
 from megamoe.errors import Problem, UserError
 from megamoe.objectives.objective import objective_class
 from megamoe.registry import get_part, list_parts
+from megamoe.validation.groups import of_each_kind
 
 KEY = "train.objective"
 KINDS = {"text": "prepared text", "pairs": "prepared pairs of texts", "labels": "JSON lines with labels"}
@@ -61,6 +62,14 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _part_problems(config: RunConfig, has_padding: bool) -> Iterator[Problem]:
     """Yield what needs next tokens, or tokens without padding."""
+    yield from of_each_kind(config, _loss_problems)
+    if config.model.architecture == "encoder" and not has_padding:
+        return
+    yield from routing_record_problems(config, "a record holds one stack without padding")
+    yield from of_each_kind(config, _selector_problems)
+
+
+def _loss_problems(config: RunConfig) -> Iterator[Problem]:
     for name, loss in config.moe.losses.items():
         if get_part("loss", loss.name).needs_token_losses:
             yield Problem(
@@ -68,9 +77,9 @@ def _part_problems(config: RunConfig, has_padding: bool) -> Iterator[Problem]:
                 f"needs the loss of each next token, which model.architecture {config.model.architecture} "
                 "does not have; leave it out",
             )
-    if config.model.architecture == "encoder" and not has_padding:
-        return
-    yield from routing_record_problems(config, "a record holds one stack without padding")
+
+
+def _selector_problems(config: RunConfig) -> Iterator[Problem]:
     selector = config.moe.router.selector
     if "over_all_ranks" in get_part("selector", selector.name).provides(selector.options):
         yield Problem(

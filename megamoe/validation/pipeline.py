@@ -8,6 +8,7 @@ from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.pipeline.schedule import rounds_problem
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.registry import get_part
+from megamoe.validation.groups import of_each_kind
 
 
 def pipeline_problems(
@@ -61,6 +62,11 @@ def _model_problems(config: RunConfig, key: str) -> Iterator[Problem]:
             f"parallel.{key}",
             f"{size} needs model.architecture decoder, found {model.architecture}; set it to 1",
         )
+    yield from of_each_kind(config, lambda own: _loss_problems(own, key))
+
+
+def _loss_problems(config: RunConfig, key: str) -> Iterator[Problem]:
+    size = getattr(config.parallel, key)
     for name, loss in config.moe.losses.items():
         if get_part("loss", loss.name).needs_token_losses:
             yield Problem(

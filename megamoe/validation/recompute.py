@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
+from megamoe.config.groups import kinds
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem
@@ -30,7 +31,11 @@ def recompute_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(KEY, f"{_shown(chosen)}: moe contains experts_activation; leave one of them out")
     for name, is_there, needed in (
         ("latent_up", model.latent is not None, "model.latent"),
-        ("shared_experts", config.moe.num_shared_experts > 0, "moe.num_shared_experts above 0"),
+        (
+            "shared_experts",
+            any(kind.moe.num_shared_experts for kind in kinds(config)),
+            "moe.num_shared_experts above 0",
+        ),
         *((each, bool(moe_layer_numbers(config)), "an MoE layer") for each in ("moe", "moe_layer")),
     ):
         if name in chosen and not is_there:

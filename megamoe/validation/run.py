@@ -26,6 +26,8 @@ from megamoe.validation.architecture import (
 )
 from megamoe.validation.backends import backend_problems
 from megamoe.validation.deepspeed import deepspeed_problems
+from megamoe.validation.groups import group_problems, of_each_kind
+from megamoe.validation.in_flight import in_flight_problems
 from megamoe.validation.layout import layout_problems, row_unit
 from megamoe.validation.objective import objective_problems, routing_record_problems
 from megamoe.validation.pipeline import pipeline_problems
@@ -47,6 +49,7 @@ def validate(config: RunConfig, ranks: int, plan: ParallelPlan | None) -> Iterat
         schedule = BatchSchedule.from_config(config.train, plan.layout.data) if fits else None
         yield from deepspeed_problems(config, plan, schedule)
         yield from pipeline_problems(config, plan, schedule)
+        yield from in_flight_problems(config, plan, schedule)
         yield from recompute_stage_problems(config, plan)
 
 
@@ -60,7 +63,7 @@ def section_problems(config: RunConfig, ranks: int, precision: Precision | None)
     yield from attention_problems(config.model)
     yield from objective_problems(config)
     yield from size_problems(config.model)
-    misplaced = list(position_problems(config))
+    misplaced = list(position_problems(config)) or list(group_problems(config))
     yield from misplaced
     if not misplaced:
         yield from layout_problems(config, layout, precision)
@@ -88,10 +91,15 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
 
 
 def _expert_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:
-    moe, ranks = config.moe, config.parallel.expert
     if not moe_layer_numbers(config):
         yield from routing_record_problems(config, "the model has no MoE layer")
         return
+    yield from of_each_kind(config, lambda own: _layer_problems(own, precision))
+
+
+def _layer_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:
+    """Yield the problems of one kind of MoE layers, see `of_each_kind`."""
+    moe, ranks = config.moe, config.parallel.expert
     yield from part_problems(moe, 1 if moe.num_experts % ranks else ranks)
     yield from _causal_problems(config)
     yield from _gradient_problems(config)
@@ -177,10 +185,10 @@ def _row_problems(config: RunConfig, precision: Precision | None) -> Iterator[Pr
 
 def _start_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield frozen modules that do not exist, and a dense checkpoint's FFN that cannot become the experts."""
-    moe, experts, key = config.moe, config.checkpoint.init.experts, "checkpoint.init.experts"
-    dense = not moe_layer_numbers(config)
-    if moe.frozen and dense:
-        yield Problem("moe.frozen", f"found {', '.join(moe.frozen)}, but no block is MoE (moe.layers)")
+    experts, key = config.checkpoint.init.experts, "checkpoint.init.experts"
+    dense, frozen = not moe_layer_numbers(config), config.moe.frozen
+    if frozen and dense:
+        yield Problem("moe.frozen", f"found {', '.join(frozen)}, but no block is MoE (moe.layers)")
     if experts == "same":
         return
     if config.checkpoint.init.path is None:
@@ -193,11 +201,16 @@ def _start_problems(config: RunConfig) -> Iterator[Problem]:
             f"found {experts}, but moe.layers.insert_after puts MoE layers where a dense model has no FFN; "
             "use moe.layers.at or every",
         )
-    if moe.expert_sublayers > 1:
+    yield from of_each_kind(config, _sublayer_problems)
+
+
+def _sublayer_problems(config: RunConfig) -> Iterator[Problem]:
+    """Yield experts that cannot be made of an FFN."""
+    sublayers, experts = config.moe.expert_sublayers, config.checkpoint.init.experts
+    if sublayers > 1:
         yield Problem(
-            key,
-            f"found {experts}, but experts of {moe.expert_sublayers} sub-layers are no FFN; set "
-            "moe.expert_sublayers=1",
+            "checkpoint.init.experts",
+            f"found {experts}, but experts of {sublayers} sub-layers are no FFN; set moe.expert_sublayers=1",
         )
 
 

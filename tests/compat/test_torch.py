@@ -6,6 +6,7 @@ import platform
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +28,10 @@ from megamoe.compat.torch_compat import (
     loader_deaths_raise,
     loader_processes,
     memory_key,
+    next_node_number,
+    raise_node_numbers,
+    read_parameters_by,
+    set_node_number,
     sgemm_address,
     shut_down_loader,
     step_with_scaled_gradients,
@@ -43,6 +48,56 @@ def imports_of_inductor() -> tuple[bool, bool]:
     at_start = INDUCTOR in sys.modules
     torch.compile(lambda: 0)
     return at_start, INDUCTOR in sys.modules
+
+
+def test_parameters_are_read_by_a_function() -> None:
+    layer = torch.nn.Linear(2, 3, bias=False)
+    model, weight = torch.nn.Sequential(layer), layer.weight
+    read_parameters_by(model, lambda parameter: parameter.detach() + 1)
+    assert torch.equal(layer.weight, weight + 1) and layer.bias is None
+    assert torch.equal(model(torch.ones(1, 2)), torch.ones(1, 2) @ (weight + 1).T)
+    assert [*model.parameters()] == [weight] and dict(model.state_dict()).keys() == {"0.weight"}
+
+
+def order_of_backward(first: int, second: int, last: int | None) -> list[str]:
+    """Return the order of the nodes of three graphs whose own threads begin at these numbers."""
+    order: list[str] = []
+    leaf = torch.ones((), requires_grad=True)
+
+    class Named(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: Tensor, name: str) -> Tensor:
+            ctx.name = name
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+            order.append(ctx.name)
+            return gradients[0], None
+
+    made: dict[str, Tensor] = {}
+
+    def make(name: str, number: int) -> None:
+        raise_node_numbers(number)
+        assert next_node_number() >= number
+        made[name] = Named.apply(Named.apply(leaf, name), name)
+
+    for name, number in (("first", first), ("second", second)):
+        thread = threading.Thread(target=make, args=(name, number))
+        thread.start()
+        thread.join()
+    end: Any = Named.apply(leaf, "end")
+    if last is not None:
+        set_node_number(end.grad_fn, last)
+    torch.stack([end, *made.values()]).sum().backward()
+    return order
+
+
+def test_numbers_of_nodes() -> None:
+    assert order_of_backward(100, 200, 0) == ["second", "second", "first", "first", "end"]
+    assert order_of_backward(200, 100, 0) == ["first", "first", "second", "second", "end"]
+    # Without a hand-over of numbers the nodes of both threads alternate, as both begin at 0.
+    assert order_of_backward(0, 0, 0)[:2] in (["first", "second"], ["second", "first"])
 
 
 def test_functions_of_the_vendors_do_not_import_inductor(pool: Pool) -> None:

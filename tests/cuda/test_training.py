@@ -13,8 +13,8 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "stages", "by_node", "padded")
-OTHERS = ("dropped", "scattered", "context")  # runs of `make test-full`
+NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "stages", "by_node", "padded", "in_flight")
+OTHERS = ("dropped", "scattered", "context", "in_flight_by_node")  # runs of `make test-full`
 FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
 BUDGETS = [
@@ -34,6 +34,8 @@ def runs_of_names(folder: Path) -> list[Run]:
     more = {"moe__num_shared_experts": 1, "data__workers": 1}
     two: dict[str, Any] = {"train__global_batch_size": 8, "parallel__expert": 2, "train__steps": 2}
     tensor = {"tensor": 2, "sequence": True, "expert": 2, "deepspeed": ds_config("zero1_fp32")}
+    by_node = {"exchange": "by_node", "node_size": 1, "expert": 2, "deepspeed": scattered}
+    in_flight = {**two, "train__in_flight": 2, "moe__num_shared_experts": 1}
     stages = {"pipeline": 2, "pipeline_chunks": 2, "deepspeed": ds_config("zero1_bf16")}
     context = {"context": 2, "expert": 2, "deepspeed": ds_config("zero1_bf16")}
     staged: dict[str, Any] = {"model__num_layers": 4, "train__global_batch_size": 8, "train__steps": 2}
@@ -64,6 +66,8 @@ def runs_of_names(folder: Path) -> list[Run]:
         Run(small("tensor_parallel", parallel=tensor, moe__losses={"switch_balance": 0.1}, **open_models), 2),
         Run(small("stages", **staged, parallel=stages), 2),
         Run(small("context", **staged, parallel=context), 2),
+        Run(small("in_flight", **in_flight, parallel__deepspeed=overlap, model__recompute=some), 2),
+        Run(small("in_flight_by_node", **{**in_flight, "parallel": by_node}, model__recompute="full"), 2),
         Run(small(FAULT, **two, parallel__deepspeed=overlap), 2, fault="wait_stream"),
     ]
 

@@ -14,17 +14,13 @@ import torch
 
 from megamoe.kernels import library as kernels
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.library import DRAWS, PER_NUMBER, PRODUCTS, ROUTER, SUFFIXES, WITH_BLAS, find_library
+from megamoe.kernels.library import PASSES, find_library
 from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 GCC = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GCC is None, reason="no g++")
 NAMES = ["has_tiles", "sort_by_key", "sum_of_squares", "adamw"]
-NAMES += [
-    f"{name}_{suffix}"
-    for name in (*PER_NUMBER, *PRODUCTS, *WITH_BLAS, *ROUTER, *DRAWS)
-    for suffix in SUFFIXES.values()
-]
+NAMES += [f"{each.name}_{suffix}" for each in PASSES for suffix in each.suffixes]
 
 
 @pytest.fixture(autouse=True)

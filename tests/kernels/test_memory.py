@@ -19,7 +19,7 @@ library = find_library()[0]
 S, D, N = 4096, 64, 2**14
 heads = [torch.randn(S, 1, 2, D) for _ in range(3)]
 output, log_sum = torch.zeros(S, 1, 2 * D), torch.zeros(1, 2, S)
-sides = [part for side in heads for part in (side, *side.stride()[:3])]
+sides = [(side, *side.stride()[:3]) for side in heads]
 W = 2**20
 rows, weight, scale = torch.randn(4, W), torch.ones(W), torch.ones(4)
 to_rows, to_weight = torch.zeros_like(rows), torch.zeros(W)
@@ -27,16 +27,16 @@ x, up, down = torch.randn(N, 4), torch.randn(1, 1024, 4), torch.randn(1, 4, 512)
 ends, hidden, out = torch.tensor([N]), torch.zeros(N, 1024), torch.zeros(N, 4)
 
 def attention():
-    settings = (S, 1, 2, 2, D, None, None, 0.125, None, S, 0.0)
-    library.call("attention", torch.float32, library.sgemm, *sides, *settings, output, log_sum, None)
+    settings = ((S, 1, 2, 2, D), None, None, 0.125, None, S, 0.0)
+    library.attention(*sides, *settings, output, log_sum, None)
     return output
 
 def norm():
-    library.call("rms_norm_backward", torch.float32, rows, rows, weight, scale, 4, W, to_rows, to_weight)
+    library.rms_norm_backward(rows, rows, weight, scale, 4, W, to_rows, to_weight)
     return to_rows
 
 def experts():
-    library.call("experts", torch.float32, library.sgemm, x, up, down, ends, 1, 4, 512, hidden, out)
+    library.experts(x, up, down, ends, 1, 4, 512, hidden, x, out)
     return out
 
 for each in (attention, norm, experts):

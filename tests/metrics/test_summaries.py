@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megamoe.metrics import names
-from megamoe.metrics.sinks.summaries import ROWS, HeatMap, Shown, Summaries, log_rows
+from megamoe.metrics.sinks.summaries import ROWS, HeatMap, StepSummary, Summaries, log_rows
 from megamoe.metrics.sinks.wandb_sink import STALL, WINDOW, Alerts
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
 from tests.train.test_routing_metrics import layer_of
@@ -31,7 +31,7 @@ def step_of(layers: int, experts: int, step: int = 100) -> dict[str, Any]:
         )
         for number in range(1, layers + 1)
     }
-    history = RoutingHistory(layers, experts, window=1)
+    history = RoutingHistory([experts] * layers, window=1)
     history.update(record)
     metrics = routing_metrics(record, 1, history, expert_ranks=2)
     plain = {it.key: 1.0 for it in (*names.TRAINING, *names.SPEED) if "<" not in it.key}
@@ -39,7 +39,7 @@ def step_of(layers: int, experts: int, step: int = 100) -> dict[str, Any]:
     return plain | losses | metrics | {"step": step, "time": 0.0, "val/code/lm_loss": 1.0}
 
 
-def keys(shown: Shown) -> list[str]:
+def keys(shown: StepSummary) -> list[str]:
     return [*shown.scalars, *shown.histograms, *shown.images]
 
 
@@ -88,13 +88,13 @@ def test_summaries_by_hand() -> None:
 def test_heat_maps_come_at_intervals_in_at_most_four_groups() -> None:
     heat_map, layers = HeatMap(every=2), list(range(1, 11))
     relative_LE = np.ones((10, 4))
-    assert heat_map.add(1, layers, relative_LE) == {}
-    pictures = heat_map.add(2, layers, relative_LE)
+    assert heat_map.add(1, layers, list(relative_LE)) == {}
+    pictures = heat_map.add(2, layers, list(relative_LE))
     assert sorted(pictures) == [f"load/heat_map_{n}" for n in (1, 2, 3, 4)]
     even = pictures["load/heat_map_1"]
     assert (even.shape, even.dtype) == ((500, 800, 3), np.uint8)
     relative_LE[:, 0] = 0.0
-    dead = HeatMap(every=3).add(3, layers, relative_LE)["load/heat_map_1"]
+    dead = HeatMap(every=3).add(3, layers, list(relative_LE))["load/heat_map_1"]
     blue, blue_before = (int(((it[..., 2] > 80) & (it[..., 0] < 30)).sum()) for it in (dead, even))
     assert blue > blue_before + 10_000, "a dead expert is dark blue"
 

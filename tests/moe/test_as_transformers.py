@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.support.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
+from megamoe.moe.part import StepContext
+from tests.support.moe.build import FFN, HIDDEN, VOCAB, make_hidden, make_layer, moe_config
 
 EXPERTS, CHOSEN, SHARED, TOKENS = 8, 3, 40, 50
 SIZES: dict[str, Any] = {
@@ -23,6 +24,17 @@ GROUPS: dict[str, Any] = {**SIZES, "n_group": 4, "topk_group": 2, "routed_scalin
 SOFTMAX_OF_ALL = {"name": "softmax", "over": "all"}
 # The bias of DeepSeek-V3 without its updates.
 FIXED_BIAS = {"name": "sigmoid", "bias_update": 0.001, "bias_until": 0}
+# The limit of its clamped SwiGLU is far away: the activation is the plain one.
+V4: dict[str, Any] = {
+    **SIZES,
+    "num_local_experts": EXPERTS,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 1.5,
+    "swiglu_limit": 1e9,
+    "num_hidden_layers": 2,
+    "mlp_layer_types": ["hash_moe", "moe"],
+    "vocab_size": VOCAB,
+}
 
 
 # By our name: the function of the transformers module's named tensors, or their gradients, that equals ours.
@@ -127,6 +139,24 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
             "router": {"score_function": FIXED_BIAS, "selector": top_k("renormalised")},
         },
     ),
+    "DeepseekV4": (
+        "DeepseekV4SparseMoeBlock",
+        "shared_experts",
+        V4,
+        {
+            "num_shared_experts": 1,
+            "router": {
+                "score_function": {**FIXED_BIAS, "name": "sqrt_softplus"},
+                "selector": top_k("renormalised", scale=1.5),
+            },
+        },
+    ),
+    "MiniMaxM2": (
+        "MiniMaxM2SparseMoeBlock",
+        None,
+        {**SIZES, "intermediate_size": FFN, "num_local_experts": EXPERTS},
+        {"router": {"score_function": FIXED_BIAS, "selector": top_k("renormalised")}},
+    ),
 }
 
 
@@ -137,7 +167,10 @@ def theirs(name: str) -> nn.Module:
     config = getattr(transformers, f"{name}Config")(**options)
     config._experts_implementation = "eager"
     package = getattr(transformers, f"{name}Config").__module__.replace("configuration", "modeling")
-    module: nn.Module = getattr(__import__(package, fromlist=[module_name]), module_name)(config)
+    layer_number = (1,) if name == "DeepseekV4" else ()
+    module: nn.Module = getattr(__import__(package, fromlist=[module_name]), module_name)(
+        config, *layer_number
+    )
     randomise(module)
     return module
 
@@ -197,7 +230,8 @@ def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
             ours[key].copy_(make(named.__getitem__))
         bias_E = layer.router.score_function.bias_E
         if bias_E is not None:
-            bias_E.copy_(module.get_buffer("gate.e_score_correction_bias"))
+            beside = "" if name == "MiniMaxM2" else "gate."
+            bias_E.copy_(module.get_buffer(f"{beside}e_score_correction_bias"))
     hidden_TH = make_hidden(TOKENS)
     given_TH, expected_TH = (hidden_TH.clone().requires_grad_() for _ in range(2))
     output_TH, whole_1TH = layer(given_TH), module(expected_TH[None])
@@ -243,3 +277,63 @@ def test_granites_shared_experts() -> None:
         shared.up.copy_(module.input_linear.weight)
         shared.down.copy_(module.output_linear.weight)
     torch.testing.assert_close(shared(make_hidden(9)), module(make_hidden(9)), rtol=1e-6, atol=1e-6)
+
+
+def compare(module: nn.Module, layer: Any, makes: WeightMap, *more: Tensor) -> None:
+    """See that output and gradients are the same with the module's weights; more: its further arguments."""
+    named, ours = dict(module.named_parameters()), dict(layer.named_parameters())
+    assert makes.keys() == ours.keys()
+    with torch.no_grad():
+        for key, make in makes.items():
+            ours[key].copy_(make(named.__getitem__))
+    output_TH, expected_1TH = layer(make_hidden(TOKENS)), module(make_hidden(TOKENS)[None], *more)
+    largest = float(expected_1TH.detach().abs().max())
+    torch.testing.assert_close(output_TH, expected_1TH[0], rtol=1e-6, atol=1e-6 * largest)
+    sent_TH = make_hidden(TOKENS, seed=5)
+    (output_TH * sent_TH).sum().backward()
+    (expected_1TH[0] * sent_TH).sum().backward()
+    for key, make in makes.items():
+        expected: Any = make(lambda k: named[k].grad)
+        atol = 1e-5 * float(expected.abs().max())
+        torch.testing.assert_close(ours[key].grad, expected, rtol=1e-5, atol=atol, msg=f"gradient of {key}")
+
+
+def test_deepseek_v4s_table_chooses_and_its_scorer_weights() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4SparseMoeBlock
+
+    config = transformers.DeepseekV4Config(**V4)
+    config._experts_implementation = "eager"
+    module = DeepseekV4SparseMoeBlock(config, 0)
+    table_VK = torch.rand(VOCAB, EXPERTS, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :CHOSEN]
+    for tensor in module.parameters():
+        nn.init.normal_(tensor, std=0.4)
+    module.gate.tid2eid.copy_(table_VK)
+    ids_T = torch.arange(TOKENS) * 7 % VOCAB
+    router = {
+        "scorer": "token_table",
+        "score_function": "sqrt_softplus",
+        "selector": {"name": "table", "k": CHOSEN, "weights": "renormalised", "scale": 1.5},
+    }
+    tree = {"num_experts": EXPERTS, "num_shared_experts": 1, "router": router}
+    layer = make_layer(moe_config(**tree), StepContext(token_ids_T=ids_T))
+    layer.router.get_buffer("scorer.table_KV").copy_(table_VK.T)
+    compare(module, layer, weight_map("DeepseekV4"), ids_T[None])
+
+
+def test_phis_sparse_mixer_in_evaluation() -> None:
+    """In training the draws differ; `selectors/test_sparse_mixer.py` compares those with their formulas."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.phimoe.modeling_phimoe import PhimoeSparseMoeBlock
+
+    sizes = {**SIZES, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    config = transformers.PhimoeConfig(
+        **sizes, intermediate_size=FFN, num_local_experts=EXPERTS, router_jitter_noise=0.2
+    )
+    config._experts_implementation = "eager"
+    module = PhimoeSparseMoeBlock(config).eval()
+    randomise(module)
+    router = {"selector": {"name": "sparse_mixer", "k": 2, "epsilon": 0.2}}
+    layer = make_layer(moe_config(num_experts=EXPERTS, router=router)).eval()
+    makes = {key: make for key, make in weight_map("Mixtral").items() if key != "router.scorer.weight"}
+    compare(module, layer, {**makes, "router.scorer.weight": lambda of: of("router.weight")})

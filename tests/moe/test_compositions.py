@@ -3,6 +3,7 @@
 import copy
 import functools
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 from torch import Tensor
 
 from megamoe import registry
+from megamoe.config import parse_config, to_dict
+from megamoe.config.groups import kinds
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe.examples import example_trees
@@ -117,6 +120,22 @@ def test_it_holds_for_the_parts_of_a_plugin(own_parts: list[tuple[str, str]]) ->
         check_composition(number, part)
 
 
+@pytest.mark.parametrize("number", range(0, DRAWS, 30))
+def test_compositions_are_groups_of_one_model(number: int) -> None:
+    """Three compositions, each in layers of its own: every layer has its composition, and is as sound."""
+    drawn = [composed(draw, part_of(draw))[0] for draw in range(number, number + 3)]
+    groups = []
+    for block, moe in enumerate(drawn, 1):
+        keys = {key: value for key, value in to_dict(moe).items() if key not in ("layers", "groups")}
+        groups.append({**keys, "layers": [block]})
+    config = parse_config({"model": {"num_layers": 4}, "moe": {"layers": {"every": 1}, "groups": groups}})
+    rest, *found = kinds(config)
+    assert (rest.key, rest.layers) == ("moe", [4])
+    for kind, moe in zip(found, drawn, strict=True):
+        assert replace(kind.moe, layers=moe.layers) == moe
+        check_parts(kind.moe, 1)
+
+
 def check_composition(number: int, part: tuple[str, str]) -> None:
     config, _ = composed(number, part)
     context = StepContext(seed=number, token_ids_T=torch.arange(TOKENS), sample_index_B=torch.arange(4))
@@ -157,7 +176,7 @@ def check_routing(routing: Routing, masks: list[Tensor | None], config: MoEConfi
         assert pairs.weight_N.isfinite().all() and (pairs.weight_N >= 0).all()
         for allowed_TE in masks:
             assert allowed_TE is None or allowed_TE[pairs.token_N, pairs.expert_N].all()
-    if "by_experts" not in capabilities(config.router.selector):
+    if not {"by_experts", "may_choose_none"} & capabilities(config.router.selector):
         assert (torch.bincount(routing.wanted.token_N, minlength=TOKENS) > 0).all()
     if "dropless" in capabilities(config.router.capacity):
         assert routing.pairs is routing.wanted

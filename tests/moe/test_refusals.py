@@ -120,7 +120,7 @@ SCORE_FUNCTIONS: Rows = {
 }
 SELECTORS: Rows = {
     "selector balanced": [
-        ("{}", "the score function is 'softmax', expected .* its own score alone, .*score_function: sigmoid"),
+        ("{}", "the score function is 'softmax', expected .* its own score alone, .*: relu or sigmoid"),
         ("{}, capacity: per_expert" + SIGMOID, "the capacity .* drops nothing, .*set capacity: none$"),
         (
             "{}, score_function: {name: sigmoid, bias_update: 0.001}",
@@ -164,7 +164,7 @@ SELECTORS: Rows = {
     ],
     "selector table": [
         ("{k: 0}" + HASHED, "k must be at least 1"),
-        ("{}", "the scorer is 'linear'.*scorer: hash$"),
+        ("{}", "the scorer is 'linear'.*scorer: hash or token_table$"),
         ("{}, masks: [expert_dropout]" + HASHED, "the mask 'expert_dropout' takes .*has no o"),
         ("{}" + BIAS + HASHED, "set score_function.bias_update: 0.0"),
     ],

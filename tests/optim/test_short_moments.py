@@ -1,12 +1,14 @@
 """AdamW with moments in bf16: its rounding, and its steps beside those of PyTorch's."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from megamoe.optim.short_moments import CHUNK, ShortMomentsAdam, ShortMomentsAdamW, rounded_at_random
 
-OPTIONS = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
+OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 
 
 def key(number: int) -> Tensor:

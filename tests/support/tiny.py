@@ -59,7 +59,7 @@ def tiny_model(
     """Its model; needs the fixture `one_rank`."""
     layout = Layout.of(config.parallel, 1)
     groups = start_groups(layout, timeout_minutes=1)
-    make_layer = moe_layer_factory(config.moe, context or StepContext(), groups, layout)
+    make_layer = moe_layer_factory(context or StepContext(), groups, layout)
     return build_model(config, vocab_size, make_layer)
 
 

@@ -30,7 +30,7 @@ LAYERS = {
 
 
 def history_of(*steps: dict[int, LayerRecord], window: int = 2) -> RoutingHistory:
-    history = RoutingHistory(layers=2, num_experts=4, window=window)
+    history = RoutingHistory([4, 4], window=window)
     for layers in steps:
         history.update(layers)
     return history
@@ -84,7 +84,7 @@ def test_a_step_by_hand() -> None:
 def test_one_rank_has_no_metrics_of_ranks_and_a_dense_model_none() -> None:
     metrics = routing_metrics(LAYERS, 2, history_of(LAYERS), expert_ranks=1)
     assert not [key for key in metrics if "rank" in key]
-    assert routing_metrics({}, 2, RoutingHistory(0, 8, 2), expert_ranks=1) == {}
+    assert routing_metrics({}, 2, RoutingHistory([], 2), expert_ranks=1) == {}
 
 
 def test_a_step_without_any_pair_gives_zeros() -> None:
@@ -100,17 +100,39 @@ def test_an_expert_is_dead_after_a_window_without_a_pair_and_lives_again() -> No
     found = []
     for layer in (unused, unused, unused, used, unused, unused):
         history.update({1: layer, 12: used})
-        found.append(history.dead_L().tolist())
+        found.append(history.dead()[0].tolist())
     assert found == [[0, 0], [1, 0], [1, 0], [0, 0], [0, 0], [1, 0]]
 
 
 def test_the_history_goes_on_from_its_state() -> None:
     straight, saved = history_of(LAYERS, LAYERS, LAYERS), history_of(LAYERS)
-    resumed = RoutingHistory(layers=2, num_experts=4, window=2)
+    resumed = RoutingHistory([4, 4], window=2)
     resumed.restore(saved.state())
     resumed.update(LAYERS)
     resumed.update(LAYERS)
     assert resumed.state() == straight.state() and resumed.steps == 3
-    for other in ({}, RoutingHistory(layers=1, num_experts=4, window=2).state()):
+    for other in ({}, RoutingHistory([4], window=2).state()):
         resumed.restore(other)
         assert resumed.state() == straight.state(), "a checkpoint of an earlier version changes nothing"
+
+
+def test_layers_of_several_sizes_have_the_metrics_of_layers_alone() -> None:
+    """Layers 1 and 12 have 4 experts, layer 5 between them has 2: nobody's numbers change."""
+    of_two = layer_of([3, 1], width=[0, 4, 0], entropy=1.0, top_1=2.0)
+    layers = {1: LAYERS[1], 5: of_two, 12: LAYERS[12]}
+    history = RoutingHistory([4, 2, 4], window=2)
+    history.update(layers)
+    metrics = routing_metrics(layers, 2, history, expert_ranks=2)
+    alone = RoutingHistory([2], window=2)
+    alone.update({5: of_two})
+    for expected in (
+        routing_metrics(LAYERS, 2, history_of(LAYERS), expert_ranks=2),
+        routing_metrics({5: of_two}, 2, alone, expert_ranks=2),
+    ):
+        of_layers = {key: value for key, value in expected.items() if "/layer_" in key}
+        assert {key: metrics[key] for key in of_layers} == of_layers
+    assert metrics["moe/imbalance"] == pytest.approx((3.0 + 1.5 + 1.0) / 3)
+    assert history.state()["load"] == [[6, 2, 0, 0], [3, 1], [2, 2, 2, 2]]
+    resumed = RoutingHistory([4, 2, 4], window=2)
+    resumed.restore(history.state())
+    assert resumed.state() == history.state()

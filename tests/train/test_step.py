@@ -50,10 +50,11 @@ def test_record_by_hand() -> None:
         lm_sum=12.0,
         tokens=4.0,
         micro_batches=2,
-        weighted=0.44,
         losses={"switch_balance": 4.4},
-        loss_weights={"switch_balance": 0.1},
-        layers={number: LayerRecord(nothing, nothing, nothing) for number in (1, 12)},
+        layers={
+            number: LayerRecord(nothing, nothing, nothing, loss_weights={"switch_balance": 0.1})
+            for number in (1, 12)
+        },
         grad_norm=1.5,
     )
     assert record.metrics() == pytest.approx(
@@ -87,13 +88,13 @@ def test_record_takes_in_micro_batches(one_rank: None) -> None:
         {1: seen([1, 2], 1.0), 3: seen([3, 0], 2.0)},
         {1: seen([5, 5], 4.0, entropy=0.25), 3: seen([0, 1], 8.0)},
     ):
-        sums.add(layers, {"balance": 0.5}, LossSums(torch.tensor(2.5), two))
+        sums.add(layers, {number: {"balance": 0.5} for number in layers}, LossSums(torch.tensor(2.5), two))
     tau = {"scorer/temperature": torch.tensor([0.5, 0.25], dtype=torch.float64)}
     record = sums.record(copies=2, part_metrics=tau, compute_seconds=0.5)
     assert record.compute_seconds_R == [0.5] and record.tokens == 2.0  # a rank's own, not one of two copies
     record = sums.record(copies=1, part_metrics=tau)
     assert (record.lm_sum, record.tokens, record.micro_batches) == (5.0, 4.0, 2)
-    assert (record.losses, record.weighted) == ({"balance": 15.0}, 7.5)
+    assert (record.losses, record.weighted_sum("balance")) == ({"balance": 15.0}, 7.5)
     assert [(n, layer.load_E.tolist()) for n, layer in record.layers.items()] == [(1, [6, 7]), (3, [3, 1])]
     assert record.layers[1].wanted_E.tolist() == record.wanted_on_device[1].tolist() == [8, 9]
     assert record.layers[3].width_D.tolist() == [0, 3, 1]

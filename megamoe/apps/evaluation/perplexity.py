@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.config import RunConfig
+from megamoe.config.groups import kinds
 from megamoe.config.shapes import expert_activation, expert_ffn_size, ffn_size
 from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets
@@ -202,13 +203,13 @@ def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
     dist.all_reduce(packed, group=replica_group())
     values = packed.tolist()
     further, (loss, tokens, routed, layer_tokens, wanted, *loads) = values[: len(names)], values[len(names) :]
-    size = trained.config.moe.num_experts
-    load_LE = {
-        number: [round(load) for load in loads[place * size : (place + 1) * size]]
-        for place, number in enumerate(numbers)
-    }
-    pairs = sum(map(sum, load_LE.values()))
-    flops = pairs * flops_of_pair(trained.config) / max(routed, 1)
+    left, load_LE = iter(loads), {}
+    for number in numbers:
+        load_LE[number] = [round(next(left)) for _ in sums.load_LE[number]]
+    flops = 0.0
+    for kind in kinds(trained.config):
+        pairs = sum(sum(load_LE.get(number, ())) for number in kind.layers)
+        flops += pairs * flops_of_pair(kind.config) / max(routed, 1)
     dense = layer_tokens / max(routed, 1) * flops_of_dense(trained.config)
     return Perplexity(
         lm_loss=loss / max(tokens, 1.0),
@@ -225,7 +226,7 @@ def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
 
 
 def flops_of_pair(config: RunConfig) -> int:
-    """Return the floating-point operations of one expert for one token, forward."""
+    """Return the floating-point operations of one expert for one token, forward; config: of its kind."""
     size, activation = expert_ffn_size(config), expert_activation(config)
     rows = up_width(size, activation) + size
     return 2 * config.model.hidden_size * rows * config.moe.expert_sublayers

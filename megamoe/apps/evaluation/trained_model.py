@@ -130,7 +130,7 @@ class Session:
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
-        factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
+        factory = moe_layer_factory(context, groups, run.plan.layout)
         model = build_model(config, run.vocabulary.size, factory)
         raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
         precision = self.precision or meta["layout"]["precision"]

@@ -21,7 +21,7 @@ from megamoe.io import read_plain, reason
 ENDING = LABELLED
 LARGEST = 4 << 30  # bytes of a file of examples
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # that tools/prepare_pairs.py writes above the labels
-AGAIN = "prepare the labels again with tools/prepare_pairs.py"
+REMEDY = "prepare the labels again with tools/prepare_pairs.py"
 
 
 @dataclass(frozen=True)
@@ -105,18 +105,18 @@ def read_lines(path: str) -> list[Line]:
         content = read_plain(Path(path), LARGEST)
         text = content.decode("utf-8")
     except (OSError, ValueError) as error:
-        raise UserError(f"data {path!r} cannot be read: {reason(error)}; {AGAIN}") from None
+        raise UserError(f"data {path!r} cannot be read: {reason(error)}; {REMEDY}") from None
     labels = Path(path).with_name(LABELS)
     known = load_checked(labels, LabelCard).files.get(Path(path).name) if labels.exists() else None
     if known is not None and hashlib.sha256(content).hexdigest() != known.sha256:
-        raise UserError(f"data {path!r} is damaged or was changed: {LABELS} has another SHA-256; {AGAIN}")
+        raise UserError(f"data {path!r} is damaged or was changed: {LABELS} has another SHA-256; {REMEDY}")
     found = [
         _parsed(f"data {path!r}, line {place}", line)
         for place, line in enumerate(text.split("\n"), 1)
         if line.strip()
     ]
     if not found:
-        raise UserError(f"data {path!r} has no examples; {AGAIN}")
+        raise UserError(f"data {path!r} has no examples; {REMEDY}")
     return found
 
 
@@ -124,4 +124,4 @@ def _parsed(where: str, line: str) -> Line:
     try:
         return Line(where, json.loads(line))
     except (ValueError, RecursionError):
-        raise UserError(f"{where}: no JSON; {AGAIN}") from None
+        raise UserError(f"{where}: no JSON; {REMEDY}") from None

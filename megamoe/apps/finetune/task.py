@@ -31,7 +31,7 @@ OF_LABELS = ("accuracy", "f1_macro", "f1_micro", "f1_weighted", "f1_binary", "ma
 
 
 @dataclass(frozen=True)
-class Kind:
+class TaskKind:
     """A kind of task.
 
     objective: the name of its training objective. predicts: `model.predicts`. columns, optional: what a row
@@ -50,7 +50,7 @@ class Kind:
 
 
 KINDS = {
-    "classification": Kind(
+    "classification": TaskKind(
         "classification",
         "label",
         ("text", "label"),
@@ -59,7 +59,7 @@ KINDS = {
         optional=("second",),
         has_labels=True,
     ),
-    "regression": Kind(
+    "regression": TaskKind(
         "regression",
         "number",
         ("text", "label"),
@@ -68,10 +68,10 @@ KINDS = {
         optional=("second",),
         outputs=1,
     ),
-    "tagging": Kind(
+    "tagging": TaskKind(
         "tagging", "tags", ("words", "tags"), OF_LABELS, ("accuracy", "f1_macro"), has_labels=True
     ),
-    "question_answering": Kind(
+    "question_answering": TaskKind(
         "span",
         "span",
         ("question", "context", "answers"),
@@ -121,7 +121,7 @@ class Task:
     run: dict[str, Any] = field(default_factory=dict)  # further keys of the runs, such as optimizer.beta2
 
     @property
-    def kind_of_task(self) -> Kind:
+    def kind_of_task(self) -> TaskKind:
         """What its kind has."""
         return KINDS[self.kind]
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.config.groups import kinds
 from megamoe.data.batches import filled, positions
 from megamoe.errors import UserError
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
@@ -183,14 +184,17 @@ def neighbours(trained: TrainedModel, keep_capacity: bool) -> list[str]:
     """
     if not any(True for _ in trained.model.moe_layers()):
         return []
-    router, reasons = trained.config.moe.router, []
-    if keep_capacity and "dropless" not in capabilities(router.capacity):
-        reasons.append(f"moe.router.capacity {router.capacity.name} drops pairs by all tokens of a sequence")
-    return reasons + [
-        f"the {part.kind} {part.name} lets a token's experts depend on other tokens"
-        for part in (router.scorer, *router.masks, router.score_function, router.selector)
-        if "over_tokens" in capabilities(part)
-    ]
+    reasons: list[str] = []
+    for kind in kinds(trained.config):
+        router, key = kind.moe.router, kind.place("moe.router.capacity")
+        if keep_capacity and "dropless" not in capabilities(router.capacity):
+            reasons.append(f"{key} {router.capacity.name} drops pairs by all tokens of a sequence")
+        reasons += [
+            f"the {part.kind} {part.name} lets a token's experts depend on other tokens"
+            for part in (router.scorer, *router.masks, router.score_function, router.selector)
+            if "over_tokens" in capabilities(part)
+        ]
+    return list(dict.fromkeys(reasons))
 
 
 def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bool, list[str]]:
@@ -202,15 +206,17 @@ def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bo
     Raises:
         UserError: if the experts depend on all tokens and tensor parallelism would pad the sequences.
     """
-    router, lines = trained.config.moe.router, []
-    layers = [layer for _, layer in trained.model.moe_layers()]
-    drops = bool(layers) and "dropless" not in capabilities(router.capacity)
-    if drops and not keep_capacity:
-        for layer in layers:
-            layer.router.capacity = KeepAll(None, layer.router.dims)
+    lines = []
+    layers = dict(trained.model.moe_layers())
+    for kind in kinds(trained.config):
+        capacity = kind.moe.router.capacity
+        if not kind.layers or "dropless" in capabilities(capacity) or keep_capacity:
+            continue
+        for number in kind.layers:
+            layers[number].router.capacity = KeepAll(None, layers[number].router.dims)
         lines.append(
-            f"moe.router.capacity {router.capacity.name} would drop pairs by the other tokens of a batch; "
-            "generating without it (--keep-capacity keeps it)"
+            f"{kind.place('moe.router.capacity')} {capacity.name} would drop pairs by the other tokens of a "
+            "batch; generating without it (--keep-capacity keeps it)"
         )
     reasons = neighbours(trained, keep_capacity)
     if reasons and trained.layout.tensor > 1:

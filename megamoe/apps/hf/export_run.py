@@ -15,7 +15,7 @@ import torch
 
 from megamoe.apps.hf.custom.export import CUSTOM, custom_family, custom_files
 from megamoe.apps.hf.families import FAMILIES
-from megamoe.apps.hf.family import Family, as_config, differences
+from megamoe.apps.hf.family import Family, as_config, differences, without_groups
 from megamoe.apps.hf.folder import (
     CONFIG,
     GENERATION,
@@ -33,7 +33,7 @@ from megamoe.apps.hf.folder import (
 )
 from megamoe.apps.hf.import_folder import KEPT
 from megamoe.apps.hf.keys import NUM_FURTHER, Json
-from megamoe.apps.hf.rules import Rule, flat
+from megamoe.apps.hf.rules import BlockMapping, flat
 from megamoe.apps.hf.tensor_files import Stored, TensorWriter
 from megamoe.checkpoint.format.files import parse_json
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
@@ -62,7 +62,7 @@ class Target:
 
     family: Family
     config: RunConfig
-    rules: list[list[Rule]]
+    rules: list[list[BlockMapping]]
     like: Json
     others: dict[str, bytes]
     ids: Json
@@ -115,7 +115,7 @@ def _checkpoint(path: Path) -> Path:
 def _target(
     reader: CheckpointReader, like: Path | None, model_class: str | None, overrides: Sequence[str]
 ) -> Target:
-    config = _configuration(reader, overrides)
+    config = without_groups(reader.path, _configuration(reader, overrides))
     if model_class is not None and model_class not in (CUSTOM, *FAMILIES):
         known = ", ".join((*FAMILIES, CUSTOM))
         raise UserError(f"--class: found {shown(model_class)}, expected one of {known}")
@@ -140,7 +140,7 @@ def _target(
     return Target(family, config, _rules(family, config, words), given if same_class else {}, others, ids)
 
 
-def _rules(family: Family, config: RunConfig, words: int) -> list[list[Rule]]:
+def _rules(family: Family, config: RunConfig, words: int) -> list[list[BlockMapping]]:
     """Return the rules, with the copies of embedding and output layer that the hub's folders hold."""
     copies = family.copies(config)
     found = []
@@ -260,7 +260,11 @@ def _write_tensors(
 
 @torch.no_grad()
 def _write_sources(
-    writer: TensorWriter, reader: CheckpointReader, rule: Rule, shard: set[str], stored: dict[str, Stored]
+    writer: TensorWriter,
+    reader: CheckpointReader,
+    rule: BlockMapping,
+    shard: set[str],
+    stored: dict[str, Stored],
 ) -> None:
     ours = reader.tensor(WEIGHT + rule.target)
     reader.close()  # mapped files count as memory

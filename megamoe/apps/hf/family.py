@@ -1,13 +1,15 @@
 """A class of transformers: its keys, its tensors, and what both say of our configuration."""
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from megamoe.apps.hf.folder import CONFIG, shown
 from megamoe.apps.hf.keys import IRRELEVANT, REQUIRED, Entry, Json
-from megamoe.apps.hf.rules import Line, Rule, expand
+from megamoe.apps.hf.rules import BlockMapping, TensorMapping, expand
 from megamoe.config import RunConfig, parse_config, to_dict
+from megamoe.config.groups import kinds
 from megamoe.config.model_schema import LatentConfig
 from megamoe.config.shapes import (
     expert_activation,
@@ -80,7 +82,7 @@ class Family:
     model_type: str
     architecture: str
     keys: tuple[Entry, ...]
-    table: tuple[Line, ...]
+    table: tuple[TensorMapping, ...]
 
     def read(self, given: Json, where: str = CONFIG) -> Json:
         """Return the keys of ours that a config.json says, as a tree with `model` and `moe`.
@@ -136,7 +138,7 @@ class Family:
                 content |= entry.write(config)
         return content
 
-    def rules(self, config: RunConfig, num_words: int) -> list[list[Rule]]:
+    def rules(self, config: RunConfig, num_words: int) -> list[list[BlockMapping]]:
         """Return the rules in groups: those that stand once, then those of each block."""
         moe_blocks = frozenset(number - 1 for number in moe_block_numbers(config))
         return expand(
@@ -260,6 +262,29 @@ def function_of(config: RunConfig) -> Json:
         found["moe.expert_activation"] = expert_activation(config)
         found["moe.router.score_function.bias_update"] = "biased" in facts_of(config)
     return found
+
+
+def without_groups(path: Path, config: RunConfig) -> RunConfig:
+    """Return the configuration without `moe.groups`, if its groups differ in training alone.
+
+    Raises:
+        UserError: naming a key in which two layers differ: no class holds such a model.
+    """
+    if not config.moe.groups:
+        return config
+    first, *others = kinds(config)
+    expected = function_of(first.config)
+    for kind in others:
+        found = function_of(kind.config)
+        for key in sorted(expected.keys() | found.keys()):
+            values = expected.get(key), found.get(key)
+            if values[0] != values[1] and not key.startswith(("moe.layers", "model.")):
+                one, other = (shown(str(value)) for value in values)
+                raise UserError(
+                    f"{path}: moe.groups: {key} is {one} in block {first.layers[0]} and {other} in block "
+                    f"{kind.layers[0]}; no class of Hugging Face that can be written holds layers that differ"
+                )
+    return replace(config, moe=replace(first.moe, layers=config.moe.layers))
 
 
 def differences(config: RunConfig, other: RunConfig) -> dict[str, tuple[Any, Any]]:

@@ -26,7 +26,7 @@ from megamoe.apps.hf.family import HEAD, WORDS, Family, as_config
 from megamoe.apps.hf.folder import CONFIG, GENERATION, Folder, dtype_name, portable, read_other_files, shown
 from megamoe.apps.hf.keys import OF_OTHERS, Json
 from megamoe.apps.hf.quantised import FLOATS, Weights, weights_of
-from megamoe.apps.hf.rules import Rule, flat
+from megamoe.apps.hf.rules import BlockMapping, flat
 from megamoe.apps.hf.tensor_files import Shape, Stored, TensorWriter
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_file, write_sums
 from megamoe.checkpoint.format.folder import LATEST
@@ -56,7 +56,7 @@ class Source:
     family: Family
     tree: Json
     config: RunConfig
-    rules: list[list[Rule]]
+    rules: list[list[BlockMapping]]
     unused: dict[str, list[str]]
 
     @property
@@ -140,7 +140,7 @@ def _write_checkpoint(folder: Path, source: Source, config: Json) -> None:
 
 
 @torch.no_grad()
-def _assembled(source: Source, rule: Rule) -> Tensor:
+def _assembled(source: Source, rule: BlockMapping) -> Tensor:
     """Return one of our tensors, made of those of the folder."""
     ours = torch.empty(rule.shape, dtype=_dtype(source, rule))
     for name, (view, _) in rule.views(ours).items():
@@ -153,7 +153,7 @@ def _assembled(source: Source, rule: Rule) -> Tensor:
     return ours
 
 
-def _dtype(source: Source, rule: Rule) -> torch.dtype:
+def _dtype(source: Source, rule: BlockMapping) -> torch.dtype:
     return source.folder.tensors[rule.sources[0]].dtype
 
 
@@ -253,7 +253,7 @@ def open_source(path: Path, further: bool = False) -> Source:
 
 
 def _check_tensors(
-    folder: Weights, family: Family, config: RunConfig, groups: list[list[Rule]], left_out: int
+    folder: Weights, family: Family, config: RunConfig, groups: list[list[BlockMapping]], left_out: int
 ) -> dict[str, list[str]]:
     """Check that the folder has the tensors of the rules; return those that may be left out, by the reason.
 

@@ -82,8 +82,8 @@ def of_each_expert(split: Split) -> Split:
 
 
 @dataclass(frozen=True)
-class Line:
-    """A line of a class's table.
+class TensorMapping:
+    """A tensor of ours and where the folder of a class has it: a line of the table of the class.
 
     ours: the name of our tensor; {b} is the block, from 0, and {k} the place of a block of multi-token
     prediction, from 0. shape: its dimensions in letters, such as "2F H" or "Q+2K H". sources: the names in
@@ -103,7 +103,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Rule:
+class BlockMapping:
     """A line for one block: `target`, of `shape`, holds the elements of `sources`, as `split` has them."""
 
     target: str
@@ -123,7 +123,7 @@ class Rule:
         empty = torch.empty(self.shape, device="meta")
         return {name: shape for name, (_, shape) in self.views(empty).items()}
 
-    def with_copies(self, names: Sequence[str]) -> "Rule":
+    def with_copies(self, names: Sequence[str]) -> "BlockMapping":
         """Return the rule of a tensor that a folder holds as it is, under further names too."""
         sources = (*self.sources, *names)
         return replace(self, sources=sources, split=lambda ours, dims: whole(ours, dims) * len(sources))
@@ -140,19 +140,19 @@ def _term(term: str, dims: Dims) -> int:
     return int(match[1] or 1) * (dims[match[2]] if match[2] else 1)
 
 
-def flat(groups: Iterable[Iterable[Rule]]) -> list[Rule]:
+def flat(groups: Iterable[Iterable[BlockMapping]]) -> list[BlockMapping]:
     """Return the rules of all groups."""
     return [rule for group in groups for rule in group]
 
 
 def expand(
-    table: tuple[Line, ...],
+    table: tuple[TensorMapping, ...],
     dims: Dims,
     facts: frozenset[str],
     moe_blocks: frozenset[int],
     num_blocks: int,
     depth: int,
-) -> list[list[Rule]]:
+) -> list[list[BlockMapping]]:
     """Return the rules in groups: those that stand once, then those of each block.
 
     moe_blocks: the blocks with an MoE layer, from 0. depth: the blocks of multi-token prediction, which are
@@ -170,14 +170,14 @@ def expand(
     return groups
 
 
-def _rule(line: Line, dims: Dims, block: int | None, place: int | None = None) -> Rule:
+def _rule(line: TensorMapping, dims: Dims, block: int | None, place: int | None = None) -> BlockMapping:
     ours = line.ours
     if place is not None:
         ours = ours.replace(BLOCK, FURTHER_BLOCK).replace("{k}", str(place))
     patterns = (line.sources,) if isinstance(line.sources, str) else line.sources
     experts = range(dims["E"]) if any("{e}" in pattern for pattern in patterns) else range(1)
     sources = tuple(pattern.format(b=block, e=expert) for expert in experts for pattern in patterns)
-    return Rule(
+    return BlockMapping(
         ours.format(b=block),
         shape_of(line.shape, dims),
         sources,

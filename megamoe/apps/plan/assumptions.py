@@ -62,8 +62,8 @@ class Assumptions:
     """The rows of one case. matmul, grouped, attention: of the peak FLOP/s. bytes, scattered_bytes: of the
     memory bandwidth, by passes over whole tensors and by rows at random places. link: of a link's bandwidth.
     hidden: of a collective beside the backward pass. kernel_s: between two kernels. sync_s: a wait of the
-    host and until the next kernel. collective_s, peer_s: start of a collective, and for each rank of another node
-    of an all-to-all. aten_call_s, own_call_s, collective_call_s: the host's time of a call.
+    host and until the next kernel. collective_s, peer_s: start of a collective, and for each rank of another
+    node of an all-to-all. aten_call_s, own_call_s, collective_call_s: the host's time of a call.
     """
 
     case: Case
@@ -95,9 +95,10 @@ class Assumptions:
         """For a reader of the figures."""
         return [
             *(f"{row.name}: {row.shown()}: {row.source}" for row in self.rows),
-            "no collective runs beside other work, but rows travel to the experts beside shared experts, their "
-            "gradients beside these and the experts' weight gradients; with train.in_flight=2 a pass lasts as "
-            "long as the longer of what is computed and what else travels, in all but recomputed blocks",
+            "no collective runs beside other work, but rows travel to the experts beside shared experts, "
+            "their gradients beside these and the experts' weight gradients; with train.in_flight=2 a pass "
+            "lasts as long as the longer of what is computed and what else travels, in all but recomputed "
+            "blocks",
             "an operator reads its arguments once and writes its results once, unless "
             "megamoe/apps/plan/operators.py says otherwise; views cost nothing; TF32 is off",
             "model FLOPs: 3 x the matrix products of one forward pass under a balanced load",

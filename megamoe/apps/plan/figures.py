@@ -26,8 +26,9 @@ class Figures:
 
     numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `passed` and `beside` (what
     may be hidden of the seconds of `roofline.beside_seconds`), `optimistic` and `pessimistic` (seconds of the
-    step); of one micro batch, `forward` and `backward` (seconds of its passes), FORWARD_VOCABULARY and BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the
-    loss), `kept` (bytes of its activations between the two) and `sent` (bytes to one other stage).
+    step); of one micro batch, `forward` and `backward` (seconds of its passes), FORWARD_VOCABULARY and
+    BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the loss), `kept` (bytes of its
+    activations between the two) and `sent` (bytes to one other stage).
     states: bytes by category, gradients as the backward pass leaves them. seconds: by part. calls, bytes: of
     collectives. peaks: by (phase, category), bytes when it holds most. kept: activations at the peak by
     (phase, part).

@@ -12,13 +12,13 @@ from itertools import accumulate, pairwise
 from megamoe.apps.plan.assumptions import ASSUMED
 from megamoe.apps.plan.hardware import Gpu
 from megamoe.config import RunConfig
+from megamoe.config.groups import LayerKind, kinds
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
     ffn_size,
     key_size,
     moe_block_numbers,
-    moe_layer_numbers,
     num_blocks,
     padded_vocab_size,
     query_size,
@@ -51,12 +51,14 @@ SUM_BYTES = 10  # of a parameter in each micro batch: its gradient is added in f
 class Sizes:
     """What all layouts of a model share.
 
-    choices: a token's experts. vocabulary: padded. blocks, after: FLOPs, see `block_flops`.
+    kinds: of MoE layers. routed: FLOPs of a token in its routed experts of all layers. vocabulary: padded.
+    blocks, after: FLOPs, see `block_flops`.
     """
 
     size: ModelSize
     flops: ModelFlops
-    choices: float
+    kinds: tuple["KindSize", ...]
+    routed: float
     vocabulary: int
     blocks: tuple[float, ...]
     after: float
@@ -68,10 +70,25 @@ class Sizes:
         if words is None:
             raise UserError("model.vocab_size: not set; --search needs it")
         padded = padded_vocab_size(words, config.model.vocab_multiple)
-        choices = mean_choices(config.moe) if moe_layer_numbers(config) else 0.0
+        sizes = [KindSize(kind, mean_choices(kind.moe)) for kind in kinds(config) if kind.layers]
         blocks, after = block_flops(config, words)
         flops = model_flops(config, words)
-        return cls(model_size(config, words), flops, choices, padded, tuple(blocks), after)
+        pairs = {number: size.choices for size in sizes for number in size.kind.layers}
+        routed = sum(chosen * flops.by_layer.get(number, flops.pair) for number, chosen in pairs.items())
+        return cls(model_size(config, words), flops, tuple(sizes), routed, padded, tuple(blocks), after)
+
+
+@dataclass(frozen=True)
+class KindSize:
+    """A kind of MoE layers with the mean number of a token's experts."""
+
+    kind: LayerKind
+    choices: float
+
+    @property
+    def layers(self) -> int:
+        """The number of these layers."""
+        return len(self.kind.layers)
 
 
 @dataclass(frozen=True)
@@ -110,6 +127,7 @@ def estimate(
             once += ring * (6 if plan.stage and layout.tensor == 1 else 10)
     idle = (layout.pipeline - 1) / parallel.pipeline_chunks  # micro batches
     alive = _alive(layout.pipeline, parallel.pipeline_chunks, min(micro_batches, 8 * layout.pipeline))
+    alive = max(alive, config.train.in_flight)
     held = states_of(config, plan, size).total + _activations(config, layout, sizes, share, alive)
     return Estimate((micro_batches + idle) * each + once, held)
 
@@ -146,7 +164,7 @@ def _micro_batch(
     """Return seconds of both passes of all blocks, with what is computed again."""
     model, tokens = config.model, config.train.micro_batch_size * config.data.sequence_length
     own = tokens / layout.batch_ranks
-    blocks, layers = num_blocks(config), len(moe_layer_numbers(config))
+    blocks = num_blocks(config)
     modules = recomputed_modules(model)
     again = (4 if modules & {"block", "moe_layer", "moe"} else 3) / 3
     resent = (4 if modules & {"block", "moe_layer"} else 3) / 3
@@ -154,11 +172,12 @@ def _micro_batch(
         4 / 3 if "block" in modules else 1.0 + SMALL * len(modules & {"norms", "latent_up", "shared_experts"})
     )
     here = own if config.parallel.sequence else own * layout.tensor
-    grouped = ASSUMED.of("grouped", min(model.hidden_size, expert_ffn_size(config) if layers else 0))
+    sizes_of_experts = [expert_ffn_size(each.kind.config) for each in sizes.kinds]
+    grouped = ASSUMED.of("grouped", min(model.hidden_size, *sizes_of_experts) if sizes_of_experts else 0)
     seconds = own * sizes.flops.token * rest / (gpu.bf16 * ASSUMED.of("matmul", model.hidden_size))
-    seconds += own * sizes.choices * layers * load * sizes.flops.pair * again / (gpu.bf16 * grouped)
+    seconds += own * load * sizes.routed * again / (gpu.bf16 * grouped)
     passed = rest * blocks * (BLOCK_ROWS * here * model.hidden_size + 2 * own * _heads(config))
-    passed += again * layers * 2 * own * _of_moe(config, sizes.choices)
+    passed += again * 2 * own * sum(size.layers * _of_moe(config, size) for size in sizes.kinds)
     passed += 4 * own * sizes.vocabulary
     seconds += PASSES * 2 * passed / (gpu.memory * ASSUMED.bytes)
     launches = LAUNCHES * rest * blocks * PASSES
@@ -169,27 +188,28 @@ def _micro_batch(
         )
         pairs = 2 * blocks - len(moe_block_numbers(config))
         seconds += rest * pairs * (pair / (gpu.nvlink * ASSUMED.link) + 4 * ASSUMED.collective_s)
-    if layout.expert_ranks > 1 or layout.tensor > 1:
+    for size in sizes.kinds if layout.expert_ranks > 1 or layout.tensor > 1 else ():
         traffic = moe_traffic(
             layout,
             sequence=config.parallel.sequence,
             tokens=tokens,
-            pairs=tokens * sizes.choices * load,
+            pairs=tokens * size.choices * load,
             hidden_size=model.hidden_size,
-            num_experts=config.moe.num_experts,
+            num_experts=size.kind.moe.num_experts,
             width=2,
-            nodes_of_token=mean_nodes(config.moe, layout.nodes, sizes.choices),
+            nodes_of_token=mean_nodes(size.kind.moe, layout.nodes, size.choices),
             fp8=config.parallel.exchange_dtype == "fp8",
         )
         inside = layout.expert // layout.nodes  # a node, if rows are exchanged by node
         rows = traffic.rows / _bandwidth(inside, layout.expert_tensor, gpu, gpus_per_node, ring=False)
         between = traffic.between / (gpu.network * ASSUMED.link)
         if config.train.in_flight == 2:  # it travels beside what the other micro batch computes
-            seconds -= min(seconds, layers * (between if layout.nodes > 1 else rows))
+            seconds -= min(seconds, size.layers * (between if layout.nodes > 1 else rows))
         rows += between + traffic.pairs / (gpu.network * ASSUMED.link)
         slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
         beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
-        seconds += resent * layers * (rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s)
+        each = rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s
+        seconds += resent * size.layers * each
     if layout.context > 1:
         heads = {"query_size": query_size(model), "key_size": key_size(model)}
         exchanged = context_traffic(layout, tokens=tokens, width=2, **heads)
@@ -212,13 +232,13 @@ def _heads(config: RunConfig) -> float:
     return 2.0 * query_size(config.model) + 2.0 * key_size(config.model)
 
 
-def _of_moe(config: RunConfig, choices: float) -> float:
+def _of_moe(config: RunConfig, of_kind: KindSize) -> float:
     """Return the numbers of one token that an MoE layer keeps: its rows beside the experts, and inside."""
-    size, inside = expert_ffn_size(config), _inside(config)
-    shared = inside * shared_ffn_size(config.moe, size)
+    size, inside = expert_ffn_size(of_kind.kind.config), _inside(of_kind.kind.config)
+    shared = inside * shared_ffn_size(of_kind.kind.moe, size)
     slices = config.parallel.expert_tensor  # each of them gets all rows
     rows = 2 + (slices if slices > 1 else 0)
-    return choices * (rows * config.model.hidden_size + inside * size) + shared
+    return of_kind.choices * (rows * config.model.hidden_size + inside * size) + shared
 
 
 def _activations(config: RunConfig, layout: Layout, sizes: Sizes, share: float, alive: float) -> float:
@@ -229,13 +249,13 @@ def _activations(config: RunConfig, layout: Layout, sizes: Sizes, share: float, 
     model = config.model
     own = config.train.micro_batch_size * config.data.sequence_length / layout.batch_ranks
     here = own if config.parallel.sequence else own * layout.tensor
-    blocks, layers = num_blocks(config), len(moe_layer_numbers(config))
+    blocks = num_blocks(config)
     dense = up_width(ffn_size(model), model.activation) + ffn_size(model)
     no_moe = blocks - len(moe_block_numbers(config))
     row = here * model.hidden_size
-    of_moe = own * _of_moe(config, sizes.choices)
+    largest_moe = own * max((_of_moe(config, size) for size in sizes.kinds), default=0.0)
     of_block = 6 * row + own * _heads(config)
-    largest = of_block + (of_moe if layers else own * dense)
+    largest = of_block + (largest_moe if sizes.kinds else own * dense)
     modules = recomputed_modules(model)
     if "block" in modules:
         return 2 * (share * alive * blocks * row + largest) + _logits(layout, own, sizes)
@@ -243,15 +263,18 @@ def _activations(config: RunConfig, layout: Layout, sizes: Sizes, share: float, 
     kept -= own * _heads(config) if "latent_up" in modules else 0
     held = share * alive * (blocks * kept + no_moe * own * dense)
     if "moe_layer" in modules:
-        return 2 * (held + of_moe) + _logits(layout, own, sizes)
-    inside = own * _inside(config)
-    of_layer = of_moe
-    if "shared_experts" in modules:
-        of_layer -= inside * shared_ffn_size(config.moe, expert_ffn_size(config))
-    if "moe" in modules:
-        of_layer -= inside * sizes.choices * expert_ffn_size(config)
-        held += inside * sizes.choices * expert_ffn_size(config)
-    return 2 * (held + share * alive * layers * of_layer) + _logits(layout, own, sizes)
+        return 2 * (held + largest_moe) + _logits(layout, own, sizes)
+    of_layers, once = 0.0, 0.0
+    for size in sizes.kinds:
+        inside, of_layer = own * _inside(size.kind.config), own * _of_moe(config, size)
+        of_expert = expert_ffn_size(size.kind.config)
+        if "shared_experts" in modules:
+            of_layer -= inside * shared_ffn_size(size.kind.moe, of_expert)
+        if "moe" in modules:
+            of_layer -= inside * size.choices * of_expert
+            once = max(once, inside * size.choices * of_expert)
+        of_layers += size.layers * of_layer
+    return 2 * (held + once + share * alive * of_layers) + _logits(layout, own, sizes)
 
 
 def _logits(layout: Layout, own: float, sizes: Sizes) -> float:

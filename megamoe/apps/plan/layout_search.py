@@ -1,5 +1,6 @@
 """Ranks layouts that fit on a cluster: formulas order all legal ones, and the first are simulated."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cache
@@ -13,6 +14,7 @@ from megamoe.apps.plan.plan_page import GB, record
 from megamoe.apps.plan.stand_ins import without_data
 from megamoe.compat.fake_cuda import fake_torch_cuda
 from megamoe.config import RunConfig
+from megamoe.config.groups import experts_by_layer, kinds
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem, UserError
 from megamoe.optim.schedule import BatchSchedule
@@ -141,7 +143,7 @@ def variants(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
     own = config.parallel.deepspeed
     chosen = [own, *(each for each in there if each != own)]
     tensors = _divisors(cluster.gpus_per_node)
-    experts = _divisors(config.moe.num_experts) if moe else [1]
+    experts = _divisors(math.gcd(*experts_by_layer(config))) if moe else [1]
     models = [replace(model, recompute=each) for each in recomputations(config)]  # type: ignore[arg-type]
     trains = [replace(train, micro_batch_size=micro) for micro in SLICES]
     for tensor, expert, cut in product(tensors, experts, SLICES if moe else [1]):
@@ -173,7 +175,7 @@ def recomputations(config: RunConfig) -> list[str | list[str]]:
     """Return what is tried for `model.recompute`; each needs less memory than the one before."""
     moe, model = bool(moe_layer_numbers(config)), config.model
     few = ["norms", *(["latent_up"] if model.latent is not None else [])]
-    if moe and config.moe.num_shared_experts:
+    if moe and any(kind.moe.num_shared_experts for kind in kinds(config)):
         few.append("shared_experts")
     with_experts: list[str | list[str]] = [[*few, "moe"], "selective"] if moe else []
     return ["none", few, *with_experts, "full"]

@@ -7,7 +7,7 @@ from megamoe.apps.plan.counter import STAGES, CollectiveTotal
 from megamoe.apps.plan.figures import Figures, Models, extrapolated, is_worth_it, kinds, with_micro_batches
 from megamoe.apps.plan.hardware import Gpu, Topology
 from megamoe.apps.plan.rank import simulate_step
-from megamoe.apps.plan.stages import Pipeline, plan_stages
+from megamoe.apps.plan.stages import Pipeline, holding, plan_stages
 from megamoe.apps.plan.stand_ins import without_data
 from megamoe.compat.fake_cuda import fake_torch_cuda
 from megamoe.config import RunConfig
@@ -158,6 +158,8 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
             (models.topology.seconds(key, one, models.gpu, models.likely) for key in sends), default=0.0
         )
 
+    # Muon's owners share the matrices of all blocks: a rank's part of them does not grow block by block.
+    whole = whole or config.optimizer.name == "muon"
     blocks = len(kinds(config))
     size = model_size(config, run.vocabulary.size)
     if run.plan.layout.pipeline > 1:
@@ -170,4 +172,6 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
         figures, simulated = simulate(config), [blocks]
     else:
         figures, simulated = extrapolated(config, simulate)
+    if config.train.in_flight == 2:  # the simulated passes are those of one after the other
+        figures = holding(figures, 1)
     return Plan(config, run, cluster, load, size, micro_batches, figures, changes, simulated, blocks)

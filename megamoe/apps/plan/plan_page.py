@@ -10,7 +10,7 @@ from megamoe.apps.plan.counter import CollectiveTotal
 from megamoe.apps.plan.hardware import Topology
 from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
-from megamoe.model.size import embedding_size
+from megamoe.model.size import embedding_size, model_size
 from megamoe.model.stage import stage_sizes
 from megamoe.parallel.zero.costs import Share, state_bytes
 
@@ -86,7 +86,8 @@ def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
 
 def _states_of(plan: Plan, routed: bool, parameters: float) -> dict[str, float]:
     run = plan.run.plan
-    trained = 0 if routed and "experts" in plan.config.moe.frozen else parameters
+    size = model_size(plan.config, plan.run.vocabulary.size)
+    trained = parameters * (1 - size.frozen / size.expert) if routed and size.frozen else parameters
     share = Share(parameters, trained, run.layout.expert_copies if routed else run.layout.replicas)
     found = state_bytes([share], run.stage, run.precision, run.offload)
     states = {PARAMETERS: found.weights, GRADIENTS: found.gradients, OPTIMIZER: found.optimizer}
@@ -201,6 +202,7 @@ def _way_out(plan: Plan) -> str:
     largest = max(sizes, key=sizes.__getitem__)
     if largest in ("activations", "temporary"):
         ways = "model.recompute=full" if plan.config.model.recompute != "full" else "parallel.tensor"
+        ways = "train.in_flight=1" if plan.config.train.in_flight == 2 else ways
         smaller = " or a smaller train.micro_batch_size" if plan.config.train.micro_batch_size > 1 else ""
         return f"most of it is {largest}; set {ways}{smaller}"
     return f"most of it is {largest}; raise parallel.expert, parallel.tensor or the ZeRO stage"
@@ -303,6 +305,11 @@ def _assumptions(plan: Plan) -> list[str]:
         lines.append(
             f"  expert load {plan.load:g}: this rank's experts get so many times the mean rows, as many from "
             "each rank, and the other ranks' experts as many as each other"
+        )
+    if plan.config.train.in_flight == 2:
+        lines.append(
+            "  two micro batches in flight: the memory is that of one after the other and the activations of "
+            "one more"
         )
     if plan.pipeline is not None:
         lines.append(

@@ -33,6 +33,7 @@ from megamoe.compat.fake_cuda import (
     unknown_sizes_raise,
 )
 from megamoe.config import RunConfig
+from megamoe.config.groups import config_by_layer, kinds
 from megamoe.config.shapes import recomputed_modules
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
@@ -169,7 +170,6 @@ def simulate_step(
     on_cuda = device == "cuda"
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"})
     config.model.cpu_kernels = "plain"
-    # Simulated one after the other: what two in flight save is a rule, see `roofline.hidden_exchange`.
     in_flight, config = config.train.in_flight, replace(config, train=replace(config.train, in_flight=1))
     with fake_torch_cuda() if on_cuda else nullcontext():
         run = resolve_run(config, ranks)
@@ -192,17 +192,15 @@ def simulate_step(
         launch.start(world, config.parallel.timeout_minutes)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
-        factory = moe_layer_factory(config.moe, context, groups, run.plan.layout)
+        factory = moe_layer_factory(context, groups, run.plan.layout)
         with torch.device(device), fakes_are_drawn():
             model = _start_model(config, run, stage, factory, groups.context)
         parts = Parts(model)
-        spread = mean_nodes(config.moe, run.plan.layout.nodes, mean_choices(config.moe))
-        for _, layer in model.moe_layers():
-            layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts, spread)  # type: ignore[assignment]
+        _count_dispatches(config, run, model, load, parts)
         counter = CostCounter(parts, on_cuda)
-        router = config.moe.router
+        routers = [kind.moe.router for kind in kinds(config)]
         shares = run.plan.layout.batch_ranks  # of a micro batch's tokens
-        if shares > 1 and not router.masks and provides("dropless", router.capacity):
+        if shares > 1 and all(not r.masks and provides("dropless", r.capacity) for r in routers):
             counter.kept = 1 / shares
         passes = stack.enter_context(passes_counted(counter))
         stack.enter_context(stages_that_send(parts, counter))
@@ -221,6 +219,15 @@ def _check_load(load: float, expert: int) -> None:
         )
     most = f"1 to {expert}, the ranks of parallel.expert"
     raise UserError(f"--load: found {load:g}, expected {most}: one of them cannot have more than all rows")
+
+
+def _count_dispatches(config: RunConfig, run: ResolvedRun, model: Any, load: float, parts: Parts) -> None:
+    """Let every MoE layer dispatch under a given load, see `CountedDispatch`."""
+    of_layer = config_by_layer(config)
+    for number, layer in model.moe_layers():
+        moe = of_layer[number].moe
+        spread = mean_nodes(moe, run.plan.layout.nodes, mean_choices(moe))
+        layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts, spread)
 
 
 def _offloaded(run: ResolvedRun, counter: CostCounter) -> dict[str, int]:

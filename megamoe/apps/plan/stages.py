@@ -120,7 +120,7 @@ def plan_stages(
         held = alive(training_order(number, stages, chunks, micro_batches)) / chunks
         # Of the simulated ones, a first or middle stage holds two micro batches, and the last one.
         extra = held - min(micro_batches, 1 if number == stages - 1 else 2)
-        found.append(Stage(number, of_stage, held, _holding(known[key], extra)))
+        found.append(Stage(number, of_stage, held, holding(known[key], extra)))
     send = max(send_seconds(stage.figures) for stage in found)
     timeline = simulate(
         stages,
@@ -164,7 +164,7 @@ def _figures(
     return replace(found, peaks=peaks, kept=kept)
 
 
-def _holding(figures: Figures, extra: float) -> Figures:
+def holding(figures: Figures, extra: float) -> Figures:
     """Return the figures with the activations of so many more micro batches, or fewer."""
     peaks = copy.copy(dict(figures.peaks))
     for phase in HOLDING:

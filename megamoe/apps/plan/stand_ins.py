@@ -12,7 +12,9 @@ from torch import Tensor
 
 from megamoe.apps.plan.counter import COMBINE, DISPATCH, STAGES, CostCounter, Parts
 from megamoe.config import RunConfig
+from megamoe.config.groups import kinds
 from megamoe.config.parts import PartChoice
+from megamoe.config.schema import MoELayerConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.batches import Batch
 from megamoe.kernels.attention.documents import Documents, SourceLengths
@@ -46,18 +48,25 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
         lines.append("data.document_aware: attention is counted over whole sequences, which costs more")
     if not moe_layer_numbers(config):
         return changed, lines
-    router = changed.moe.router
-    if router.masks and not _leaves_enough(config):
+    used = {kind.key for kind in kinds(config)}
+    sections: dict[str, MoELayerConfig] = {"moe": changed.moe}
+    sections |= {f"moe.groups[{number}]": group for number, group in enumerate(changed.moe.groups)}
+    for key, section in sections.items():
+        if key in used:
+            lines += _count_evenly(section, f"{key}.router", config.parallel.expert)
+    return changed, lines
+
+
+def _count_evenly(moe: MoELayerConfig, key: str, expert_ranks: int) -> list[str]:
+    """Replace the parts of a layer's router that choose or drop by value; return a line for each."""
+    router, lines = moe.router, []
+    if router.masks and not _leaves_enough(moe, expert_ranks):
         names = ", ".join(mask.name for mask in router.masks)
-        lines.append(
-            f"moe.router.masks: {names} forbid experts by value; a token's experts are counted without"
-        )
+        lines.append(f"{key}.masks: {names} forbid experts by value; a token's experts are counted without")
         router.masks = []
     if provides("assigned", router.selector) or not provides("fixed_count", router.selector):
-        chosen = max(1, round(mean_choices(config.moe)))
-        line = (
-            f"moe.router.selector: {router.selector.name} chooses by value; counted as top_k with k={chosen}"
-        )
+        chosen = max(1, round(mean_choices(moe)))
+        line = f"{key}.selector: {router.selector.name} chooses by value; counted as top_k with k={chosen}"
         part = get_part("selector", "top_k")
         # One expert has the weight 1 after renormalisation, and its router no gradient.
         weights = {"weights": "raw"} if chosen == 1 else {}
@@ -65,18 +74,18 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
         lines.append(line)
     if not provides("dropless", router.capacity):
         name = router.capacity.name
-        lines.append(f"moe.router.capacity: {name} drops pairs by value; counted as if none were dropped")
+        lines.append(f"{key}.capacity: {name} drops pairs by value; counted as if none were dropped")
         router.capacity = PartChoice.default("capacity")
-    return changed, lines
+    return lines
 
 
-def _leaves_enough(config: RunConfig) -> bool:
+def _leaves_enough(moe: Any, expert_ranks: int) -> bool:
     """Return whether the masks change which experts a token has, and not how many."""
-    router = config.moe.router
+    router = moe.router
     if len(router.masks) > 1 or "by_ranking" not in capabilities(router.selector):
         return False
-    left = candidates_of(router.masks[0], config.moe.num_experts, config.parallel.expert)
-    return left.least >= experts_wanted(config.moe) and provides("fixed_count", router.selector)
+    left = candidates_of(router.masks[0], moe.num_experts, expert_ranks)
+    return left.least >= experts_wanted(moe) and provides("fixed_count", router.selector)
 
 
 def sample_batch(run: ResolvedRun) -> Batch:

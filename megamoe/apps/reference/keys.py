@@ -7,6 +7,7 @@ python tools/list_keys.py --plugin my_router.py --schema my_schema.json
 """
 
 import argparse
+import copy
 import dataclasses
 import json
 import re
@@ -20,6 +21,7 @@ from pydantic import TypeAdapter
 from megamoe import registry
 from megamoe.apps.reference.parts import meanings, summary, yaml_value
 from megamoe.config import RunConfig
+from megamoe.config.moe_schema import MoELayerConfig
 from megamoe.config.parts import STRICT, PartChoice, Section
 from megamoe.errors import UserError
 from megamoe.metrics import names
@@ -73,10 +75,16 @@ def json_schema() -> Schema:
     Section.__pydantic_config__ = {**STRICT, "use_attribute_docstrings": True}
     try:
         schema = tidy(TypeAdapter(RunConfig).json_schema())
+        of_layer = tidy(TypeAdapter(MoELayerConfig).json_schema())["properties"]
     finally:
         Section.__pydantic_config__ = STRICT
     sections = {name: section["properties"] for name, section in schema["$defs"].items()}
-    sections["LayersConfig"] |= sections["StackLayersConfig"]  # pydantic leaves out the texts of a base class
+    # Pydantic leaves out the texts of a base class.
+    sections["LayersConfig"] |= sections["StackLayersConfig"]
+    sections["GroupLayersConfig"] |= sections["GroupStackConfig"]
+    for name in ("MoEConfig", "LayerGroupConfig"):
+        sections[name] |= copy.deepcopy(of_layer)
+    schema["$defs"]["LayerGroupConfig"]["title"] = "`{layers, any key of moe}`"
     add_parts(sections)
     add_shorthands(sections)
     schema["$defs"] |= {kind: part_schema(kind) for kind in registry.KINDS}
@@ -93,12 +101,14 @@ def add_parts(sections: dict[str, Schema]) -> None:
     for keys, name, kind in ((router, "masks", "mask"), (train, "callbacks", "callback")):
         listed = {"type": "array", "items": {"$ref": f"#/$defs/{kind}"}}
         keys[name] = described(keys[name]) | {"anyOf": [listed, {"const": "none"}]}
-    moe["losses"] = described(moe["losses"]) | losses_schema()
+    for keys in (moe, sections["LayerGroupConfig"]):
+        keys["losses"] = described(keys["losses"]) | losses_schema()
 
 
 def add_shorthands(sections: dict[str, Schema]) -> None:
     """Add what `load.py` and `presets.py` write out: paths for sources, `layers: none`, presets."""
     data, router, moe = (sections[name] for name in ("DataConfig", "RouterConfig", "MoEConfig"))
+    group = sections["LayerGroupConfig"]
     source = {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/SourceConfig"}]}
     sources = {"anyOf": [{"type": "string"}, {"type": "array", "items": source}]}
     data["sources"] = described(data["sources"]) | sources
@@ -107,7 +117,15 @@ def add_shorthands(sections: dict[str, Schema]) -> None:
     data["validation"]["additionalProperties"] = sources
     moe["layers"] = {"anyOf": [{"$ref": "#/$defs/LayersConfig"}, {"enum": ["none", None]}]}
     preset = [{"enum": list(registry.list_presets())}, {"type": "string"}]  # known ones, and those of plugins
-    moe["router"] = {"anyOf": [{"$ref": "#/$defs/RouterConfig"}, *preset]}
+    for keys in (moe, group):
+        keys["router"] = {"anyOf": [{"$ref": "#/$defs/RouterConfig"}, *preset]}
+    blocks = {"type": "array", "items": {"type": "integer", "minimum": 1}}
+    short = [blocks, {"type": "string"}]  # such as `first 2`
+    group["layers"] = {"anyOf": [{"$ref": "#/$defs/GroupLayersConfig"}, *short]}
+    of_stack = {"anyOf": [{"$ref": "#/$defs/GroupStackConfig"}, *short, {"type": "null"}]}
+    for name in ("encoder", "decoder"):
+        stacks = sections["GroupLayersConfig"]
+        stacks[name] = described(stacks[name]) | of_stack
     router["preset"] = {"description": "a preset, of which the other keys change parts", "anyOf": preset}
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from megamoe.apps.evaluation.perplexity import micro_batches, perplexity_on
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.routing_analysis.collect import WINDOW, LayerPass, RoutingPass, TokenSample, collect, hooked
+from megamoe.config.groups import kinds
 from megamoe.config.shapes import expert_activation
 from megamoe.errors import UserError
 from megamoe.moe.experts.activations import is_gated
@@ -236,12 +237,21 @@ def check_activation(trained: TrainedModel) -> None:
     Raises:
         UserError: for such a model.
     """
-    activation = expert_activation(trained.config)
-    if activation not in SIGNED:
+    activation = next(filter(lambda each: each not in SIGNED, _activations(trained)), None)
+    if activation is not None:
         raise UserError(
             f"{trained.path}: positive activations need experts with {', '.join(sorted(SIGNED))}; these "
             f"have {activation}"
         )
+
+
+def has_signs(trained: TrainedModel) -> bool:
+    """Return whether the activation of all experts is zero or negative for some inputs: ReLU or GELU."""
+    return all(activation in SIGNED for activation in _activations(trained))
+
+
+def _activations(trained: TrainedModel) -> list[str]:
+    return [expert_activation(kind.config) for kind in kinds(trained.config)]
 
 
 @torch.no_grad()

@@ -10,12 +10,12 @@ from megamoe.apps.evaluation.perplexity import datasets_of
 from megamoe.apps.evaluation.trained_model import Session, TrainedModel
 from megamoe.apps.routing_analysis.collect import LayerPass, RoutingPass, TokenSample, chosen_layers, collect
 from megamoe.apps.routing_analysis.measures import (
-    SIGNED,
     check_activation,
     coactivation,
     compare_loads,
     correlations,
     fluctuation,
+    has_signs,
     inter_run_consistency,
     positive_activations,
     removal,
@@ -25,7 +25,6 @@ from megamoe.apps.routing_analysis.measures import (
     token_specialisation,
     training_load,
 )
-from megamoe.config.shapes import expert_activation
 from megamoe.errors import UserError
 
 ALONE = ("collapse", "required", "positive", "load", "tokens", "map", "coactivation", "removal")
@@ -238,7 +237,7 @@ def _consistency(runs: list[Examined]) -> dict[str, Any]:
 
 def _suitable(trained: TrainedModel) -> tuple[str, ...]:
     """Return the analyses that need no comparison and that the model allows."""
-    signed = expert_activation(trained.config) in SIGNED
+    signed = has_signs(trained)
     return tuple(name for name in ALONE if name not in ASKED_FOR and (signed or name != "positive"))
 
 

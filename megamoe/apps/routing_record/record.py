@@ -15,7 +15,7 @@ of the ranks.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from megamoe.config import to_dict
+from megamoe.config.groups import experts_by_layer
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason, replace_file
@@ -84,7 +85,7 @@ def fingerprint(run: ResolvedRun) -> dict[str, Any]:
     config = run.config
     found: dict[str, Any] = {
         "moe.layers": moe_layer_numbers(config),
-        "moe.num_experts": config.moe.num_experts,
+        "moe.num_experts": experts_by_layer(config) if config.moe.groups else config.moe.num_experts,
         "seed": config.seed,
         "model.architecture": config.model.architecture,
         "train.objective": config.train.objective.to_dict(),
@@ -155,11 +156,11 @@ def begin_record(folder: Path, meta: dict[str, Any], step: int) -> None:
     replace_file(folder / META, (json.dumps(meta, indent=1) + "\n").encode())
 
 
-def write_rows(path: Path, layers: dict[int, Rows], num_experts: int, ranks: int) -> None:
+def write_rows(path: Path, layers: dict[int, Rows], experts: Sequence[int], ranks: int) -> None:
     """Write the choices of one rank, whole or not at all.
 
-    layers: by their places among the model's MoE layers, from 0; none in a stage without such layers. ranks:
-    the number of files of the step.
+    layers: by their places among the model's MoE layers, from 0; none in a stage without such layers.
+    experts: their number in each of the model's MoE layers. ranks: the number of files of the step.
 
     Raises:
         OSError: if it cannot be written.
@@ -171,8 +172,8 @@ def write_rows(path: Path, layers: dict[int, Rows], num_experts: int, ranks: int
     ends_R = torch.cat([first_R[1:], torch.tensor([len(index_T)])]) if len(first_R) else first_R
     tensors = {"ranks": torch.tensor([ranks]), "start_R": index_T[first_R], "length_R": ends_R - first_R}
     for place, rows in layers.items():
-        tensors[f"count_{place}"] = _compact(rows.count_T, num_experts + 1)
-        tensors[f"expert_{place}"] = _compact(rows.expert_N, num_experts)
+        tensors[f"count_{place}"] = _compact(rows.count_T, experts[place] + 1)
+        tensors[f"expert_{place}"] = _compact(rows.expert_N, experts[place])
     payload = save(tensors)
     replace_file(path, MAGIC + hashlib.sha256(payload).digest() + payload)
 

@@ -20,6 +20,7 @@ from megamoe.apps.routing_record.record import (
     recorded,
     write_rows,
 )
+from megamoe.config.groups import experts_by_layer
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.model.architectures.language_model import LanguageModel
@@ -41,7 +42,7 @@ class RunRouting:
 
     def __init__(self, run: ResolvedRun, world: World) -> None:
         config, layout = run.config, run.plan.layout
-        self.world, self.num_experts = world, config.moe.num_experts
+        self.world, self.experts = world, experts_by_layer(config)
         self.length = config.data.sequence_length
         self.files = layout.pipeline * layout.data
         self.file = layout.pipeline_rank(world.rank) * layout.data + layout.data_rank(world.rank)
@@ -228,7 +229,7 @@ class RunRouting:
                 columns = zip(*(found[number] for number in sorted(found)), strict=True)
                 layers[place] = Rows.of(*(torch.cat(column).cpu() for column in columns))
             path = self.record / file_name(step, phase, self.file)
-            write_rows(path, layers, self.num_experts, self.files)
+            write_rows(path, layers, self.experts, self.files)
         for found in self.found.values():
             found.clear()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from megamoe.data.card import DataCard, PairFiles, check_files, load_card, load_checked
 from megamoe.errors import UserError
 
-AGAIN = "prepare the pairs again with tools/prepare_pairs.py"
+REMEDY = "prepare the pairs again with tools/prepare_pairs.py"
 
 
 @dataclass(frozen=True)
@@ -54,15 +54,15 @@ def load_pair_card(prefix: str) -> tuple[PairCard, DataCard, DataCard]:
     ):
         found_card = load_card(str(side.prefix))
         if found_card is None:
-            raise UserError(f"pairs {prefix!r}: no data card {str(side.card)!r}; {AGAIN}")
+            raise UserError(f"pairs {prefix!r}: no data card {str(side.card)!r}; {REMEDY}")
         check_files(str(side.prefix), found_card)
         pairs = sum(language.pairs for language in card.languages)
         if found_card.idx.sha256 != sha256 or found_card.documents != pairs:
             raise UserError(
                 f"pairs {prefix!r}: the {name} side has {found_card.documents} texts of another preparation "
-                f"than its card, with {pairs} pairs; {AGAIN}"
+                f"than its card, with {pairs} pairs; {REMEDY}"
             )
         sides.append(found_card)
     if sides[0].tokenizer.fingerprint != sides[1].tokenizer.fingerprint:
-        raise UserError(f"pairs {prefix!r}: the sides were made with different tokenizers; {AGAIN}")
+        raise UserError(f"pairs {prefix!r}: the sides were made with different tokenizers; {REMEDY}")
     return card, sides[0], sides[1]

@@ -318,10 +318,10 @@ class _Attention(torch.autograd.Function):
         output = query.new_empty(length, batch, heads * size)
         log_sum_BNS = query.new_empty(batch, heads, length)
         sizes = (length, batch, heads, key.shape[2], size)
-        ctx.settings = (*sizes, cosine, sine, scale, start_BS, window, soft_cap)
-        qkv = (*_heads(query), *_heads(key), *_heads(value))
+        settings = (sizes, cosine, sine, scale, start_BS, window, soft_cap)
         sums = (output, log_sum_BNS, sinks_N)
-        library.call("attention", query.dtype, library.sgemm, *qkv, *ctx.settings, *sums)
+        library.attention(_heads(query), _heads(key), _heads(value), *settings, *sums)
+        ctx.settings = settings
         ctx.save_for_backward(query, key, value, *sums)
         ctx.library = library
         return output
@@ -331,10 +331,10 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, output, log_sum_BNS, sinks_N = ctx.saved_tensors
         to_query, to_key, to_value = gradients_of(query, key, value)
-        qkv = (*_heads(query), *_heads(key), *_heads(value))
-        gradients = (*_heads(to_query), *_heads(to_key), *_heads(to_value))
+        qkv = (_heads(query), _heads(key), _heads(value))
+        gradients = (_heads(to_query), _heads(to_key), _heads(to_value))
         passed = (*qkv, *ctx.settings, output, log_sum_BNS, gradient.contiguous(), *gradients)
-        ctx.library.call("attention_backward", query.dtype, ctx.library.sgemm, *passed)
+        ctx.library.attention_backward(*passed)
         to_sinks_N = None
         if sinks_N is not None:  # its share of the softmax times the slope of a score whose value is 0
             share_BNS = (sinks_N[:, None] - log_sum_BNS).exp()

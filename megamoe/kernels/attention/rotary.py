@@ -220,7 +220,7 @@ def rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels:
     library = kernels.rows_on(heads_SBND.device)
     if library is None or heads_SBND.dtype not in library.dtypes:
         return plain_rotate_half(heads_SBND, cosine_SD, sine_SD)
-    turned_SBND: Tensor = _Turned.apply(heads_SBND, cosine_SD, sine_SD, library)
+    turned_SBND: Tensor = _ApplyRotary.apply(heads_SBND, cosine_SD, sine_SD, library)
     return turned_SBND
 
 
@@ -270,7 +270,7 @@ def gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return to_query, to_key, to_value
 
 
-class _Turned(torch.autograd.Function):
+class _ApplyRotary(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: RowKernels
@@ -296,5 +296,5 @@ def _rotate(
     sizes = (length, batch, heads, size // 2)
     (from_s, from_b, from_n, _), (to_s, to_b, to_n, _) = heads_SBND.stride(), output_SBND.stride()
     sides = (heads_SBND, from_s, from_b, from_n, output_SBND, to_s, to_b, to_n)
-    library.call("rotate", heads_SBND.dtype, *sides, *sizes, *angles, turn)
+    library.rotate(*sides, *sizes, *angles, turn)
     return output_SBND

@@ -18,7 +18,7 @@ static void for_each_task(const std::vector<Share>& shares, Work work) {
 
 // hidden [N, 2F] = rows [N, H] * up^T, kept for the backward pass; out [N, H] = swiglu(hidden) * down^T.
 extern "C" int64_t experts_fp32(sgemm call, const float* rows, const float* up, const float* down, const int64_t* ends,
-                             int64_t experts, int64_t size, int64_t ffn, float* hidden, float* out, int threads) {
+                             int64_t experts, int64_t size, int64_t ffn, float* hidden, float*, float* out, int threads) {
   return memory_missed([=] {
     const std::vector<Share> shares = shares_of(ends, experts, threads);
     const Blas blas = {call};

@@ -11,7 +11,6 @@ from torch.autograd.function import once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.experts.grouped_gemm import (
     LaterGradients,
-    blas_of,
     checked_ends,
     grouped_product,
     product_library,
@@ -150,10 +149,9 @@ class _Experts(torch.autograd.Function):
         ctx: Any, rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, library: RowKernels, kernels: Kernels
     ) -> Tensor:
         hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
-        blas = blas_of(library, rows.dtype)  # with it, the activated rows need no memory
-        sides = (*blas, rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
-        active = () if blas else (rows.new_empty(len(rows), down.shape[2]),)
-        library.call("experts", rows.dtype, *sides, hidden, *active, output)
+        active = rows.new_empty(len(rows) if library.keeps_activated(rows.dtype) else 0, down.shape[2])
+        sides = (rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
+        library.experts(*sides, hidden, active, output)
         ctx.save_for_backward(rows, up, down, ends, hidden)
         ctx.library, ctx.kernels, ctx.was_written = library, kernels, False
         return output
@@ -172,7 +170,7 @@ class _Experts(torch.autograd.Function):
         gradients = [torch.empty_like(side) if needed else None for side, needed in wanted]
         sides = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
         arguments = (*sides, ends, *_sizes(down), hidden.data, active, *gradients)
-        library.call("experts_backward", rows.dtype, *blas_of(library, rows.dtype), *arguments)
+        library.experts_backward(*arguments)
         return *gradients, None, None, None
 
 

@@ -18,7 +18,6 @@ from torch.nn import functional
 
 from megamoe.compat.torch_compat import has_bf16_products
 from megamoe.kernels.choice import Kernels, RowKernels
-from megamoe.kernels.library import Library
 
 ALIGNMENT = 16  # bytes
 TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
@@ -171,7 +170,8 @@ def _product(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kerne
     if library is None:
         return _grouped_mm(rows_NI, _aligned(weight_EOI).transpose(1, 2), ends_E)
     output_NO = rows_NI.new_empty(len(rows_NI), weight_EOI.shape[1])
-    return _compiled("forward", library, (rows_NI, weight_EOI.contiguous()), ends_E, weight_EOI, output_NO)
+    library.forward(rows_NI, weight_EOI.contiguous(), ends_E, *_sizes(weight_EOI), output_NO)
+    return output_NO
 
 
 def _grouped_mm(left: Tensor, right: Tensor, ends_E: Tensor) -> Tensor:
@@ -209,9 +209,8 @@ def _to_rows(gradient_NO: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: K
     if library is None:
         return _grouped_mm(gradient_NO, _aligned(weight_EOI), ends_E)
     output_NI = gradient_NO.new_empty(len(gradient_NO), weight_EOI.shape[2])
-    return _compiled(
-        "to_rows", library, (gradient_NO, weight_EOI.contiguous()), ends_E, weight_EOI, output_NI
-    )
+    library.to_rows(gradient_NO, weight_EOI.contiguous(), ends_E, *_sizes(weight_EOI), output_NI)
+    return output_NI
 
 
 def _to_weight(
@@ -221,7 +220,14 @@ def _to_weight(
     if library is None:
         return _grouped_mm(gradient_NO.T, rows_NI, ends_E)
     output_EOI = rows_NI.new_empty(weight_EOI.shape)
-    return _compiled("to_weight", library, (gradient_NO, rows_NI), ends_E, weight_EOI, output_EOI)
+    library.to_weight(gradient_NO, rows_NI, ends_E, *_sizes(weight_EOI), output_EOI)
+    return output_EOI
+
+
+def _sizes(weight_EOI: Tensor) -> tuple[int, int, int]:
+    """Return the experts, and the sizes of the input and the output."""
+    num_experts, out_size, in_size = weight_EOI.shape
+    return num_experts, in_size, out_size
 
 
 def product_library(rows: Tensor, shape: torch.Size, kernels: Kernels) -> RowKernels | None:
@@ -239,23 +245,3 @@ def product_library(rows: Tensor, shape: torch.Size, kernels: Kernels) -> RowKer
     else:
         fits = library.sgemm is not None
     return library if fits else None
-
-
-def _compiled(
-    name: str,
-    library: RowKernels,
-    factors: tuple[Tensor, Tensor],
-    ends_E: Tensor,
-    weight_EOI: Tensor,
-    output: Tensor,
-) -> Tensor:
-    num_experts, out_size, in_size = weight_EOI.shape
-    dtype = output.dtype
-    arguments = (*blas_of(library, dtype), *factors, ends_E, num_experts, in_size, out_size, output)
-    library.call(name, dtype, *arguments)
-    return output
-
-
-def blas_of(library: RowKernels, dtype: torch.dtype) -> tuple[int | None, ...]:
-    """Return the first arguments of a product in that dtype: the compiled library's sgemm in fp32."""
-    return (library.sgemm,) if isinstance(library, Library) and dtype == torch.float32 else ()

@@ -6,7 +6,7 @@ kernels on CUDA. All of them sum in fp32.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from torch.nn import functional
 
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.experts.order import ends_of
+
+if TYPE_CHECKING:
+    from megamoe.kernels.triton import TritonKernels
 
 MOST_EXPERTS = 512  # of the kernels that sort pairs on CUDA
 
@@ -101,7 +104,7 @@ def group_pairs(
     token_N, expert_N: int64; the tokens ascend. weight_N: fp32, with gradient. sizes: tokens and experts.
     """
     num_tokens, num_experts = sizes
-    weights = kernels.rows_for(weight_N) if kernels.uses_triton(weight_N.device) else None
+    weights = kernels.triton_for(weight_N)
     if weights is None or weight_N.dtype != torch.float32 or not 0 < num_experts <= MOST_EXPERTS:
         order = Order.by_key(expert_N, num_experts, kernels)
         rows = RowTokens.of_pairs(token_N, order, num_tokens, kernels)
@@ -120,7 +123,7 @@ class _GroupPairs(torch.autograd.Function):
         token_N: Tensor,
         expert_N: Tensor,
         sizes: tuple[int, int],
-        kernels: RowKernels,
+        kernels: "TritonKernels",
     ) -> tuple[Tensor, ...]:
         num_tokens, num_experts = sizes
         order_N, place_N, moved_token_N = (torch.empty_like(expert_N) for _ in range(3))
@@ -128,7 +131,7 @@ class _GroupPairs(torch.autograd.Function):
         counts_E, ends_T = expert_N.new_empty(num_experts), expert_N.new_empty(num_tokens)
         given = (expert_N.contiguous(), token_N.contiguous(), weight_N, len(token_N), num_experts, num_tokens)
         found = (order_N, place_N, moved_token_N, moved_N, counts_E, ends_T)
-        kernels.call("group_pairs", weight_N.dtype, *given, *found)
+        kernels.group_pairs(*given, *found)
         ctx.place_N = place_N
         ctx.set_materialize_grads(False)  # not zeros for the results without gradient
         ctx.mark_non_differentiable(moved_token_N, place_N, order_N, counts_E, ends_T)
@@ -245,15 +248,23 @@ class _Combine(torch.autograd.Function):
         rows_NH, weight_N = ctx.saved_tensors
         rows: RowTokens = ctx.rows
         to_rows_NH, to_weight_N = torch.empty_like(rows_NH), torch.empty_like(weight_N)
-        arguments = (gradient_TH.contiguous(), rows_NH, rows.token_N, weight_N, *rows_NH.shape)
-        ctx.kernels.call("combine_backward", rows_NH.dtype, *arguments, to_rows_NH, to_weight_N)
+        arguments = (
+            gradient_TH.contiguous(),
+            rows_NH,
+            rows.token_N,
+            weight_N,
+            len(rows_NH),
+            rows_NH.shape[1],
+        )
+        ctx.kernels.combine_backward(*arguments, to_rows_NH, to_weight_N)
         return to_rows_NH, to_weight_N, None, None
 
 
 def _sum_rows(rows_NH: Tensor, weight_N: Tensor | None, rows: RowTokens, kernels: RowKernels) -> Tensor:
+    assert rows.row_N is not None and rows.ends_T is not None
     output_TH = rows_NH.new_empty(rows.num_tokens, rows_NH.shape[1])
     arguments = (rows_NH, rows.row_N, rows.ends_T, weight_N, rows.num_tokens, rows_NH.shape[1], output_TH)
-    kernels.call("combine", rows_NH.dtype, *arguments)
+    kernels.combine(*arguments)
     return output_TH
 
 
@@ -279,7 +290,7 @@ class _SwiGLU(torch.autograd.Function):
         ctx.kernels = kernels
         count, width = rows_N2F.shape
         rows_NF = rows_N2F.new_empty(count, width // 2)
-        kernels.call("swiglu", rows_N2F.dtype, rows_N2F, count, width // 2, rows_NF)
+        kernels.swiglu(rows_N2F, count, width // 2, rows_NF)
         return rows_NF
 
     @staticmethod
@@ -288,5 +299,5 @@ class _SwiGLU(torch.autograd.Function):
         (rows_N2F,) = ctx.saved_tensors
         to_rows_N2F = torch.empty_like(rows_N2F)
         arguments = (gradient_NF.contiguous(), rows_N2F, *gradient_NF.shape, to_rows_N2F)
-        ctx.kernels.call("swiglu_backward", rows_N2F.dtype, *arguments)
+        ctx.kernels.swiglu_backward(*arguments)
         return to_rows_N2F, None

@@ -5,18 +5,17 @@ the module that calls it. Numbers are fp32, bf16 or fp16, and sums are fp32. Off
 64 bits, because a tensor may have more than 2^31 numbers.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from megamoe.kernels.experts.order import ends_of
-from megamoe.kernels.triton import block, cross_entropy, experts, products, router, router_sums, rows
+from megamoe.kernels.triton import block, products, router, router_sums, rows
+from megamoe.kernels.triton import cross_entropy as losses
+from megamoe.kernels.triton import experts as ffn
 
 
 class TritonKernels:
-    """The kernels for CUDA.
+    """The kernels for CUDA. The tensors of a call are contiguous, and on one device.
 
     On the CPU they run in Triton's interpreter (TRITON_INTERPRET=1 before its import).
     """
@@ -32,35 +31,32 @@ class TritonKernels:
         sorted_N, row_N = torch.sort(token_N, stable=True)
         return row_N, ends_of(sorted_N, num_tokens)
 
-    def call(self, name: str, dtype: torch.dtype, *arguments: Any) -> None:
-        """Launch the kernel of that name. Its tensors are contiguous, on one device and of that dtype."""
-        LAUNCHERS[name](*arguments)
+    def keeps_activated(self, dtype: torch.dtype) -> bool:
+        """Return whether `experts` writes the activated rows, which are then an argument."""
+        return True
 
-
-LAUNCHERS: dict[str, Callable[..., None]] = {
-    "combine": rows.combine,
-    "combine_backward": rows.combine_backward,
-    "swiglu": experts.swiglu,
-    "swiglu_backward": experts.swiglu_backward,
-    "forward": products.forward,
-    "to_rows": products.to_rows,
-    "to_weight": products.to_weight,
-    "experts": experts.experts,
-    "experts_backward": experts.experts_backward,
-    "rms_norm": block.rms_norm,
-    "rms_norm_backward": block.rms_norm_backward,
-    "summed_rms_norm": block.summed_rms_norm,
-    "summed_rms_norm_backward": block.summed_rms_norm_backward,
-    "rotate": block.rotate,
-    "router_scores": router.scores,
-    "router_scores_backward": router.scores_backward,
-    "chosen_weights": router.chosen_weights,
-    "chosen_weights_backward": router.chosen_weights_backward,
-    "z_loss": router_sums.z_loss,
-    "z_loss_backward": router_sums.z_loss_backward,
-    "balance_loss": router_sums.balance_loss,
-    "gate_sums": router_sums.gate_sums,
-    "group_pairs": rows.group_pairs,
-    "cross_entropy": cross_entropy.statistics,
-    "cross_entropy_backward": cross_entropy.gradient,
-}
+    combine = staticmethod(rows.combine)
+    combine_backward = staticmethod(rows.combine_backward)
+    group_pairs = staticmethod(rows.group_pairs)
+    swiglu = staticmethod(ffn.swiglu)
+    swiglu_backward = staticmethod(ffn.swiglu_backward)
+    experts = staticmethod(ffn.experts)
+    experts_backward = staticmethod(ffn.experts_backward)
+    forward = staticmethod(products.forward)
+    to_rows = staticmethod(products.to_rows)
+    to_weight = staticmethod(products.to_weight)
+    rms_norm = staticmethod(block.rms_norm)
+    rms_norm_backward = staticmethod(block.rms_norm_backward)
+    summed_rms_norm = staticmethod(block.summed_rms_norm)
+    summed_rms_norm_backward = staticmethod(block.summed_rms_norm_backward)
+    rotate = staticmethod(block.rotate)
+    router_scores = staticmethod(router.scores)
+    router_scores_backward = staticmethod(router.scores_backward)
+    chosen_weights = staticmethod(router.chosen_weights)
+    chosen_weights_backward = staticmethod(router.chosen_weights_backward)
+    z_loss = staticmethod(router_sums.z_loss)
+    z_loss_backward = staticmethod(router_sums.z_loss_backward)
+    balance_loss = staticmethod(router_sums.balance_loss)
+    gate_sums = staticmethod(router_sums.gate_sums)
+    cross_entropy = staticmethod(losses.statistics)
+    cross_entropy_backward = staticmethod(losses.gradient)

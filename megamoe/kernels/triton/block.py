@@ -9,16 +9,18 @@ from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
+    VARYING,
     cdiv,
     each_once,
     load_block,
     next_power_of_2,
+    programs_of,
     store_block,
     sum_parts,
 )
 
 NUMBERS = 2048  # that one program holds at least, if the rows are short
-PROGRAMS = 256  # of the backward pass; each adds up the weight's gradient over its rows
+PROGRAMS = 256  # of the backward pass without a GPU; each adds up the weight's gradient over its rows
 
 
 @kernel_operator("rms_norm", mutates={"out", "scale_N"}, bytes_moved=each_once)
@@ -95,7 +97,7 @@ def _differentiate(
         to_weight_H.zero_()
         return
     options = _options(width)
-    programs = min(PROGRAMS, cdiv(count, options["ROWS"]))
+    programs = min(programs_of(to_rows.device, PROGRAMS), cdiv(count, options["ROWS"]))
     part_PH = to_rows.new_empty(programs, width, dtype=torch.float32)
     _rms_norm_backward[(programs,)](*sides, count, width, to_rows, part_PH, **options)
     sum_parts(part_PH, to_weight_H)
@@ -108,7 +110,7 @@ def _options(width: int) -> dict[str, int]:
     return {"ROWS": tall, "BLOCK": block, "num_warps": min(16, max(4, block * tall // 1024))}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _rms_norm(  # type: ignore[no-untyped-def]
     rows, added, weight, count, width, eps, sum, out, scale, ROWS: tl.constexpr, BLOCK: tl.constexpr
 ):
@@ -126,7 +128,7 @@ def _rms_norm(  # type: ignore[no-untyped-def]
     store_block(out, n, column, count, width, row * factor[:, None] * by[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _rms_norm_backward(  # type: ignore[no-untyped-def]
     sent,
     sent_to_sum,

@@ -74,23 +74,53 @@ def row_block(width: int) -> int:
 
 def tile_for(kind: str, sample: torch.Tensor) -> Tile:
     """Return the tile of a product of that kind over numbers such as those of `sample`."""
-    return tile_of(kind, sample.element_size(), _major(sample.device))
+    return tile_of(kind, sample.element_size(), _major(sample.device), _shared_bytes(sample.device))
 
 
-def tile_of(kind: str, size: int, major: int) -> Tile:
+def tile_of(kind: str, size: int, major: int, shared: int | None = None) -> Tile:
     """Return the tile for numbers of `size` bytes on GPUs of that major compute capability.
 
-    A capability that is not in the table has the tile of the nearest older one.
+    A capability that is not in the table has the tile of the nearest older one. shared: bytes of shared
+    memory that a program may have; a tile that needs more gives way to that of an older capability. None: not
+    known.
     """
     if major == INTERPRETED:
         return SMALL_TILE
-    known = [key[2] for key in TILES if key[:2] == (kind, size) and key[2] <= major]
-    return TILES[kind, size, max(known, default=AMPERE)]
+    known = [key[2] for key in TILES if key[:2] == (kind, size) and key[2] <= major] or [AMPERE]
+    for capability in sorted(known, reverse=True):
+        tile = TILES[kind, size, capability]
+        if shared is None or staged_bytes(kind, size, tile) <= shared:
+            return tile
+    return TILES[kind, size, min(known)]
+
+
+def staged_bytes(kind: str, size: int, tile: Tile) -> int:
+    """Return the shared memory that a tile's stages take at most; `up` has two blocks of weights."""
+    columns = tile.columns * (2 if kind == "up" else 1)
+    return tile.stages * (tile.rows + columns) * tile.depth * size
 
 
 @cache
 def _major(device: torch.device) -> int:
     return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else INTERPRETED
+
+
+@cache
+def _shared_bytes(device: torch.device) -> int | None:
+    """Return the shared memory that one program may ask for; None where PyTorch does not say."""
+    if device.type != "cuda":
+        return None
+    found = torch.cuda.get_device_properties(device)
+    optional = getattr(found, "shared_memory_per_block_optin", 0)
+    return optional or getattr(found, "shared_memory_per_block", None) or None
+
+
+@cache
+def programs_of(device: torch.device, otherwise: int) -> int:
+    """Return how many programs share a sum over all rows: two for each multiprocessor of a GPU."""
+    if device.type != "cuda":
+        return otherwise
+    return 2 * int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def bytes_of(*tensors: Tensor | None) -> int:
@@ -103,6 +133,9 @@ def each_once(*arguments: object, result: None) -> int:
     return bytes_of(*(each for each in arguments if isinstance(each, Tensor)))
 
 
+# Arguments of kernels that differ between micro batches: numbers of rows, tokens, pairs and blocks. Triton
+# would compile a kernel again where one of them is 1, or begins or ceases to be a multiple of 16.
+VARYING = ["count", "parts", "tokens", "pairs", "blocks", "steps"]
 COLUMNS = 128  # of a program
 PARTS = 16  # that it adds at a time
 
@@ -114,7 +147,7 @@ def sum_parts(part_PX: Tensor, out_X: Tensor) -> None:
     _sum_parts[(cdiv(columns, COLUMNS),)](*arguments, ROWS=PARTS, BLOCK=COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _sum_parts(part, parts, columns, out, ROWS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program adds up BLOCK columns."""
     column = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
+    VARYING,
     cdiv,
     each_once,
     inside,
@@ -131,7 +132,7 @@ def chosen_weights_backward(
         _chosen_weights_backward[grid](*arguments, **sizes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _fp32_product(  # type: ignore[no-untyped-def]
     rows,
     weight,
@@ -155,7 +156,7 @@ def _fp32_product(  # type: ignore[no-untyped-def]
     store_block(out, row, column, tokens, outer, sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _to_weight(  # type: ignore[no-untyped-def]
     sent, rows, tokens, experts, width, part, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
 ):
@@ -172,7 +173,7 @@ def _to_weight(  # type: ignore[no-untyped-def]
     store_block(own, expert, column, experts, width, sum)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _chosen_weights(  # type: ignore[no-untyped-def]
     probs, expert, tokens, experts, choices, smallest, scale, out, ROWS: tl.constexpr, CHOICES: tl.constexpr
 ):
@@ -186,7 +187,7 @@ def _chosen_weights(  # type: ignore[no-untyped-def]
     store_block(out, row, choice, tokens, choices, prob / total[:, None] * scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _chosen_weights_backward(  # type: ignore[no-untyped-def]
     sent,
     probs,

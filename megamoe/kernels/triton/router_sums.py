@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
+    VARYING,
     cdiv,
     each_once,
     load_block,
@@ -103,7 +104,7 @@ def pairs_up_to(token, pairs, last, steps):  # type: ignore[no-untyped-def]
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _z_loss(  # type: ignore[no-untyped-def]
     scores, tokens, experts, log_sum, part, ROWS: tl.constexpr, EXPERTS: tl.constexpr
 ):
@@ -122,7 +123,7 @@ def _z_loss(  # type: ignore[no-untyped-def]
     tl.store(part + tl.program_id(0), tl.sum(squares, axis=0) / tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _z_loss_backward(  # type: ignore[no-untyped-def]
     sent, scores, log_sum, tokens, experts, to_scores, ROWS: tl.constexpr, EXPERTS: tl.constexpr
 ):
@@ -136,7 +137,7 @@ def _z_loss_backward(  # type: ignore[no-untyped-def]
     store_block(to_scores, row, expert, tokens, experts, change)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _balance_loss(  # type: ignore[no-untyped-def]
     probs, counts, tokens, experts, factor, part, ROWS: tl.constexpr, EXPERTS: tl.constexpr
 ):
@@ -154,7 +155,7 @@ def _balance_loss(  # type: ignore[no-untyped-def]
         tl.store(factor + expert, own, mask=expert < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _gate_sums(  # type: ignore[no-untyped-def]
     probs,
     token,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
+    VARYING,
     cdiv,
     each_once,
     next_power_of_2,
@@ -145,7 +146,7 @@ def group_pairs(
     _place[(blocks,)](*given, order_N, place_N, moved_token_N, moved_weight_N, **sizes)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _ends(token, pairs, tokens, steps, ends, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program handles BLOCK tokens."""
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -159,7 +160,7 @@ def _memberships(expert, pair, pairs, EXPERTS: tl.constexpr):  # type: ignore[no
     return (own[:, None] == tl.arange(0, EXPERTS)[None, :]).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _count(  # type: ignore[no-untyped-def]
     expert, pairs, experts, counts, ROWS: tl.constexpr, EXPERTS: tl.constexpr
 ):
@@ -171,7 +172,7 @@ def _count(  # type: ignore[no-untyped-def]
     tl.store(own + column, count, mask=column < experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _add_up(counts, blocks, experts, total, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program replaces one expert's counts by their sum over the blocks before."""
     column = counts + tl.program_id(0)
@@ -184,7 +185,7 @@ def _add_up(counts, blocks, experts, total, BLOCK: tl.constexpr):  # type: ignor
     tl.store(total + tl.program_id(0), sum.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _place(  # type: ignore[no-untyped-def]
     expert,
     token,

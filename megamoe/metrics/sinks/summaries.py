@@ -20,24 +20,24 @@ class HeatMap:
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._steps: deque[tuple[int, NDArray[np.float32]]] = deque(maxlen=COLUMNS)
+        self._steps: deque[tuple[int, list[NDArray[np.float32]]]] = deque(maxlen=COLUMNS)
 
     def add(
-        self, step: int, layers: list[int], relative_LE: NDArray[np.float64]
+        self, step: int, layers: list[int], relative: list[NDArray[np.float64]]
     ) -> dict[str, NDArray[np.uint8]]:
         """Take in a step; return the pictures by name if they are due, otherwise nothing.
 
-        layers: the blocks' numbers. relative_LE: load / mean of the layer.
+        layers: the blocks' numbers. relative: of each layer, the experts' load / its mean.
         """
         if not self._every:
             return {}
-        self._steps.append((step, relative_LE.astype(np.float32)))
+        self._steps.append((step, [load_E.astype(np.float32) for load_E in relative]))
         if step % self._every:
             return {}
         pictures = {}
         for number, places in enumerate(np.array_split(np.arange(len(layers)), PICTURES), start=1):
             if len(places):
-                rows_RS = log_rows(np.stack([load[places].ravel() for _, load in self._steps], axis=1))
+                rows_RS = log_rows(np.stack([_joined(load, places) for _, load in self._steps], axis=1))
                 shown = f"{layers[places[0]]} to {layers[places[-1]]}"
                 pictures[names.fill(names.HEAT_MAP, number)] = self._draw(rows_RS, shown)
         return pictures
@@ -61,6 +61,11 @@ class HeatMap:
         figure.colorbar(picture, label="log2(load / mean load of the layer)")
         canvas.draw()
         return np.asarray(canvas.buffer_rgba())[:, :, :3].copy()
+
+
+def _joined(relative: list[NDArray[np.float32]], places: NDArray[np.int64]) -> NDArray[np.float32]:
+    """Return the experts of these layers, one layer after the other."""
+    return np.concatenate([relative[place] for place in places])
 
 
 def log_rows(relative_RS: NDArray[np.float32]) -> NDArray[np.float32]:
@@ -88,7 +93,7 @@ MOST_WIDTHS = 33  # bins of the experts per token; the last holds all above
 
 
 @dataclass
-class Shown:
+class StepSummary:
     """A step for W&B and TensorBoard.
 
     histograms: (counts, edges of the bins) by name. images: uint8 [height, width, 3] by name.
@@ -102,14 +107,14 @@ class Shown:
 
 
 class Summaries:
-    """Makes `Shown` of the metrics of each logged step, in their order."""
+    """Makes `StepSummary` of the metrics of each logged step, in their order."""
 
     def __init__(self, heat_map_every: int) -> None:
         self._heat_map = HeatMap(heat_map_every)
 
-    def of(self, metrics: dict[str, Any]) -> Shown:
+    def of(self, metrics: dict[str, Any]) -> StepSummary:
         """Return what is shown of a step; metrics: by their names in metrics.jsonl."""
-        shown = Shown(metrics[names.STEP], metrics.get(names.TIME))
+        shown = StepSummary(metrics[names.STEP], metrics.get(names.TIME))
         layers: dict[str, dict[int, Any]] = defaultdict(dict)
         for key, value in metrics.items():
             found = names.IN_LAYER.fullmatch(key)
@@ -132,30 +137,34 @@ class Summaries:
             self._show_load(shown, loads)
         return shown
 
-    def _show_load(self, shown: Shown, loads: dict[int, list[int]]) -> None:
+    def _show_load(self, shown: StepSummary, loads: dict[int, list[int]]) -> None:
         numbers, fill = list(loads), names.fill
-        relative_LE = relative_load(list(loads.values()))
-        for quantile, value in _quantiles(relative_LE.ravel().tolist(), FIVE).items():
+        relative = relative_load(list(loads.values()))
+        relative_N = np.concatenate(relative)  # of the experts of all layers
+        first_L = np.cumsum([0, *map(len, relative)])
+        for quantile, value in _quantiles(relative_N.tolist(), FIVE).items():
             shown.scalars[fill(names.LOAD_QUANTILE, quantile)] = value
-        order = np.argsort(relative_LE, axis=None, kind="stable")
+        order = np.argsort(relative_N, kind="stable")
         for name, places in (("least", order), ("most", order[::-1])):
             for rank, place in enumerate(places[:EXTREMES].tolist(), start=1):
-                layer, expert = divmod(place, relative_LE.shape[1])
+                layer = int(np.searchsorted(first_L, place, side="right")) - 1
                 shown.scalars |= {
-                    fill(names.EXTREME, name, rank): float(relative_LE[layer, expert]),
+                    fill(names.EXTREME, name, rank): float(relative_N[place]),
                     fill(names.EXTREME_LAYER, name, rank): numbers[layer],
-                    fill(names.EXTREME_EXPERT, name, rank): expert,
+                    fill(names.EXTREME_EXPERT, name, rank): place - int(first_L[layer]),
                 }
-        counts, _ = np.histogram(np.minimum(relative_LE, LOAD_EDGES[-1]), LOAD_EDGES)
+        counts, _ = np.histogram(np.minimum(relative_N, LOAD_EDGES[-1]), LOAD_EDGES)
         shown.histograms[names.LOAD_HISTOGRAM] = counts.tolist(), LOAD_EDGES.tolist()
-        shown.images |= self._heat_map.add(shown.step, numbers, relative_LE)
+        shown.images |= self._heat_map.add(shown.step, numbers, relative)
 
 
-def relative_load(loads: list[list[int]]) -> NDArray[np.float64]:
-    """Return each expert's load / the mean of its layer, fp64 [layers, experts]; 0 without any load."""
-    load_LE = np.array(loads, dtype=np.float64)
-    mean_L1 = load_LE.mean(1, keepdims=True)
-    return np.divide(load_LE, mean_L1, out=np.zeros_like(load_LE), where=mean_L1 > 0)
+def relative_load(loads: list[list[int]]) -> list[NDArray[np.float64]]:
+    """Return, of each layer, the experts' load / its mean, fp64 [experts]; 0 without any load."""
+    found = []
+    for load_E in (np.array(load, dtype=np.float64) for load in loads):
+        mean = load_E.mean()
+        found.append(load_E / mean if mean > 0 else np.zeros_like(load_E))
+    return found
 
 
 def _quantiles(values: list[float], quantiles: dict[str, float]) -> dict[str, float]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from megamoe.errors import UserError
 from megamoe.metrics import names
-from megamoe.metrics.sinks.summaries import Shown
+from megamoe.metrics.sinks.summaries import StepSummary
 
 
 class TensorBoardSink:
@@ -31,7 +31,7 @@ class TensorBoardSink:
         self._folder = folder
         self._writer: Any = None
 
-    def log(self, metrics: dict[str, Any], shown: Shown) -> None:
+    def log(self, metrics: dict[str, Any], shown: StepSummary) -> None:
         step, when = shown.step, shown.time
         if self._writer is None:
             # From this step on, an earlier file of the same run is superseded.

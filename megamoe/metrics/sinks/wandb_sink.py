@@ -16,7 +16,7 @@ import numpy as np
 
 from megamoe.config.schema import WandbConfig
 from megamoe.metrics import names
-from megamoe.metrics.sinks.summaries import Shown
+from megamoe.metrics.sinks.summaries import StepSummary
 from megamoe.redaction import without_secrets
 
 WINDOW = 20  # logged steps, for the usual duration of a step
@@ -137,7 +137,7 @@ class WandbSink:
         except Exception as error:
             self._give_up(error)
 
-    def log(self, metrics: dict[str, Any], shown: Shown) -> None:
+    def log(self, metrics: dict[str, Any], shown: StepSummary) -> None:
         if self._run is None:
             return
         try:
@@ -202,7 +202,7 @@ def _sum_repeated(path: Path, repeats: int | None) -> int:
     return before + (repeats or 0)
 
 
-def _for_wandb(shown: Shown) -> dict[str, Any]:
+def _for_wandb(shown: StepSummary) -> dict[str, Any]:
     """Return the step with W&B's own types for histograms and pictures."""
     import wandb
 

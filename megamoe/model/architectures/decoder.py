@@ -1,6 +1,7 @@
 """The decoder: Megatron-Core's GPTModel with our loss of each token."""
 
 from collections.abc import Iterator
+from threading import get_ident
 from typing import Any
 
 from megatron.core.models.gpt import GPTModel
@@ -44,7 +45,8 @@ class GPT(LanguageModel):
         self.model = model
         self.prediction = prediction
         self.stage: PipelineStage | None = None
-        self._last: list[tuple[Tensor, Any]] | None = None  # state and rotary positions, if wanted
+        # State and rotary positions where they are wanted, by the thread of the pass.
+        self._last: dict[int, list[tuple[Tensor, Any]]] = {}
         self._mtp_DBS: Tensor | None = None
         if prediction is not None:
             model.decoder.register_forward_hook(self._keep, with_kwargs=True)
@@ -73,15 +75,14 @@ class GPT(LanguageModel):
             self.stage.enter(chunk, hidden_SBH)
         shard = self.model.config.context
         own = DepthInputs(tokens_BS, position_ids_BS, labels_BS, label_smoothing).of(shard)
-        predicts = self.prediction is not None and self.model.post_process
-        self._last = [] if predicts else None
+        if self.prediction is not None and self.model.post_process:
+            self._last[get_ident()] = []
         # Megatron-Core hands its argument `attention_mask` on to the core attention as it is (SDPAttention).
         losses_BS: Tensor = self.model(own.tokens_BS, own.position_ids_BS, documents, labels=own.labels_BS)
-        if self.prediction is not None and self._last is not None:
-            ((last_SBH, rotary),) = self._last
+        if self.prediction is not None and (last := self._last.pop(get_ident(), None)) is not None:
+            ((last_SBH, rotary),) = last
             inputs = DepthInputs(tokens_BS, position_ids_BS, labels_BS, label_smoothing)
             self._mtp_DBS = self.prediction(self.model, last_SBH, inputs, documents, rotary)
-        self._last = None
         return losses_BS
 
     def cut(self, blocks: StageBlocks) -> None:
@@ -120,8 +121,8 @@ class GPT(LanguageModel):
         return [] if self.stage is None else self.stage.trained_elsewhere
 
     def _keep(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], hidden_SBH: Tensor) -> None:
-        if self._last is not None:
-            self._last.append((hidden_SBH, kwargs.get("rotary_pos_emb")))
+        if (last := self._last.get(get_ident())) is not None:
+            last.append((hidden_SBH, kwargs.get("rotary_pos_emb")))
 
     @property
     def depth(self) -> int:

@@ -47,9 +47,9 @@ class LanguageModel(nn.Module, ABC):
         return self.moe_layers()
 
     @property
-    def loss_weights(self) -> dict[str, float]:
+    def loss_weights(self) -> dict[int, dict[str, float]]:
         """The weights of the auxiliary losses, the same in every MoE layer; empty without one."""
-        return next((layer.loss_weights for _, layer in self.moe_layers()), {})
+        return {number: layer.loss_weights for number, layer in self.moe_layers()}
 
     @property
     def trained_elsewhere(self) -> list[str]:

@@ -70,6 +70,7 @@ class AllToAllDispatch(Dispatcher):
         self.num_slices, self.slice = size_of(self.expert_tensor), rank_in(self.expert_tensor)
         self.fp8 = places.fp8
         self.read_counts: ReadCounts = read_counts
+        self.takes_turns = True  # not inside a node, where the exchange between nodes does
 
     def start(self, hidden_TH: Tensor, routing: Routing) -> DirectState:
         """See `Dispatcher`.
@@ -180,7 +181,7 @@ class AllToAllDispatch(Dispatcher):
 
     def _transfer(self, sent: list[int] | None, received: list[int] | None) -> Transfer:
         assert self.expert is not None and sent is not None and received is not None
-        return Transfer(sent, received, self.expert)
+        return Transfer(sent, received, self.expert, self.takes_turns)
 
     def send_along(self, values_N: Tensor, state: DirectState) -> Tensor:
         """See `Dispatcher`; the same exchanges once more."""
@@ -189,7 +190,8 @@ class AllToAllDispatch(Dispatcher):
             return values
         values = values[:, None]
         if state.sent_R is not None:
-            values = self._transfer(state.sent_R, state.received_R).run(values)
+            assert self.expert is not None and state.received_R is not None
+            values = Transfer(state.sent_R, state.received_R, self.expert).run(values)
         return self._to_slices(values, state)[:, 0].index_select(0, state.by_expert_M.order_N)
 
     def combine(self, rows_MH: Tensor, state: DirectState) -> Tensor:

@@ -72,6 +72,7 @@ class ByNodeDispatch(Dispatcher):
         self.inside = AllToAllDispatch(
             None, ExpertPlaces(self.node_experts, in_node, places.kernels, places.fp8)
         )
+        self.inside.takes_turns = False
         self.read_counts: ReadCounts = read_counts
 
     def start(self, hidden_TH: Tensor, routing: Routing) -> NodeState:
@@ -104,7 +105,7 @@ class ByNodeDispatch(Dispatcher):
         state.numbers = numbers
         token_U = _tokens_of_rows(place_ST, counts_S, sum(numbers["rows_sent"]))
         state.sent = RowTokens.of(token_U, routing.num_tokens, self.kernels)
-        state.rows = Transfer(numbers["rows_sent"], numbers["rows_received"], self.between)
+        state.rows = Transfer(numbers["rows_sent"], numbers["rows_received"], self.between, takes_turns=True)
         state.pairs = Transfer(numbers["pairs_sent"], numbers["pairs_received"], self.between)
         row_N = place_ST.view(-1).index_select(0, node_N * routing.num_tokens + pairs.token_N) - 1
         numbers_N = (row_N * self.node_experts + expert_N).index_select(0, order_N.order_N)
@@ -155,7 +156,7 @@ class ByNodeDispatch(Dispatcher):
         rows_UH = self.inside.combine(rows_MH, state.inside)
         if state.rows is None or state.sent is None:
             return rows_UH
-        back = Transfer(state.rows.received, state.rows.sent, self.between)
+        back = Transfer(state.rows.received, state.rows.sent, self.between, takes_turns=True)
         return sum_rows(back.run(rows_UH), state.sent, self.kernels)
 
 

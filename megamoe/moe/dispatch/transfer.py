@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.rows import RowTokens, gather, sum_rows
 from megamoe.moe.dispatch.fp8 import from_fp8, to_fp8
+from megamoe.moe.turns import end_turn, in_flight
 
 
 @dataclass
@@ -53,12 +54,14 @@ class Transfer:
     reverse: autograd runs nodes in the reverse order of their creation, so the gradient's exchange starts
     before the backward of what was computed between, and is waited for after it.
 
-    sent, received: rows to and from each rank of `group`.
+    sent, received: rows to and from each rank of `group`. takes_turns: while the rows travel, the other of
+    two micro batches in flight goes on (`end_turn`).
     """
 
     sent: list[int]
     received: list[int]
     group: dist.ProcessGroup
+    takes_turns: bool = False
     encoded: Tensor | None = field(default=None, init=False)  # bytes that arrived, for `finish`
     _beside: bool = field(default=True, init=False, repr=False)
     _work: Any = field(default=None, init=False, repr=False)
@@ -71,15 +74,18 @@ class Transfer:
 
     def finish(self, rows: Rows) -> Rows:
         """Return the rows that arrived, sum(received) of them."""
+        values = end_turn(rows.values) if self.takes_turns else rows.values
         if rows.encoded is None:
-            return Rows(_Finish.apply(rows.values, self, False))
-        placeholder = _Finish.apply(rows.values, self, True)
+            return Rows(_Finish.apply(values, self, False))
+        placeholder = _Finish.apply(values, self, True)
         encoded, self.encoded = self.encoded, None
         return Rows(placeholder, encoded)
 
     def run(self, values: Tensor) -> Tensor:
-        """Send values and wait, with nothing beside it: [N, ...] to [sum(received), ...]."""
-        self._beside = False
+        """Send values and wait, with nothing of this micro batch beside it: [N, ...] to
+        [sum(received), ...].
+        """
+        self._beside = self.takes_turns and in_flight()
         return self.finish(self.start(Rows(values))).values
 
     def begin(self, rows: Tensor, sent: list[int], received: list[int]) -> None:

@@ -2,7 +2,6 @@
 
 import heapq
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,12 +10,10 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
-from megamoe.io import open_plain
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.scorers.token_counts import WAY_OUT, open_counts, read_counts
 from megamoe.registry import register
-
-_WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside the data"
 
 
 @register("scorer", "hash")
@@ -49,7 +46,7 @@ class HashScorer(Part):
 
         def __post_init__(self) -> None:
             if self.balance == "frequency" and self.counts is None:
-                raise ValueError(f"balance: frequency needs counts; {_WAY_OUT}")
+                raise ValueError(f"balance: frequency needs counts; {WAY_OUT}")
             if self.balance == "random" and self.counts is not None:
                 raise ValueError(
                     "counts are for balance: frequency only, found balance: random; leave them out"
@@ -66,7 +63,7 @@ class HashScorer(Part):
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         if options.counts is not None:
-            _open_counts(options.counts)
+            open_counts(options.counts)
         for name in (name for name, choice in moe.losses.items() if choice.options.weight > 0):
             raise ValueError(f"moe.losses.{name} has no score to teach; leave it out, or log it by weight: 0")
 
@@ -103,7 +100,7 @@ class HashScorer(Part):
         uniform_VK = rng.uniform(draw_key, word_V, num_tables, kernels=self.dims.kernels)
         if self.config.balance == "random":
             return (uniform_VK.T * num_experts).long()  # uniform < 1, so this is below E even when rounded
-        counts_V = _read_counts(self.config.counts, vocab_size)
+        counts_V = read_counts(self.config.counts, vocab_size)
         tables = [
             _balanced_V(counts_V, num_experts, tie_V.numpy(), exact=number == 0)
             for number, tie_V in enumerate(uniform_VK.T)
@@ -125,30 +122,3 @@ def _balanced_V(counts_V: np.ndarray, num_experts: int, tie_V: np.ndarray, exact
         heapq.heapreplace(heap, (load + count, int(table_V[word])))
     table_V[unseen] = np.arange(len(unseen)) % num_experts
     return torch.from_numpy(table_V)
-
-
-def _open_counts(path: str) -> np.ndarray:
-    """Memory-map the counts; raise ValueError if the file does not hold counts."""
-    try:
-        open_plain(Path(path)).close()  # NumPy would wait on a pipe
-        counts_V = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or "no .npy of numbers"
-        raise ValueError(f"counts {path!r} cannot be read ({reason}); {_WAY_OUT}") from None
-    if not isinstance(counts_V, np.ndarray) or counts_V.dtype != np.int64 or counts_V.ndim != 1:
-        raise ValueError(f"counts {path!r} is not int64 [vocabulary]; {_WAY_OUT}")
-    return counts_V
-
-
-def _read_counts(path: str, vocab_size: int) -> np.ndarray:
-    """Return the counts, int64 [V]; the ids that only pad the vocabulary have 0."""
-    try:
-        counts_V = np.array(_open_counts(path))
-    except ValueError as error:
-        raise UserError(f"scorer hash: {error}") from None
-    if len(counts_V) > vocab_size or (counts_V < 0).any():
-        raise UserError(
-            f"scorer hash: counts {path!r} has {len(counts_V)} ids; expected at most the embedding's "
-            f"{vocab_size} rows, and no count under 0; take the PREFIX.counts.npy of the run's own data"
-        )
-    return np.pad(counts_V, (0, vocab_size - len(counts_V)))

@@ -74,8 +74,7 @@ class Sample(FixedK):
             logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()
         index_T = context.token_index(scored.num_tokens, logs_TE.device)
         draw_key = context.draw_key(self.dims.layer, "sample")
-        unit_TE = rng.uniform(draw_key, index_T, scored.num_experts, kernels=self.dims.kernels)
-        keys_TE = logs_TE - unit_TE.clamp_min(2.0**-25).log().neg().log()  # 0 is drawn once in 2^24
+        keys_TE = logs_TE + rng.gumbel(draw_key, index_T, scored.num_experts, kernels=self.dims.kernels)
         return scored.of_candidates_TE(keys_TE, float("-inf"), self.dims.kernels)
 
     def _weights_TK(self, prob_TK: Tensor) -> Tensor:

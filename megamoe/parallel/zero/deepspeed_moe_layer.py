@@ -61,8 +61,12 @@ class DeepSpeedMoELayer(MarkedMoELayer, AutoEPMoELayer):
 
 
 def moe_layer_factory(
-    config: MoEConfig, context: StepContext, groups: Groups, layout: Layout
-) -> Callable[[LayerShape], MoELayer]:
-    """Return the factory that `model` calls for each MoE layer."""
-    host = MarkedMoELayer if "experts" in config.frozen else DeepSpeedMoELayer
-    return lambda shape: host(config, shape, context, groups.layer, layout)
+    context: StepContext, groups: Groups, layout: Layout
+) -> Callable[[MoEConfig, LayerShape], MoELayer]:
+    """Return the factory that `model` calls for each MoE layer, with its own configuration."""
+
+    def make(config: MoEConfig, shape: LayerShape) -> MoELayer:
+        host = MarkedMoELayer if "experts" in config.frozen else DeepSpeedMoELayer
+        return host(config, shape, context, groups.layer, layout)
+
+    return make

@@ -61,6 +61,7 @@ from megamoe.parallel.zero.matrix_exchange import MatrixExchange, MuonCosts, spl
 from megamoe.parallel.zero.partition import DTYPES, Partition
 from megamoe.parallel.zero.pipeline import ReplicatedWeights, use_norm_of_all_stages
 from megamoe.parallel.zero.scattered_gradients import ScatteredGradients
+from megamoe.parallel.zero.separate_gradients import SeparateGradients
 from megamoe.parallel.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
 
 
@@ -79,6 +80,8 @@ class Engine:
         self.layout, self.stage, self.precision = plan.layout, plan.stage, plan.precision
         self.groups = groups_of(plan.layout)
         self.step_skipped = False
+        self._separate: SeparateGradients | None = None
+        self._is_last = False
         self.dtype = DTYPES[plan.precision]
         self.hidden_size = config.model.hidden_size
         # The ranks over which the positions of hidden states are spread between blocks.
@@ -121,6 +124,8 @@ class Engine:
         self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
         if self.stage == 0 and world.size == 1:
             skip_gradient_buckets(self._engine)
+        if config.train.in_flight == 2:
+            self._separate = SeparateGradients(model, self._accumulate)
 
     def _use_muon(self, config: MuonConfig, chosen: set[nn.Parameter]) -> None:
         """Tell Muon where the matrices lie. chosen: the parameters that it updates."""
@@ -181,10 +186,38 @@ class Engine:
         completes: whether it is the last pass for the parameters that it reaches, which are those of one of a
         stage's chunks; default: as `last`.
         """
+        self._set_last(last, completes)
+        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def _set_last(self, last: bool, completes: bool | None = None) -> None:
         self._engine.set_gradient_accumulation_boundary(is_boundary=last)
         if self._gradient_sync is not None:
             self._gradient_sync.last = last if completes is None else completes
-        self._engine.backward(loss, scale_wrt_gas=False)
+
+    def forward_in_flight(self, place: int, **inputs: Any) -> Any:
+        """Return the model's output for the first (0) or second (1) of two micro batches in flight."""
+        assert self._separate is not None, "train.in_flight is 1"
+        # DeepSpeed prepares the backward pass once, by hooks on the output of its own forward.
+        model = self._engine if place == 0 else self.model
+        with self._separate.of(place):
+            return model(**inputs)
+
+    def backward_in_flight(self, losses: list[Tensor], last: bool) -> None:
+        """Accumulate the gradients of both micro batches in one backward pass; `last`: see `backward`."""
+        assert self._separate is not None, "train.in_flight is 1"
+        self._is_last = last
+        self.backward(self._separate.joined(losses), last)
+
+    def _accumulate(self, parameter: nn.Parameter, gradients: list[Tensor]) -> None:
+        """Give a parameter the gradients of both micro batches, as two backward passes would.
+
+        At ZeRO 2, which reduces what a parameter gets once in a backward pass, it gets their sum.
+        """
+        if self.stage == 2:
+            gradients = [gradients[0] + gradients[1]] if len(gradients) > 1 else gradients
+        for number, gradient in enumerate(gradients, 1):
+            self._set_last(self._is_last and number == len(gradients))
+            torch.autograd.backward([parameter], [gradient])
 
     def finish_gradients(self) -> None:
         """After the last pass of a pipeline stage, sum the gradients of weights that another stage holds too,

@@ -9,7 +9,7 @@ import torch
 from megamoe.apps.hf.families import FAMILIES
 from megamoe.apps.hf.family import Family, as_config, differences
 from megamoe.apps.hf.keys import REQUIRED
-from megamoe.apps.hf.rules import Rule, flat
+from megamoe.apps.hf.rules import BlockMapping, flat
 from tests.support.apps.hf_models import CONFIGS
 
 transformers = pytest.importorskip("transformers")
@@ -32,7 +32,7 @@ def written(kind: str, number: int) -> dict[str, Any]:
     return {**content, "architectures": [FAMILIES[kind].architecture]}
 
 
-def rules_of(kind: str, number: int) -> list[Rule]:
+def rules_of(kind: str, number: int) -> list[BlockMapping]:
     family = FAMILIES[kind]
     config = as_config(family.read(written(kind, number)))
     return flat(family.rules(config, int(config.model.vocab_size or 0)))

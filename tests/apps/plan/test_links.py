@@ -2,8 +2,9 @@
 
 import pytest
 
+from megamoe.apps.plan.assumptions import ASSUMED
 from megamoe.apps.plan.counter import CollectiveKey, CollectiveTotal
-from megamoe.apps.plan.hardware import ASSUMED, GPUS, Topology
+from megamoe.apps.plan.hardware import GPUS, Topology
 from megamoe.apps.plan.plan_page import shown_ranks
 
 NODE = 4
@@ -39,12 +40,28 @@ def test_a_ring_leaves_each_node_once(ranks: tuple[int, ...], kind: str, rounds:
 
 def test_the_slower_link_counts() -> None:
     gpu, topology, total = GPUS["a100"], Topology(NODE), CollectiveTotal(3, BYTES)
-    start = 3 * ASSUMED.collective_s
+    start, share = 3 * ASSUMED.collective_s, ASSUMED.of("link", BYTES / 3)
     inside = topology.seconds(key(GROUPS[0], "alltoall_base"), total, gpu, ASSUMED)
-    assert inside == pytest.approx(start + BYTES * 3 / 4 / (gpu.nvlink * ASSUMED.link))
+    assert inside == pytest.approx(start + BYTES * 3 / 4 / (gpu.nvlink * share))
     between = topology.seconds(key(GROUPS[1], "alltoall_base"), total, gpu, ASSUMED)
-    assert between == pytest.approx(start + BYTES * 12 / 16 / (gpu.network * ASSUMED.link))
+    peers = 3 * 12 * ASSUMED.peer_s
+    assert between == pytest.approx(start + peers + BYTES * 12 / 16 / (gpu.network * share))
     assert topology.seconds(key((0,), "allreduce"), total, gpu, ASSUMED) == 0
+
+
+@pytest.mark.parametrize("kind", ["reduce", "broadcast"])
+def test_all_bytes_pass_each_link_of_a_chain(kind: str) -> None:
+    assert Topology(NODE).sent(key(GROUPS[0], kind), CollectiveTotal(3, BYTES)).inside == BYTES
+
+
+def test_larger_messages_fill_more_of_a_link() -> None:
+    gpu, topology = GPUS["h100"], Topology(NODE)
+
+    def rate(size: int) -> float:
+        whole = CollectiveTotal(1, size)
+        return size / topology.seconds(key(GROUPS[0], "alltoall_base"), whole, gpu, ASSUMED)
+
+    assert rate(1 << 20) < rate(1 << 26) < rate(1 << 30)
 
 
 def test_groups_are_shown() -> None:

@@ -41,7 +41,9 @@ SECOND = {10: [4], 42: [2, 3]}
 def test_what_is_written_is_read_by_token(tmp_path: Path) -> None:
     for rank, choices in enumerate((FIRST, SECOND)):
         other = rows_of({token: [rank] for token in choices})
-        write_rows(tmp_path / file_name(3, "train", rank), {0: rows_of(choices), 1: other}, 300, ranks=2)
+        write_rows(
+            tmp_path / file_name(3, "train", rank), {0: rows_of(choices), 1: other}, [300, 300], ranks=2
+        )
     one, two = read_rows(tmp_path, 3, "train", 2)
     both = {**FIRST, **SECOND}
     for tokens in ([8, 9, 10], [42, 41, 40], [9], list(both)):
@@ -59,7 +61,7 @@ def test_files_of_stages_have_the_layers_of_their_stages(tmp_path: Path) -> None
     for rank, choices in enumerate((FIRST, SECOND)):
         for stage, place in enumerate((0, None, 1)):
             layers = {} if place is None else {place: rows_of(choices)}
-            write_rows(tmp_path / file_name(3, "train", 2 * stage + rank), layers, 300, ranks=6)
+            write_rows(tmp_path / file_name(3, "train", 2 * stage + rank), layers, [300, 300, 300], ranks=6)
     for rows in read_rows(tmp_path, 3, "train", 2):
         assert found_in(rows, [8, 42, 9]) == [FIRST[8], SECOND[42], []]
 
@@ -72,7 +74,7 @@ def test_names_of_validation_sets_stay_in_the_folder() -> None:
 def record(folder: Path, steps: int) -> None:
     begin_record(folder, META, 0)
     for step in range(1, steps + 1):
-        write_rows(folder / file_name(step, "train", 0), {0: rows_of(FIRST)}, 300, ranks=1)
+        write_rows(folder / file_name(step, "train", 0), {0: rows_of(FIRST)}, [300], ranks=1)
 
 
 def test_a_torn_end_is_told_with_the_last_whole_step(tmp_path: Path) -> None:
@@ -123,6 +125,6 @@ def test_a_file_is_compact(tmp_path: Path) -> None:
     sizes = []
     for tokens in (1000, 3000):
         rows = rows_of({token: [token % 8, 1] for token in range(tokens)})
-        write_rows(tmp_path / "a", {0: rows, 1: rows}, 8, ranks=1)
+        write_rows(tmp_path / "a", {0: rows, 1: rows}, [8, 8], ranks=1)
         sizes.append((tmp_path / "a").stat().st_size)
     assert abs(sizes[1] - sizes[0] - 2000 * 2 * 3) < 64

@@ -17,10 +17,10 @@ MODEL: dict[str, Any] = {
     "train__global_batch_size": 4,
 }
 MOE = {**MODEL, "moe__layers": {"at": [1, 4]}, "moe__num_experts": 4, "moe__expert_ffn_hidden_size": 32}
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "stages": {"parallel__pipeline": 2, "parallel__pipeline_chunks": 2},
-    "parts of sequences": {"parallel__context": 2, "parallel__expert": 2},
-}
+LAYOUTS: list[dict[str, Any]] = [
+    {"parallel__pipeline": 2, "parallel__pipeline_chunks": 2},
+    {"parallel__context": 2, "parallel__expert": 2},
+]
 
 
 def save_dense_and_moe(folder: Path) -> list[str]:
@@ -44,12 +44,12 @@ def inits(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return [{"path": dense, "experts": "cut"}, {"path": same}]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_weights_of_another_run(pool: Pool, inits: list[dict[str, Any]], layout: str) -> None:
-    runs = [{**MOE, "seed": 7, "steps": 2, "checkpoint__init": init} for init in inits]
-    (alone,) = pool.run(run_each, runs, ranks=1)
-    found = pool.run(run_each, [{**run, **LAYOUTS[layout]} for run in runs], ranks=2)
-    for place, expected in enumerate(alone):
-        assert_as_alone([rank[place] for rank in found], expected, str(inits[place]))
-    drawn, *_ = pool.run(run_each, [{**MOE, "seed": 7, "steps": 2}], ranks=1)
-    assert drawn[0]["lm_loss"] not in [each["lm_loss"] for each in alone]
+def test_weights_of_another_run(pool: Pool, inits: list[dict[str, Any]]) -> None:
+    drawn = {**MOE, "seed": 7, "steps": 2}
+    runs = [{**drawn, "checkpoint__init": init} for init in inits]
+    ((*alone, other),) = pool.run(run_each, [*runs, drawn], ranks=1)
+    assert other["lm_loss"] not in [each["lm_loss"] for each in alone]
+    staged = [{**run, **layout} for layout in LAYOUTS for run in runs]
+    found = pool.run(run_each, staged, ranks=2)
+    for place, expected in enumerate(alone * len(LAYOUTS)):
+        assert_as_alone([rank[place] for rank in found], expected, str(staged[place]))

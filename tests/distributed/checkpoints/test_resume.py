@@ -30,7 +30,8 @@ QUICK = ("zero0_bf16", "zero3_bf16")
 @pytest.mark.parametrize(
     ("ranks", "files"),
     [
-        pytest.param(1, ("zero0_fp32",), id="1 rank"),
+        # tests/train/test_loop.py resumes a run of one rank.
+        pytest.param(1, ("zero0_fp32",), id="1 rank", marks=pytest.mark.full),
         pytest.param(2, QUICK, id="2 ranks"),
         pytest.param(
             2, tuple(file for file in PLAIN_FILES if file not in QUICK), id="others", marks=pytest.mark.full

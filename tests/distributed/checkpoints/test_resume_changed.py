@@ -46,7 +46,9 @@ class Negated(LinearScorer):
     """A scorer whose tensors are those of another, with another meaning."""
 
     def forward(self, hidden_TH: Tensor, context: Any) -> Tensor:
-        return -super().forward(hidden_TH, context)
+        scores_TE = super().forward(hidden_TH, context)
+        assert isinstance(scores_TE, Tensor)
+        return -scores_TE
 
 
 def router(**stages: Any) -> Changes:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.parallel.pipeline.schedule import Pass
 from megamoe.train.step import Passes
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.entry_script import run_entry_script
@@ -43,9 +44,9 @@ def alive_micro_batches(stages: int, chunks: int, micro_batches: int) -> tuple[i
     largest = 0
     forward = Passes.forward
 
-    def counted(self: Passes, each: object) -> None:
+    def counted(self: Passes, each: Pass, in_flight: int | None = None) -> None:
         nonlocal largest
-        forward(self, each)  # type: ignore[arg-type]
+        forward(self, each, in_flight)
         largest = max(largest, len(self._kept))
 
     Passes.forward = counted  # type: ignore[method-assign]

@@ -161,7 +161,7 @@ def compare(layout: Layout, which: str) -> list[str]:
         taken.add(type(self))
         return real(self, *given)
 
-    between_nodes.ByNodeDispatch.start = started  # type: ignore[method-assign]
+    between_nodes.ByNodeDispatch.start = started  # type: ignore[method-assign,assignment]
     try:
         found = list(differences(layout, some() if which == "some" else cases()))
     finally:

@@ -16,7 +16,7 @@ COUNTS = torch.tensor([5, 0, 7, 4])
 
 
 def make_experts(activation: Any = "swiglu", **options: Any) -> GroupedExperts:
-    sizes = {"std": 0.3, "output_std": 0.3, "seed": 3, "layer": 1, "kernels": PLAIN}
+    sizes: dict[str, Any] = {"std": 0.3, "output_std": 0.3, "seed": 3, "layer": 1, "kernels": PLAIN}
     return GroupedExperts(16, 32, range(4), activation=activation, **sizes, **options)
 
 
@@ -27,7 +27,7 @@ def gradients(experts: GroupedExperts, later: LaterGradients | None) -> dict[str
     output_NH.square().sum().backward()
     assert rows_NH.grad is not None
     named = {name: parameter.grad for name, parameter in experts.named_parameters()}
-    return {"output": output_NH.detach(), "rows": rows_NH.grad, **named}  # type: ignore[dict-item]
+    return {"output": output_NH.detach(), "rows": rows_NH.grad, **named}
 
 
 @pytest.mark.parametrize("options", [{}, {"activation": "gelu", "bias": True}])
@@ -58,7 +58,12 @@ def test_an_exchange_between_runs_beside_them(monkeypatch: pytest.MonkeyPatch) -
     """The exchange of the gradients starts where its result was received and ends where it was sent."""
     order: list[str] = []
     real = grouped_gemm._to_weight
-    monkeypatch.setattr(grouped_gemm, "_to_weight", lambda *given: (order.append("weight"), real(*given))[1])
+
+    def to_weight(*given: Any) -> Tensor:
+        order.append("weight")
+        return real(*given)
+
+    monkeypatch.setattr(grouped_gemm, "_to_weight", to_weight)
     for puts_off in (True, False):
         order.clear()
         experts = make_experts()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.moe.build import make_part
+from tests.support.moe.build import assert_alike, make_part
 
 SCORES = torch.tensor([[0.0, math.log(2), math.log(3), math.log(4)]])
 SOME = torch.tensor([[True, False, True, False]])
@@ -25,6 +25,10 @@ NONE = torch.zeros(1, 4, dtype=torch.bool)
         ("softmax", {"over": "all"}, NONE, [0, 0, 0, 0]),
         ("sigmoid", {}, None, [1 / 2, 2 / 3, 3 / 4, 4 / 5]),
         ("sigmoid", {"temperature": 0.5}, SOME, [1 / 2, 0, 9 / 10, 0]),
+        ("sqrt_softplus", {}, None, [math.log(x) ** 0.5 for x in (2, 3, 4, 5)]),
+        ("sqrt_softplus", {"temperature": 0.5}, SOME, [math.log(2) ** 0.5, 0, math.log(10) ** 0.5, 0]),
+        ("relu", {}, None, [0, math.log(2), math.log(3), math.log(4)]),
+        ("relu", {}, SOME, [0, 0, math.log(3), 0]),
     ],
 )
 def test_by_hand(
@@ -35,7 +39,7 @@ def test_by_hand(
     assert [p == 0 for p in expected] == (probs_TE[0] == 0).tolist()
 
 
-@pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("score_function", ["softmax", "sigmoid", "sqrt_softplus"])
 @pytest.mark.parametrize("candidates_TE", [SOME, NONE], ids=["some", "none"])
 def test_a_restricted_expert_gets_no_gradient(score_function: str, candidates_TE: torch.Tensor) -> None:
     scores_TE = SCORES.clone().requires_grad_()
@@ -55,7 +59,8 @@ def test_softmax_over_all_experts_sends_gradient_to_all() -> None:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 @pytest.mark.parametrize(
-    ("score_function", "options"), [("softmax", {}), ("softmax", {"over": "all"}), ("sigmoid", {})]
+    ("score_function", "options"),
+    [("softmax", {}), ("softmax", {"over": "all"}), ("sigmoid", {}), ("sqrt_softplus", {})],
 )
 def test_log_values_are_the_logarithms_of_p_up_to_a_constant(
     score_function: str, options: dict[str, Any], temperature: float
@@ -65,3 +70,36 @@ def test_log_values_are_the_logarithms_of_p_up_to_a_constant(
     torch.testing.assert_close(difference_TE, difference_TE[:, :1].expand(1, 4))
     if part.elementwise:
         torch.testing.assert_close(difference_TE, torch.zeros(1, 4))
+
+
+def test_sqrt_softplus_far_below_zero() -> None:
+    """p is exp(s/2) there; where even that underflows, value and gradient stay finite."""
+    part, scores_TE = make_part("score_function", "sqrt_softplus"), torch.tensor([[-200.0, -80, -16, 30]])
+    scores_TE.requires_grad_()
+    probs_TE = part(scores_TE, None)
+    torch.testing.assert_close(probs_TE[0, 1:], torch.tensor([math.exp(-40), math.exp(-8), 30**0.5]))
+    torch.testing.assert_close(part.log_values(scores_TE)[0], torch.tensor([-100, -40, -8, math.log(30) / 2]))
+    probs_TE.sum().backward()
+    assert scores_TE.grad is not None and scores_TE.grad.isfinite().all()
+
+
+def test_normalised_softmax_by_hand() -> None:
+    """Scores 1, 3 have mean 2 and deviation 1: a softmax of -scale, scale, whatever their size."""
+    part = make_part("score_function", "normalised_softmax", 2, scale=math.log(3))
+    for size in (1.0, 1e3):
+        torch.testing.assert_close(part(size * torch.tensor([[1.0, 3.0]]), None), torch.tensor([[0.1, 0.9]]))
+    torch.testing.assert_close(part(torch.full((1, 2), 7.0), None), torch.full((1, 2), 0.5))
+    only_TE = part(torch.tensor([[1.0, 3.0]]), torch.tensor([[True, False]]))
+    assert only_TE.tolist() == [[1.0, 0.0]]
+
+
+def test_normalised_softmax_has_the_gradient_of_its_formula() -> None:
+    scores_TE = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    factor_TE = torch.arange(15.0).view(3, 5).cos()
+    part = make_part("score_function", "normalised_softmax", 5, scale=1.5)
+
+    def plain(s_TE: Tensor) -> Tensor:
+        z_TE = (s_TE - s_TE.mean(1, keepdim=True)) / s_TE.std(1, correction=0, keepdim=True)
+        return ((1.5 * z_TE).softmax(1) * factor_TE).sum()
+
+    assert_alike(lambda s_TE: (part(s_TE, None) * factor_TE).sum(), plain, scores_TE)

@@ -1,7 +1,7 @@
 """Triton's kernels on CPU tensors in its interpreter, and what its interpreter needs for that."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -41,14 +41,19 @@ ON_TRITON, PLAIN = OnTriton(), Kernels(compiled=False)
 @contextmanager
 def on_triton() -> Iterator[list[str]]:
     """Inside, every `Kernels` takes CPU tensors to Triton's kernels; give the names of those that ran."""
-    given, names = TritonKernels.call, list[str]()
+    names: list[str] = []
 
-    def call(self: TritonKernels, name: str, *arguments: Any) -> None:
-        names.append(name)
-        given(self, name, *arguments)
+    def noting(name: str, launch: Callable[..., None]) -> staticmethod[..., None]:
+        def call(*arguments: Any) -> None:
+            names.append(name)
+            launch(*arguments)
 
+        return staticmethod(call)
+
+    launchers = {name for name, value in vars(TritonKernels).items() if isinstance(value, staticmethod)}
+    passes: dict[str, Any] = {name: noting(name, getattr(TritonKernels, name)) for name in launchers}
     chosen = {name: getattr(OnTriton, name) for name in ("uses_triton", "use_triton_grouped_gemm", "rows_on")}
-    with mock.patch.object(TritonKernels, "call", call), mock.patch.multiple(Kernels, **chosen):
+    with mock.patch.multiple(TritonKernels, **passes), mock.patch.multiple(Kernels, **chosen):
         yield names
 
 

@@ -17,6 +17,7 @@ from tests.kernels import test_experts, test_products
 from tests.support.kernels.drawn import assert_all_close_to, assert_close_to, assert_one_rounding, draw
 from tests.support.kernels.interpreted import ON_TRITON, TOLERANCES, on_triton, programs_from, sparse
 
+TRITON: Any = TritonKernels()
 # Rows of each expert, input and output sizes. The tiles on CPU tensors are 32 x 32, 16 deep.
 CASES: dict[str, tuple[list[int], int, int]] = {
     "uneven, no multiple of a tile": ([5, 35, 1], 33, 34),
@@ -111,9 +112,9 @@ def check_the_host_never_reads_the_counts() -> None:
     for each in patched:
         each.start()
     arguments = (*sides, counts.cumsum(0), 3, 16, 8, hidden, active)
-    TritonKernels().call("experts", torch.float32, *arguments, output)
+    TRITON.experts(*arguments, output)
     gradients = [torch.empty_like(side) for side in sides]
-    TritonKernels().call("experts_backward", torch.float32, output, *arguments, *gradients)
+    TRITON.experts_backward(output, *arguments, *gradients)
     for each in patched:
         each.stop()
     assert len(launched) == 6
@@ -207,9 +208,9 @@ def check_operators_on_fake_tensors() -> None:
         hidden, active = (torch.empty(rows, size * ffn_size, dtype=torch.bfloat16) for size in (2, 1))
         arguments = (*sides, ends, experts, hidden_size, ffn_size, hidden, active)
         output = torch.empty_like(sides[0])
-        TritonKernels().call("experts", torch.bfloat16, *arguments, output)
+        TRITON.experts(*arguments, output)
         gradients = [torch.empty_like(side) for side in sides]
-        TritonKernels().call("experts_backward", torch.bfloat16, output, *arguments, *gradients)
+        TRITON.experts_backward(output, *arguments, *gradients)
     product = 2 * rows * hidden_size * ffn_size
     assert [flops for flops, _ in costs.values()] == [3 * product, 6 * product]
     weights, wide, narrow = 3 * experts * hidden_size * ffn_size, rows * hidden_size, rows * ffn_size

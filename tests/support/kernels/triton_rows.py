@@ -3,6 +3,7 @@
 import math
 import tempfile
 from collections.abc import Callable
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -113,7 +114,7 @@ def check_nothing_is_read_or_written_beside_the_rows() -> None:
         return whole, whole[2048:-2048].view(numbers.shape)
 
     token_N, num_tokens = torch.tensor([2, 0, 2, 1]), 3  # the last has rows: the edge is beside what it reads
-    count, call = len(token_N), TritonKernels().call
+    count, kernels = len(token_N), cast(Any, TritonKernels())
     by_token = TritonKernels().rows_by_token(token_N, num_tokens)
     for width in (7, 1030):
         rows_NH = inside(draw(count, width), NAN)[1]
@@ -124,11 +125,11 @@ def check_nothing_is_read_or_written_beside_the_rows() -> None:
         wholes, (out, to_rows, to_weight, active, to_both) = zip(
             *(inside(torch.zeros(shape), 7) for shape in shapes), strict=True
         )
-        call("combine", torch.float32, rows_NH, *by_token, weight_N, num_tokens, width, out)
+        kernels.combine(rows_NH, *by_token, weight_N, num_tokens, width, out)
         arguments = (sent_TH, rows_NH, token_N, weight_N, count, width)
-        call("combine_backward", torch.float32, *arguments, to_rows, to_weight)
-        call("swiglu", torch.float32, rows_N2F, count, width, active)
-        call("swiglu_backward", torch.float32, rows_NH, rows_N2F, count, width, to_both)
+        kernels.combine_backward(*arguments, to_rows, to_weight)
+        kernels.swiglu(rows_N2F, count, width, active)
+        kernels.swiglu_backward(rows_NH, rows_N2F, count, width, to_both)
         for whole in wholes:
             assert whole.isfinite().all()
             assert bool((whole[:2048] == 7).all()) and bool((whole[-2048:] == 7).all())
@@ -151,7 +152,7 @@ def check_rows_of_more_than_two_billion_numbers() -> None:
         rows_NH[row] = 3
         out = torch.empty(1, width, dtype=torch.bfloat16)
         arguments = (rows_NH, torch.tensor([row]), torch.tensor([1]), None, 1, width, out)
-        TritonKernels().call("combine", rows_NH.dtype, *arguments)
+        cast(Any, TritonKernels()).combine(*arguments)
         assert out.eq(3).all()
 
 
@@ -173,7 +174,7 @@ def check_the_choice() -> None:
     assert isinstance(Kernels(triton=True).rows_on(cuda), TritonKernels)
     assert not isinstance(Kernels(triton=True).rows_on(cpu), TritonKernels)
     rows = mock.Mock(device=cuda, dtype=torch.bfloat16)
-    for capability, expected in (((9, 0), False), ((8, 0), True)):
+    for capability, expected in (((9, 0), False), ((10, 0), False), ((8, 0), True), ((12, 0), True)):
         choice.has_grouped_product.cache_clear()
         with (
             mock.patch("torch.cuda.is_available", return_value=True),

@@ -264,9 +264,11 @@ def check_the_summary_says_what_is_used() -> None:
         found = backends.backend_rows(tiny(*overrides))
         return found["Transformer Engine"], found["Apex"]
 
-    assert rows() == ("2.20.2: attention, norms, grouped experts", "none")
+    assert rows() == ("2.20.2, not used (model.backend: auto takes it for FP8 alone)", "norms")
+    engine = "model.backend=transformer_engine"
+    assert rows(engine) == ("2.20.2: attention, norms, grouped experts", "none")
     dense = "linear layers of attention, its core by PyTorch, norms, dense FFN"
-    assert rows("moe.layers=none", "data.document_aware=true")[0] == f"2.20.2: {dense}"
+    assert rows(engine, "moe.layers=none", "data.document_aware=true")[0] == f"2.20.2: {dense}"
     mixed = "attention, norms, dense FFN, grouped experts, fp8 delayed (hybrid)"
     assert rows("moe.layers={at: [2]}", "model.fp8=delayed")[0] == f"2.20.2: {mixed}"
     assert rows("model.backend=torch") == ("2.20.2, not used (model.backend: torch)", "norms")
@@ -291,7 +293,7 @@ def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
         assert "there is no CUDA device" in backends.backend_rows(tiny())["Transformer Engine"]
     finally:
         pretend_cuda()
-    assert "brings norms of its own" in refusal("model.norm_kernel=apex")
+    assert "brings norms of its own" in refusal("model.norm_kernel=apex", "model.backend=transformer_engine")
 
 
 def check_rotary_positions_are_fused() -> None:

@@ -14,6 +14,7 @@ from deepspeed.utils import safe_get_full_optimizer_state
 from torch import Tensor
 
 from megamoe.config import RunConfig
+from megamoe.config.schema import MoEConfig
 from megamoe.data.batches import BatchStream
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
 from megamoe.model.architectures.language_model import LanguageModel
@@ -85,8 +86,8 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
     vocabulary = resolve_vocabulary(config.data, config.model.vocab_size)
     context = StepContext(seed=config.seed, step=1, aux_scale=0.0)
 
-    def make_layer(shape: LayerShape) -> MoELayer:
-        return MoELayer(config.moe, shape, context)
+    def make_layer(moe: MoEConfig, shape: LayerShape) -> MoELayer:
+        return MoELayer(moe, shape, context)
 
     model = build_model(config, vocabulary.size, make_layer)
     rollouts = num_rollouts(model)

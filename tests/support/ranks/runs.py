@@ -224,7 +224,7 @@ def assert_same_experts(found: Sequence[dict[str, Any]], alone: dict[str, Any], 
 
 def _record_routers(model: nn.Module, chosen: list[Tensor]) -> None:
     def record(router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
-        pairs = routing.pairs
+        pairs = routing.pairs.keep(routing.pairs.token_N < routing.num_tokens)  # not what fills the places
         index_T = inputs[1].token_index(routing.num_tokens, pairs.token_N.device)
         layer_N = torch.full_like(pairs.token_N, router.scorer.dims.layer)
         chosen.append(torch.stack([layer_N, index_T[pairs.token_N], pairs.choice_N, pairs.expert_N], 1))

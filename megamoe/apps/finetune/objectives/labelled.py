@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from megamoe.apps.finetune.label_files import (
-    AGAIN,
     ENDING,
+    REMEDY,
     Line,
     label_vocabulary,
     load_label_card,
@@ -291,7 +291,7 @@ def number_of(line: Line, label: object, labels: tuple[str, ...]) -> int:
         UserError: if there is no such label.
     """
     if label not in labels:
-        raise UserError(f"{line.where}: the label {str(label)[:60]!r} is not in labels.json; {AGAIN}")
+        raise UserError(f"{line.where}: the label {str(label)[:60]!r} is not in labels.json; {REMEDY}")
     return labels.index(str(label))
 
 
@@ -306,7 +306,7 @@ def _examples(part: type[Labelled], path: str, vocabulary: Vocabulary, most: int
     try:
         stamp = Path(path).stat()
     except OSError as error:
-        raise UserError(f"data {path!r} cannot be read: {error.strerror}; {AGAIN}") from None
+        raise UserError(f"data {path!r} cannot be read: {error.strerror}; {REMEDY}") from None
     changed = (stamp.st_mtime_ns, stamp.st_size)
     key: Any = part
     return _read(key, path, vocabulary.tokenizer.name, vocabulary.eod, most, labels, changed)

@@ -13,7 +13,7 @@ from typing import Any
 
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import Json
-from megamoe.apps.hf.rules import WHOLE, Rule, whole
+from megamoe.apps.hf.rules import WHOLE, BlockMapping, whole
 from megamoe.config import RunConfig
 from megamoe.config.parts import PartChoice
 from megamoe.config.shapes import (
@@ -59,7 +59,7 @@ class CustomFamily(Family):
         head = {"architectures": [self.architecture], "model_type": self.model_type, "auto_map": automatic}
         return {**head, **_model(config), **_moe(config)}
 
-    def rules(self, config: RunConfig, num_words: int) -> list[list[Rule]]:
+    def rules(self, config: RunConfig, num_words: int) -> list[list[BlockMapping]]:
         """Return a rule for each tensor of the modules: it has our name and shape."""
         import torch
 
@@ -73,7 +73,10 @@ class CustomFamily(Family):
         buffers = {name for name, _ in model.named_buffers()}
         names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return [
-            [Rule(name, shape, (name,), whole, WHOLE, name in buffers, {}) for name, shape in names.items()]
+            [
+                BlockMapping(name, shape, (name,), whole, WHOLE, name in buffers, {})
+                for name, shape in names.items()
+            ]
         ]
 
 

@@ -15,29 +15,31 @@ from megamoe.apps.hf.keys import (
     same,
     unsupported,
 )
-from megamoe.apps.hf.rules import BLOCK, COLUMNS, GATED, ROWS, WHOLE, Line, halves, query_key_value
+from megamoe.apps.hf.rules import BLOCK, COLUMNS, GATED, ROWS, WHOLE, TensorMapping, halves, query_key_value
 from megamoe.config import RunConfig
 from megamoe.config.shapes import has_input_bias, head_size, moe_block_numbers
 from megamoe.parallel.chunks import Sharding
 
-THEIRS = "model.layers.{b}."
-ATTENTION, THEIR_ATTENTION = f"{BLOCK}self_attention.", f"{THEIRS}self_attn."
+HF_LAYER = "model.layers.{b}."
+ATTENTION, HF_ATTENTION = f"{BLOCK}self_attention.", f"{HF_LAYER}self_attn."
 LAYER = f"{BLOCK}mlp.layer."
 
 ENDS = (
-    Line(
+    TensorMapping(
         "model.embedding.word_embeddings.weight",
         "V H",
         "model.embed_tokens.weight",
         cut=COLUMNS,
         blocks="once",
     ),
-    Line("model.decoder.final_layernorm.weight", "H", "model.norm.weight", blocks="once"),
-    Line("model.output_layer.weight", "V H", "lm_head.weight", cut=COLUMNS, blocks="once", needs="untied"),
+    TensorMapping("model.decoder.final_layernorm.weight", "H", "model.norm.weight", blocks="once"),
+    TensorMapping(
+        "model.output_layer.weight", "V H", "lm_head.weight", cut=COLUMNS, blocks="once", needs="untied"
+    ),
 )
 NORMS = (
-    Line(f"{BLOCK}input_layernorm.weight", "H", f"{THEIRS}input_layernorm.weight"),
-    Line(f"{BLOCK}pre_mlp_layernorm.weight", "H", f"{THEIRS}post_attention_layernorm.weight"),
+    TensorMapping(f"{BLOCK}input_layernorm.weight", "H", f"{HF_LAYER}input_layernorm.weight"),
+    TensorMapping(f"{BLOCK}pre_mlp_layernorm.weight", "H", f"{HF_LAYER}post_attention_layernorm.weight"),
 )
 LINEAR_TOP_K = fixed(
     moe__router__scorer__name="linear",
@@ -58,31 +60,41 @@ BALANCE = "moe.losses.switch_balance"
 EVERY_BLOCK = fixed(moe__layers__every=1)  # has an MoE layer
 
 
-def qkv(part: str, shape: str, needs: str | None = None) -> Line:
+def qkv(part: str, shape: str, needs: str | None = None) -> TensorMapping:
     """The projections to queries, keys and values; part: `weight` or `bias`."""
-    theirs = tuple(f"{THEIR_ATTENTION}{name}_proj.{part}" for name in "qkv")
-    return Line(f"{ATTENTION}linear_qkv.{part}", shape, theirs, query_key_value, COLUMNS, needs=needs)
+    theirs = tuple(f"{HF_ATTENTION}{name}_proj.{part}" for name in "qkv")
+    return TensorMapping(
+        f"{ATTENTION}linear_qkv.{part}", shape, theirs, query_key_value, COLUMNS, needs=needs
+    )
 
 
-def attention(ours: str, shape: str, theirs: str, cut: Sharding = WHOLE, needs: str | None = None) -> Line:
+def attention(
+    ours: str, shape: str, theirs: str, cut: Sharding = WHOLE, needs: str | None = None
+) -> TensorMapping:
     """A weight of attention that both have as it is."""
-    return Line(f"{ATTENTION}{ours}.weight", shape, f"{THEIR_ATTENTION}{theirs}.weight", cut=cut, needs=needs)
+    return TensorMapping(
+        f"{ATTENTION}{ours}.weight", shape, f"{HF_ATTENTION}{theirs}.weight", cut=cut, needs=needs
+    )
 
 
 QUERY_KEY_VALUE = (qkv("weight", "Q+2K H"), attention("linear_proj", "H Q", "o_proj", ROWS))
 DENSE_FFN = (
-    Line(
+    TensorMapping(
         f"{BLOCK}mlp.linear_fc1.weight",
         "2F H",
-        (f"{THEIRS}mlp.gate_proj.weight", f"{THEIRS}mlp.up_proj.weight"),
+        (f"{HF_LAYER}mlp.gate_proj.weight", f"{HF_LAYER}mlp.up_proj.weight"),
         halves,
         GATED,
         blocks="dense",
     ),
-    Line(f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{THEIRS}mlp.down_proj.weight", cut=ROWS, blocks="dense"),
+    TensorMapping(
+        f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{HF_LAYER}mlp.down_proj.weight", cut=ROWS, blocks="dense"
+    ),
 )
 INPUT_BIAS = qkv("bias", "Q+2K", needs="input bias")
-OUTPUT_BIAS = Line(f"{ATTENTION}linear_proj.bias", "H", f"{THEIR_ATTENTION}o_proj.bias", needs="output bias")
+OUTPUT_BIAS = TensorMapping(
+    f"{ATTENTION}linear_proj.bias", "H", f"{HF_ATTENTION}o_proj.bias", needs="output bias"
+)
 HEAD_NORMS = tuple(attention(f"{side}_layernorm", "D", f"{side}_norm", needs="head norms") for side in "qk")
 WHOLE_NORMS = (
     attention("q_layernorm", "Q", "q_norm", needs="whole norms"),
@@ -90,21 +102,23 @@ WHOLE_NORMS = (
 )
 
 
-def shared_experts(name: str) -> tuple[Line, ...]:
+def shared_experts(name: str) -> tuple[TensorMapping, ...]:
     """The shared experts, as one FFN; name: that of their module."""
-    theirs = f"{THEIRS}mlp.{name}."
+    theirs = f"{HF_LAYER}mlp.{name}."
     up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
     return (
-        Line(f"{LAYER}shared.up", "2S H", up, halves, blocks="moe", needs="shared"),
-        Line(f"{LAYER}shared.down", "H S", f"{theirs}down_proj.weight", blocks="moe", needs="shared"),
+        TensorMapping(f"{LAYER}shared.up", "2S H", up, halves, blocks="moe", needs="shared"),
+        TensorMapping(
+            f"{LAYER}shared.down", "H S", f"{theirs}down_proj.weight", blocks="moe", needs="shared"
+        ),
     )
 
 
 SHARED = shared_experts("shared_experts")
-BIAS = Line(
+BIAS = TensorMapping(
     f"{LAYER}router.score_function.bias",
     "E",
-    f"{THEIRS}mlp.gate.e_score_correction_bias",
+    f"{HF_LAYER}mlp.gate.e_score_correction_bias",
     blocks="moe",
     is_buffer=True,
     needs="biased",
@@ -121,11 +135,13 @@ LATENT_ATTENTION = (
 )
 DEPTH = "prediction.depths.{k}."
 # Multi-token prediction (DeepSeek-V3). transformers has no module for it; the names are those of the hub.
-FURTHER = (
-    Line(f"{DEPTH}embedding_norm.weight", "H", f"{THEIRS}enorm.weight", blocks="further"),
-    Line(f"{DEPTH}hidden_norm.weight", "H", f"{THEIRS}hnorm.weight", blocks="further"),
-    Line(f"{DEPTH}projection.weight", "H 2H", f"{THEIRS}eh_proj.weight", blocks="further"),
-    Line(f"{DEPTH}blocks.final_layernorm.weight", "H", f"{THEIRS}shared_head.norm.weight", blocks="further"),
+MTP_TENSORS = (
+    TensorMapping(f"{DEPTH}embedding_norm.weight", "H", f"{HF_LAYER}enorm.weight", blocks="further"),
+    TensorMapping(f"{DEPTH}hidden_norm.weight", "H", f"{HF_LAYER}hnorm.weight", blocks="further"),
+    TensorMapping(f"{DEPTH}projection.weight", "H 2H", f"{HF_LAYER}eh_proj.weight", blocks="further"),
+    TensorMapping(
+        f"{DEPTH}blocks.final_layernorm.weight", "H", f"{HF_LAYER}shared_head.norm.weight", blocks="further"
+    ),
 )
 # transformers writes 1 whether or not the folder has such blocks, and is so the default.
 FURTHER_KEY = same(NUM_FURTHER, "model.multi_token_prediction.depth", 1, alias="num_mtp_layers")

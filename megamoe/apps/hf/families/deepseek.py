@@ -6,8 +6,8 @@ from megamoe.apps.hf.families.common import (
     BIAS,
     DENSE_FFN,
     ENDS,
-    FURTHER,
     LATENT_ATTENTION,
+    MTP_TENSORS,
     NORMS,
     SHARED,
     SHARED_KEYS,
@@ -136,7 +136,7 @@ DEEPSEEK_V3 = Family(
         rotary(),
         TIED,
     ),
-    table=(*TABLE, BIAS, *FURTHER),
+    table=(*TABLE, BIAS, *MTP_TENSORS),
 )
 
 # Released under a name of its own, with DeepSeek-V3's code.
@@ -181,7 +181,7 @@ GLM4_MOE_LITE = Family(
         rotary(),
         TIED,
     ),
-    table=(*TABLE, BIAS, *FURTHER),
+    table=(*TABLE, BIAS, *MTP_TENSORS),
 )
 
 FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE)

@@ -8,13 +8,13 @@ from megamoe.apps.hf.families.common import (
     DECODER,
     DENSE_FFN,
     EVERY_BLOCK,
-    FURTHER,
     FURTHER_KEY,
     HEAD_NORMS,
+    HF_LAYER,
     LAYER,
+    MTP_TENSORS,
     SHARED,
     SHARED_KEYS,
-    THEIRS,
     TOP_K,
     UNUSED_WINDOW,
     WHOLE_NORMS,
@@ -34,12 +34,12 @@ from megamoe.apps.hf.families.common import (
 )
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import NUM_FURTHER, Entry, fixed, ignored, mapped, only, same
-from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, row, whole
+from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, row, whole
 
-EXPERT = f"{THEIRS}mlp.experts.{{e}}."
-ROUTER = Line(f"{LAYER}router.scorer.weight", "E H", f"{THEIRS}mlp.gate.weight", blocks="moe")
+EXPERT = f"{HF_LAYER}mlp.experts.{{e}}."
+ROUTER = TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{HF_LAYER}mlp.gate.weight", blocks="moe")
 EXPERTS = (
-    Line(
+    TensorMapping(
         f"{LAYER}experts.up",
         "E 2X H",
         (f"{EXPERT}gate_proj.weight", f"{EXPERT}up_proj.weight"),
@@ -47,7 +47,7 @@ EXPERTS = (
         EXPERT_UP,
         blocks="moe",
     ),
-    Line(
+    TensorMapping(
         f"{LAYER}experts.down",
         "E H X",
         f"{EXPERT}down_proj.weight",
@@ -139,7 +139,7 @@ GLM4_MOE = Family(
         *norm_and_rotary(1e-5, share=0.5),
         biases("attention_bias", False, output=False),
     ),
-    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED, *FURTHER),
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED, *MTP_TENSORS),
 )
 
 DOTS1 = Family(
@@ -204,7 +204,7 @@ ERNIE4_5_MOE = Family(
         *DECODER,
         *DENSE_FFN,
         ROUTER,
-        replace(BIAS, sources=f"{THEIRS}mlp.moe_statics.e_score_correction_bias", split=row),
+        replace(BIAS, sources=f"{HF_LAYER}mlp.moe_statics.e_score_correction_bias", split=row),
         *EXPERTS,
         *SHARED,
     ),
@@ -228,7 +228,9 @@ QWEN2_MOE = Family(
         ROUTER,
         *EXPERTS,
         *shared_experts("shared_expert"),
-        Line(f"{LAYER}shared.gate", "H", f"{THEIRS}mlp.shared_expert_gate.weight", row, blocks="moe"),
+        TensorMapping(
+            f"{LAYER}shared.gate", "H", f"{HF_LAYER}mlp.shared_expert_gate.weight", row, blocks="moe"
+        ),
     ),
 )
 

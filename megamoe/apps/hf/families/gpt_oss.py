@@ -4,10 +4,10 @@ from megamoe.apps.hf.families.common import (
     ATTENTION,
     DECODER,
     EVERY_BLOCK,
+    HF_ATTENTION,
+    HF_LAYER,
     LAYER,
     SHARED_KEYS,
-    THEIR_ATTENTION,
-    THEIRS,
     TOP_K,
     biases,
     groups,
@@ -22,7 +22,7 @@ from megamoe.apps.hf.rules import (
     EXPERT_BIAS,
     EXPERT_DOWN,
     EXPERT_UP,
-    Line,
+    TensorMapping,
     interleaved,
     transposed,
     transposed_interleaved,
@@ -30,7 +30,7 @@ from megamoe.apps.hf.rules import (
 from megamoe.config import RunConfig
 from megamoe.config.shapes import window_of
 
-EXPERTS, ROUTER = f"{THEIRS}mlp.experts.", f"{THEIRS}mlp.router."
+EXPERTS, ROUTER = f"{HF_LAYER}mlp.experts.", f"{HF_LAYER}mlp.router."
 WINDOW, WHOLE = "sliding_attention", "full_attention"
 
 
@@ -95,13 +95,17 @@ GPT_OSS = Family(
     ),
     table=(
         *DECODER,
-        Line(f"{ATTENTION}core_attention.softmax_offset", "N", f"{THEIR_ATTENTION}sinks", cut=COLUMNS),
-        Line(f"{LAYER}router.scorer.weight", "E H", f"{ROUTER}weight"),
-        Line(f"{LAYER}router.scorer.bias", "E", f"{ROUTER}bias"),
-        Line(f"{LAYER}experts.up", "E 2X H", f"{EXPERTS}gate_up_proj", transposed_interleaved, EXPERT_UP),
-        Line(f"{LAYER}experts.up_bias", "E 2X", f"{EXPERTS}gate_up_proj_bias", interleaved, EXPERT_UP),
-        Line(f"{LAYER}experts.down", "E H X", f"{EXPERTS}down_proj", transposed, EXPERT_DOWN),
-        Line(f"{LAYER}experts.down_bias", "E H", f"{EXPERTS}down_proj_bias", cut=EXPERT_BIAS),
+        TensorMapping(f"{ATTENTION}core_attention.softmax_offset", "N", f"{HF_ATTENTION}sinks", cut=COLUMNS),
+        TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{ROUTER}weight"),
+        TensorMapping(f"{LAYER}router.scorer.bias", "E", f"{ROUTER}bias"),
+        TensorMapping(
+            f"{LAYER}experts.up", "E 2X H", f"{EXPERTS}gate_up_proj", transposed_interleaved, EXPERT_UP
+        ),
+        TensorMapping(
+            f"{LAYER}experts.up_bias", "E 2X", f"{EXPERTS}gate_up_proj_bias", interleaved, EXPERT_UP
+        ),
+        TensorMapping(f"{LAYER}experts.down", "E H X", f"{EXPERTS}down_proj", transposed, EXPERT_DOWN),
+        TensorMapping(f"{LAYER}experts.down_bias", "E H", f"{EXPERTS}down_proj_bias", cut=EXPERT_BIAS),
     ),
 )
 

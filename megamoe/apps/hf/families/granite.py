@@ -3,9 +3,9 @@
 from megamoe.apps.hf.families.common import (
     DECODER,
     EVERY_BLOCK,
+    HF_LAYER,
     LAYER,
     SHARED_KEYS,
-    THEIRS,
     TOP_K,
     biases,
     groups,
@@ -14,11 +14,11 @@ from megamoe.apps.hf.families.common import (
 )
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import Entry, Json, converted, fixed, same
-from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, Line
+from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping
 from megamoe.config import RunConfig
 from megamoe.config.shapes import expert_ffn_size, head_size, shared_ffn_size
 
-MOE, SHARED_MLP = f"{THEIRS}block_sparse_moe.", f"{THEIRS}shared_mlp."
+MOE, SHARED_MLP = f"{HF_LAYER}block_sparse_moe.", f"{HF_LAYER}shared_mlp."
 DIGITS = 12
 
 
@@ -82,9 +82,9 @@ KEYS = (
 )
 TABLE = (
     *DECODER,
-    Line(f"{LAYER}router.scorer.weight", "E H", f"{MOE}router.layer.weight"),
-    Line(f"{LAYER}experts.up", "E 2X H", f"{MOE}input_linear.weight", cut=EXPERT_UP),
-    Line(f"{LAYER}experts.down", "E H X", f"{MOE}output_linear.weight", cut=EXPERT_DOWN),
+    TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{MOE}router.layer.weight"),
+    TensorMapping(f"{LAYER}experts.up", "E 2X H", f"{MOE}input_linear.weight", cut=EXPERT_UP),
+    TensorMapping(f"{LAYER}experts.down", "E H X", f"{MOE}output_linear.weight", cut=EXPERT_DOWN),
 )
 
 GRANITE_MOE = Family(
@@ -97,8 +97,8 @@ GRANITE_MOE_SHARED = Family(
     keys=(*KEYS, shared_size()),
     table=(
         *TABLE,
-        Line(f"{LAYER}shared.up", "2S H", f"{SHARED_MLP}input_linear.weight", needs="shared"),
-        Line(f"{LAYER}shared.down", "H S", f"{SHARED_MLP}output_linear.weight", needs="shared"),
+        TensorMapping(f"{LAYER}shared.up", "2S H", f"{SHARED_MLP}input_linear.weight", needs="shared"),
+        TensorMapping(f"{LAYER}shared.down", "H S", f"{SHARED_MLP}output_linear.weight", needs="shared"),
     ),
 )
 

@@ -4,9 +4,9 @@ from megamoe.apps.hf.families.common import (
     BIASED_TOP_K,
     DECODER,
     EVERY_BLOCK,
+    HF_LAYER,
     LAYER,
     SHARED_KEYS,
-    THEIRS,
     TOP_K,
     WHOLE_NORMS,
     groups,
@@ -16,20 +16,20 @@ from megamoe.apps.hf.families.common import (
 )
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same
-from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, Line, halves, of_each_expert, whole
+from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, whole
 
-EXPERTS = f"{THEIRS}block_sparse_moe.experts.{{e}}."
+EXPERTS = f"{HF_LAYER}block_sparse_moe.experts.{{e}}."
 
 EXPERT_LINES = (
-    Line(f"{LAYER}router.scorer.weight", "E H", f"{THEIRS}block_sparse_moe.gate.weight"),
-    Line(
+    TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{HF_LAYER}block_sparse_moe.gate.weight"),
+    TensorMapping(
         f"{LAYER}experts.up",
         "E 2X H",
         (f"{EXPERTS}w1.weight", f"{EXPERTS}w3.weight"),
         of_each_expert(halves),
         EXPERT_UP,
     ),
-    Line(f"{LAYER}experts.down", "E H X", f"{EXPERTS}w2.weight", of_each_expert(whole), EXPERT_DOWN),
+    TensorMapping(f"{LAYER}experts.down", "E H X", f"{EXPERTS}w2.weight", of_each_expert(whole), EXPERT_DOWN),
 )
 
 # Softmax over the chosen scores.
@@ -94,10 +94,10 @@ MINIMAX_M2 = Family(
         *DECODER,
         *WHOLE_NORMS,
         *EXPERT_LINES,
-        Line(
+        TensorMapping(
             f"{LAYER}router.score_function.bias",
             "E",
-            f"{THEIRS}block_sparse_moe.e_score_correction_bias",
+            f"{HF_LAYER}block_sparse_moe.e_score_correction_bias",
             is_buffer=True,
             needs="biased",
         ),

@@ -1,0 +1,62 @@
+"""`normalised_softmax`: a softmax of scores with the same mean and spread for every token."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from megamoe.kernels.router import masked, softmax
+from megamoe.moe.part import Example
+from megamoe.moe.score_functions.biased import BiasedScoreFunction
+from megamoe.registry import register
+
+SMALLEST_VARIANCE = 1e-12  # of a token's scores; equal scores give p = 1/E
+
+
+@register("score_function", "normalised_softmax")
+class NormalisedSoftmaxScoreFunction(BiasedScoreFunction):
+    """p = softmax(scale (s - mean) / std / temperature); mean and std of the token's scores over all experts.
+
+    A larger scale makes p sharper, whatever the size of the scores. For the bias see `BiasedScoreFunction`.
+
+    Source: Wei et al. 2024 (Skywork-MoE, arXiv 2406.06563), section 4.1, gating logit normalisation.
+
+    Caveats: the paper does not say which variance; ours is the population's (divided by E) plus 1e-12. It has
+    no masks: ours take mean and std over all experts, and the softmax over the candidates. Choices are made
+    by p.
+    """
+
+    monotone = False  # log p needs the whole row
+
+    @dataclass
+    class Config(BiasedScoreFunction.Config):
+        """scale: the paper's lambda. temperature: divides the scaled scores. bias_update: u, the bias's
+        change per step; 0: no bias. bias_until: the last step that changes the bias; null: all steps do.
+        """
+
+        scale: float = 1.0
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if not self.scale > 0:
+                raise ValueError("scale must be positive")
+
+    @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        return super().provides(options) | {"sums_to_1"}
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        return [Example({"scale": 2.0}), *super().examples(num_experts, num_choices)]
+
+    def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
+        """[T, E] fp32 -> [T, E] fp32; rows sum to 1. A row without candidates is 0."""
+        kernels = self.dims.kernels
+        centred_TE = scores_TE - scores_TE.mean(dim=-1, keepdim=True)
+        variance_T1 = centred_TE.square().mean(dim=-1, keepdim=True)
+        factor_T1 = self.config.scale * (variance_T1 + SMALLEST_VARIANCE).rsqrt()
+        scores_TE = self._scaled(centred_TE * factor_T1)
+        if candidates_TE is None:
+            return softmax(scores_TE, kernels)
+        probs_TE = softmax(masked(scores_TE, candidates_TE, float("-inf"), kernels), kernels)
+        return masked(probs_TE, candidates_TE, 0.0, kernels)  # NaN where there is no candidate

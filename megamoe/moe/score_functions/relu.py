@@ -1,0 +1,31 @@
+"""`relu`: probabilities that are exactly 0 for many experts."""
+
+from typing import Any
+
+from torch import Tensor
+
+from megamoe.kernels.router import masked
+from megamoe.moe.part import ScoreFunction
+from megamoe.registry import register
+
+
+@register("score_function", "relu")
+class ReluScoreFunction(ScoreFunction):
+    """p = max(s, 0) for candidates, 0 for the others.
+
+    It is not monotone: experts of negative scores have the same p, 0. Choices are made by p. The selector
+    `above` takes the experts whose p is not 0, and a loss holds their number.
+
+    Source: Wang et al. 2024 (ReMoE, arXiv 2412.14711), section 3.1.
+    """
+
+    elementwise = True
+
+    @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        return super().provides(options) | {"zeros"}
+
+    def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
+        """[T, E] fp32 -> [T, E] fp32, each value at least 0."""
+        probs_TE = scores_TE.relu()
+        return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0, self.dims.kernels)

@@ -1,0 +1,37 @@
+"""The number of tokens of each id in the training data, from a file, for tables balanced by it."""
+
+from pathlib import Path
+
+import numpy as np
+
+from megamoe.errors import UserError
+from megamoe.io import open_plain
+
+WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside the data"
+
+
+def open_counts(path: str) -> np.ndarray:
+    """Memory-map the counts; raise ValueError if the file does not hold counts."""
+    try:
+        open_plain(Path(path)).close()  # NumPy would wait on a pipe
+        counts_V = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or "no .npy of numbers"
+        raise ValueError(f"counts {path!r} cannot be read ({reason}); {WAY_OUT}") from None
+    if not isinstance(counts_V, np.ndarray) or counts_V.dtype != np.int64 or counts_V.ndim != 1:
+        raise ValueError(f"counts {path!r} is not int64 [vocabulary]; {WAY_OUT}")
+    return counts_V
+
+
+def read_counts(path: str, vocab_size: int) -> np.ndarray:
+    """Return the counts, int64 [V]; the ids that only pad the vocabulary have 0."""
+    try:
+        counts_V = np.array(open_counts(path))
+    except ValueError as error:
+        raise UserError(f"moe.router.scorer: {error}") from None
+    if len(counts_V) > vocab_size or (counts_V < 0).any():
+        raise UserError(
+            f"moe.router.scorer: counts {path!r} has {len(counts_V)} ids; expected at most the embedding's "
+            f"{vocab_size} rows, and no count under 0; take the PREFIX.counts.npy of the run's own data"
+        )
+    return np.pad(counts_V, (0, vocab_size - len(counts_V)))

@@ -1,0 +1,66 @@
+"""The table of assumptions: cases in order, sources, rows by size, and files of measured rows."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, SECONDS, read
+from megamoe.apps.plan.counter import OperatorKey, OperatorTotal
+from megamoe.apps.plan.roofline import operator_seconds
+from megamoe.errors import UserError
+from megamoe.metrics.gpus import GPUS, gpu_of_device
+
+ROW = {"kind": "matmul", "phase": "", "at_least": 1024, "value": 0.5, "source": "measured"}
+
+
+def test_each_row_has_a_source_and_its_cases_are_in_order() -> None:
+    for low, likely, high in zip(PESSIMISTIC.rows, ASSUMED.rows, OPTIMISTIC.rows, strict=True):
+        assert low.key == likely.key == high.key
+        assert likely.source
+        in_order = low.value < likely.value < high.value
+        assert (low.value > likely.value > high.value) if likely.kind in SECONDS else in_order, likely.name
+    assert len({row.key for row in ASSUMED.rows}) == len(ASSUMED.rows)
+
+
+def test_an_operator_takes_the_row_of_its_size_and_phase() -> None:
+    """FlashAttention-3, figure 5, head 64: cuDNN has 334 TFLOP/s, so 3.34 TFLOP take 10 ms."""
+    total, h100 = OperatorTotal(1, 1, 0, 3_340_000_000_000), GPUS["h100"]
+    attention = "aten::_scaled_dot_product_flash_attention"
+
+    def seconds(name: str, shape: tuple[tuple[int, ...], ...], phase: str = "forward") -> float:
+        return operator_seconds(OperatorKey("any", phase, name, "bfloat16", shape), total, h100, ASSUMED)[0]
+
+    assert seconds(attention, ((8, 16, 2048, 64),)) == pytest.approx(0.01, rel=0.01)
+    assert seconds(attention, ((8, 16, 2048, 64),), "backward") > seconds(attention, ((8, 16, 2048, 64),))
+    assert seconds(attention, ((8, 16, 2048, 128),)) < seconds(attention, ((8, 16, 2048, 64),))
+    large, small = ((8192, 4096), (4096, 4096)), ((1024, 16384), (16384, 1024))
+    assert seconds("aten::mm", large) < seconds("aten::mm", small)
+    # A stack of experts may have fewer experts than its weights have columns.
+    few = ((32768, 1024), (4, 1024, 1376))
+    assert seconds("aten::_grouped_mm", few) == pytest.approx(
+        3.34e12 / (h100.bf16 * ASSUMED.of("grouped", 1024))
+    )
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ([{**ROW, "kind": "matmuls"}], r"rates\[0\]: kind: found 'matmuls', expected one of"),
+        ([ROW, {**ROW, "value": -1}], r"rates\[1\]: value: found -1, expected a number from"),
+        ([{**ROW, "phase": "both"}], "expected the phase forward, backward or nothing"),
+        ([{"kind": "matmul"}], r"rates\[0\]: expected an object with at_least, kind"),
+        ({}, "expected an object with a list `rates`"),
+    ],
+)
+def test_mistakes_in_a_file(rows: object, line: str, tmp_path: Path) -> None:
+    path = tmp_path / "assumptions.json"
+    path.write_text(json.dumps({"rates": rows}))
+    with pytest.raises(UserError, match=line):
+        read(str(path))
+
+
+def test_a_device_is_found_by_its_name() -> None:
+    assert gpu_of_device("NVIDIA H200") is GPUS["h200"]
+    assert gpu_of_device("NVIDIA H100 80GB HBM3") is GPUS["h100"]
+    assert gpu_of_device("NVIDIA H100 PCIe") is None

@@ -1,0 +1,145 @@
+"""Layers that differ (`moe.groups`) train as on one rank: at every layout, recomputed, replayed, resumed."""
+
+import gc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.train.trainer import Trainer
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import Place, assert_as_alone, recorded_steps, small_run
+
+STEPS = 2
+# Hash of 16 experts, a threshold over 64 small ones, top-2 of 8 with a bias that learns after each step.
+RUN: dict[str, Any] = {
+    "model__num_layers": 4,
+    "moe__layers": {"every": 1},
+    "moe__num_shared_experts": 0,
+    "moe__router": {
+        "score_function": {"name": "sigmoid", "bias_update": 0.01},
+        "selector": {"name": "top_k", "k": 2},
+    },
+    "moe__losses": {"switch_balance": 0.1},
+    "moe__groups": [
+        {"layers": "first 1", "num_experts": 16, "expert_ffn_hidden_size": 16, "router": "hash"},
+        {
+            "layers": [3],
+            "num_experts": 64,
+            "expert_ffn_hidden_size": 8,
+            "num_shared_experts": 1,
+            "router": {
+                "scorer": {"name": "cosine"},
+                "score_function": "softmax",
+                "selector": {"name": "threshold", "threshold": 0.3},
+            },
+            "losses": {"switch_balance": 0.05, "z_loss": 0.01},
+        },
+    ],
+    "train__global_batch_size": 4,
+    "train__steps": STEPS,
+}
+BOTH = Place(4, tensor=2, expert=2)
+PLACES = [
+    *(Place(1, zero=zero) for zero in (1, 2, 3)),
+    *(Place(2, expert=2, zero=zero) for zero in (0, 1, 2, 3)),
+    *(replace(BOTH, zero=zero) for zero in (0, 1, 2, 3)),
+    replace(BOTH, expert_tensor=2, sequence=True, zero=2, recompute="full"),
+    Place(2, pipeline=2, zero=1),
+    Place(4, pipeline=2, chunks=2, expert=2),
+    Place(2, tensor=2, recompute="selective"),
+]
+QUICK = {Place(2, expert=2, zero=3), replace(BOTH, zero=1), Place(4, pipeline=2, chunks=2, expert=2)}
+
+
+@pytest.fixture(scope="module")
+def alone(pool: Pool) -> dict[str, Any]:
+    return pool.run(trained, [{}], ranks=1)[0][0]
+
+
+def trained(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Job: steps of several runs, one after the other; at the end of each the metrics and the weights."""
+    results = []
+    for changes in runs:
+        options = {**RUN, **changes}
+        saves = options.pop("saves", False)
+        trainer = Trainer(small_run(**options))
+        steps = STEPS - trainer.progress.step
+        found: dict[str, Any] = recorded_steps(trainer, steps - 1)
+        if saves:
+            trainer.save()
+        trainer._stream = trainer._stream_of(trainer.datasets.train, trainer.progress.samples, 0)
+        last = recorded_steps(trainer, 1)
+        found = {word: [*found[word], *last[word]] for word in last}
+        found["weights"] = {name: it.detach().clone() for name, it in trainer.model.named_parameters()}
+        found["history"] = trainer.routing_history.state()
+        trainer.release()
+        results.append(found)
+        del trainer
+        gc.collect()
+    return results
+
+
+@pytest.mark.parametrize(
+    "place", [it if it in QUICK else pytest.param(it, marks=pytest.mark.full) for it in PLACES], ids=str
+)
+def test_a_layout_trains_as_one_rank_does(
+    pool: Pool, alone: dict[str, Any], tmp_path: Path, place: Place
+) -> None:
+    found = pool.run(trained, [place.changes(tmp_path)], ranks=place.ranks)
+    ranks = [results[0] for results in found]
+    assert_as_alone(ranks, alone, str(place))
+    for rank in ranks:
+        assert rank["history"] == alone["history"]
+
+
+def test_every_layer_routes_by_its_own_group(alone: dict[str, Any]) -> None:
+    """Experts and pairs of a token: 16 and 1, 8 and 2, 64 and 1 or more, 8 and 2."""
+    load = alone["history"]["load"]
+    assert [len(of_layer) for of_layer in load] == [16, 8, 64, 8]
+    tokens = STEPS * 4 * 32
+    assert [sum(of_layer) // tokens for of_layer in load[:2]] == [1, 2]
+    assert sum(load[2]) > tokens
+    layers = torch.cat(alone["chosen"])[:, 0].unique().tolist()
+    assert layers == [1, 2, 3, 4]
+
+
+@pytest.mark.full
+def test_recomputed_replayed_and_resumed_runs_are_the_same_to_the_bit(
+    pool: Pool, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    record = str(tmp_path / "record")
+    other = {**RUN["moe__router"], "replay": record}
+    first = {"output": tmp_path, "name": "saved"}
+    (found,) = pool.run(
+        trained,
+        [
+            {"model__recompute": "full"},
+            {"output": tmp_path, "name": "recorded", "log__routing": record},
+            {"moe__router": other},
+            {**first, "saves": True},
+            {**first, "checkpoint__resume": str(tmp_path / "saved" / "checkpoints" / "step_00000001")},
+        ],
+        ranks=1,
+    )
+    for each in found:
+        assert each["loss"][-1] == alone["loss"][-1]
+        assert all(torch.equal(each["weights"][name], weight) for name, weight in alone["weights"].items())
+        assert each["history"] == alone["history"]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("target", [Place(1, zero=3), replace(BOTH, zero=2), Place(2, pipeline=2)], ids=str)
+def test_a_checkpoint_moves_to_another_layout(
+    pool: Pool, alone: dict[str, Any], tmp_path: Path, target: Place
+) -> None:
+    source = Place(2, expert=2, zero=1)
+    saved = {"output": tmp_path, "name": "saved", "saves": True, **source.changes(tmp_path)}
+    pool.run(trained, [saved], ranks=2)
+    path = str(tmp_path / "saved" / "checkpoints" / "step_00000001")
+    changes = {"output": tmp_path, "name": "moved", "checkpoint__resume": path, **target.changes(tmp_path)}
+    for (rank,) in pool.run(trained, [changes], ranks=target.ranks):
+        assert rank["loss"][-1] == pytest.approx(alone["loss"][-1], rel=1e-5)
+        assert rank["history"] == alone["history"]

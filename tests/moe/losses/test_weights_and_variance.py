@@ -1,0 +1,48 @@
+"""similarity and score_variance: by hand, and their gradients by formula."""
+
+import pytest
+import torch
+
+from megamoe.errors import UserError
+from megamoe.moe.validation import check_parts
+from tests.support.moe.build import (
+    assert_alike,
+    gradient_of,
+    loss_of,
+    make_hidden,
+    make_layer,
+    make_routing,
+    moe_config,
+    observed,
+)
+
+
+def test_similarity_by_hand_and_by_formula() -> None:
+    """Rows (3, 4) and (0, 2): W W^T is 25, 8; 8, 4. Off the identity by 24 + 8 + 8 + 3."""
+    router = {"scorer": {"name": "linear", "gram": True}, "selector": {"k": 1, "weights": "raw"}}
+    layer = make_layer(moe_config(num_experts=2, router=router, losses={"similarity": 1.0}))
+    weight_EH = layer.router.get_parameter("scorer.weight")
+    with torch.no_grad():
+        weight_EH.zero_()
+        weight_EH[0, :2], weight_EH[1, :2] = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 2.0])
+    (layer(make_hidden(5)) * 0).sum().backward()
+    assert observed(layer).losses["similarity"].item() == 43
+    sign_EE = torch.ones(2, 2)  # of G - I; the gradient is (S + S^T) W
+    torch.testing.assert_close(gradient_of(weight_EH), 2 * sign_EE @ weight_EH.detach())
+
+
+def test_similarity_needs_the_products() -> None:
+    with pytest.raises(UserError, match="gram: true"):
+        check_parts(moe_config(losses={"similarity": 0.1}), 1)
+
+
+def test_score_variance_by_hand_and_by_formula() -> None:
+    probs_TE = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    routing = make_routing([[0], [1]], probs_TE, probs_TE)
+    assert loss_of("score_variance", routing).item() == -0.25
+    given_TE = torch.rand(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert_alike(
+        lambda p_TE: loss_of("score_variance", make_routing([[0]] * 5, p_TE, p_TE)),
+        lambda p_TE: -p_TE.var(dim=0, correction=0).mean(),
+        given_TE,
+    )
