@@ -43,7 +43,7 @@ COMMANDS = {
     ),
     "lab": (
         "megamoe.apps.lab.command",
-        "Run a study: rows of configurations over seeds, what is measured of them, and what the claims come to",
+        "Run a study: configurations over seeds, what is measured of them, and what the claims come to",
     ),
     "lm-eval": (
         "megamoe.apps.lm_eval.command",

@@ -1,4 +1,4 @@
-"""Run a study: rows of configurations over seeds, what is measured of them, and what the claims come to.
+"""Run a study: configurations over seeds, what is measured of them, and what the claims come to.
 
 The same as `megamoe lab`, whose `--help` shows the arguments.
 """

@@ -4,10 +4,10 @@
     accuracy(a) > accuracy(b) > accuracy(c)
     loss(large) < 0.98 * loss(small) and dead(large) <= 1
 
-A measure of a row is a value for each seed. A comparison is decided by the paired differences over the seeds:
-by the two-sided 95 % interval of their mean, from Student's t distribution with one degree of
-freedom less than there are seeds. The claim is seen if the whole interval lies on its side, not seen if it lies on the other, and
-else within noise. One seed has no interval, and decides nothing.
+A measure of a row is a value for each seed. A comparison is decided by the paired differences over the
+seeds: by the two-sided 95 % interval of their mean, from Student's t distribution with one degree of freedom
+less than there are seeds. The claim is seen if the whole interval lies on its side, not seen if it lies on
+the other, and else within noise. One seed has no interval, and decides nothing.
 """
 
 import ast

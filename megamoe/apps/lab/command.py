@@ -1,4 +1,4 @@
-"""Run a study: rows of configurations over seeds, what is measured of them, and what the claims come to.
+"""Run a study: configurations over seeds, what is measured of them, and what the claims come to.
 
 python tools/lab.py yang2024_table1 --size smoke
 python tools/lab.py yang2024_table1 --size cpu --workers 2

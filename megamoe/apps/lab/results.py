@@ -11,7 +11,7 @@ from typing import Any
 import megamoe
 from megamoe.apps.lab.claims import decide
 from megamoe.apps.lab.measures import measured
-from megamoe.apps.lab.runner import Runner
+from megamoe.apps.lab.runner import DONE, Runner
 from megamoe.apps.lab.study import Plan
 from megamoe.apps.lab.tasks import Tasks
 
@@ -72,7 +72,7 @@ def _failed(tasks: Tasks, runner: Runner, row: str, seeds: list[int]) -> list[st
     lines = []
     for task in wanted:
         record = runner.record(task)
-        if record is None or record.state != "done":
+        if record is None or record.state != DONE:
             problem = record.problem if record is not None else ""
             lines.append(f"{task.name}: {problem or 'not complete'}")
     return list(dict.fromkeys(lines))

@@ -20,12 +20,12 @@ from typing import Any
 from megamoe.apps.lab.tasks import Task
 from megamoe.compat.glibc import signal_at_parents_end
 from megamoe.errors import UserError
-from megamoe.io import TEMPORARY, read_plain, reason, replace_file
+from megamoe.io import read_plain, reason, replace_file
 from megamoe.metrics.formats import format_duration
 
 LARGEST_RECORD = 1 << 20  # bytes
 POLL_S, PROGRESS_S, WAIT_S = 0.1, 30.0, 60.0
-FULL = "done"
+DONE = "done"
 MOST_TAIL = 1 << 16  # bytes of a task's output that are searched for its error
 
 
@@ -87,7 +87,7 @@ class Runner:
     def is_done(self, task: Task) -> bool:
         """Whether the task is complete."""
         found = self.record(task)
-        return found is not None and found.state == FULL
+        return found is not None and found.state == DONE
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Run all tasks that are not complete, each after those that it needs.
@@ -116,7 +116,7 @@ class Runner:
                         self.report(
                             f"{each.task.name}: ended by signal {-each.process.returncode}; once more"
                         )
-                    elif self.record_of(each.task).state != FULL:
+                    elif self.record_of(each.task).state != DONE:
                         failed.add(each.task.name)
                     self.report(self._progress(total, waiting, running))
                     told = time.monotonic()
@@ -183,7 +183,7 @@ class Runner:
             return False
         each.process.returncode = code = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - each.since
-        state = "failed" if code else FULL
+        state = "failed" if code else DONE
         problem = _problem(self.folder / f"{each.task.name}.log", code) if code else ""
         self._write(each.task, TaskRecord(each.task.identity, state, seconds, usage.ru_maxrss << 10, problem))
         os.close(each.lock)
@@ -261,9 +261,3 @@ def _locked(path: Path) -> int:
                 os.close(handle)
                 raise UserError(f"{path}: the task is running elsewhere; wait for it, or end it") from None
             time.sleep(POLL_S)
-
-
-def clean(folder: Path) -> None:
-    """Remove what writers that were killed have left in a folder."""
-    for path in folder.glob(f".*{TEMPORARY}"):
-        path.unlink(missing_ok=True)

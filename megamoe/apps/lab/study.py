@@ -253,7 +253,7 @@ def load_plan(path: Path, size: str, seeds: int | None, overrides: list[str]) ->
     study = load_study(path)
     if size not in study.sizes:
         raise UserError(f"--size: {path} has no size {size}; expected {', '.join(study.sizes)}")
-    chosen = study.sizes[size]  # type: ignore[index]
+    chosen = study.sizes[size]
     if seeds is not None:
         chosen = replace(chosen, seeds=list(range(1, seeds + 1)))
     try:
