@@ -161,6 +161,8 @@ def _of_stage(
         arguments = ["evaluate", *paths, "--json", str(result)]
         arguments += [each for sweep in sweeps for each in ("--sweep", sweep)]
         arguments += [] if stage.evaluate.samples is None else ["--samples", str(stage.evaluate.samples)]
-    identity = digest(arguments, [run.identity for run in runs])
+    # Not the folders: rows that share their runs share what is done with them.
+    decides = [each for each in arguments if not each.startswith(str(output))]
+    identity = digest(decides, [run.identity for run in runs])
     needs = tuple(run.name for run in runs)
     return Task(f"{name}-{row}-{seed}", folder, (*COMMANDS, *arguments), identity, needs, checkpoints_of)

@@ -61,6 +61,7 @@ def written(folder: Path, **changes: Any) -> Path:
     return folder / "study.yaml"
 
 
+@pytest.mark.full
 def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two rows of one configuration share their runs; a second call runs nothing."""
     output = tmp_path / "lab"
