@@ -136,6 +136,11 @@ def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     yield Pass("SwiGLU", swiglu, (draw(rows, 2 * ffn),))
     weights = draw(experts, 2 * ffn, hidden, scale=hidden**-0.5), draw(experts, hidden, ffn, scale=ffn**-0.5)
     yield Pass("experts", through_experts, (draw(rows, hidden), *weights))
+    yield from _of_block(draw, tokens, hidden, heads)
+
+
+def _of_block(draw: Callable[..., Tensor], tokens: int, hidden: int, heads: int) -> Iterator[Pass]:
+    """Yield the passes of a block beside its MoE layer."""
     yield Pass("RMSNorm", partial(rms_norm, eps=1e-5), (draw(tokens, hidden), draw(hidden)))
     summed_norm = (draw(tokens, hidden), draw(tokens, hidden), draw(hidden))
     yield Pass("residual sum and RMSNorm", _joined(partial(summed_rms_norm, eps=1e-5)), summed_norm)

@@ -117,7 +117,7 @@ def test_fixed_shares_need_no_wait_in_a_layer(found: dict[str, Found]) -> None:
         return sum("megamoe/moe/" in place for place in found[name].step()["syncs"])
 
     assert waits("padded") == 0
-    assert waits("by_node") == 2 * 2  # layers x micro batches
+    assert waits("by_node") == 2 * (2 + 2)  # layers x (micro batches, and a validation and a test batch)
 
 
 def test_a_save_pins_two_pieces(found: dict[str, Found]) -> None:

@@ -61,7 +61,7 @@ def test_a_window_counts_the_keys_that_it_shows() -> None:
 
 
 def plain_ffn(
-    experts: GroupedExperts, rows_NH: torch.Tensor, counts_E: torch.Tensor, dropout: None
+    experts: GroupedExperts, rows_NH: torch.Tensor, counts_E: torch.Tensor, *others: object
 ) -> torch.Tensor:
     return loop_experts(experts, rows_NH, counts_E)
 

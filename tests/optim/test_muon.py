@@ -151,10 +151,10 @@ def our_weights(stage: int, *overrides: str) -> dict[str, Tensor]:
         return {name: weight.detach().clone() for name, weight in weights.items()}
 
 
-def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:
     assert found.keys() == expected.keys()
     for name, weight in found.items():
-        torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6, msg=name)
+        torch.testing.assert_close(weight, expected[name], rtol=0, atol=atol, msg=name)
 
 
 @pytest.mark.parametrize("system", SYSTEMS)
@@ -167,7 +167,9 @@ def test_ten_steps_are_those_of_a_plain_muon(one_rank: None, system: str) -> Non
 @pytest.mark.parametrize("variant", ["spectral", "polar_express"])
 def test_the_options_are_those_of_a_plain_muon(one_rank: None, variant: str) -> None:
     overrides = (*SYSTEMS["gated"], *VARIANTS[variant])
-    assert_close(our_weights(0, *overrides), plain_weights(*overrides))
+    # The first step of Polar Express takes a small singular value, and its rounding to fp32, 8.3 times.
+    atol = 3e-6 if variant == "polar_express" else 1e-6
+    assert_close(our_weights(0, *overrides), plain_weights(*overrides), atol)
 
 
 def test_a_matrix_moves_as_in_torch_optim_muon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,7 +201,11 @@ def test_every_key_has_a_rule_and_every_rule_a_key() -> None:
 def routed(tmp_path: Path) -> Path:
     """A checkpoint with the tensors of its router."""
     shapes = part_shapes(tiny(), VOCABULARY)
-    tensors = {f"{WEIGHT}decoder.layers.1.mlp.{name}": torch.zeros(shape) for name, shape in shapes.items()}
+    tensors = {
+        f"{WEIGHT}decoder.layers.{block}.mlp.{name}": torch.zeros(shape)
+        for block in (0, 1)
+        for name, shape in shapes.items()
+    }
     folder = tmp_path / "routed" / "step_00000001"
     return write_checkpoint(folder, tensors, vocabulary=VOCABULARY, config=to_dict(tiny()))
 

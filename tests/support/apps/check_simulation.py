@@ -19,6 +19,7 @@ from torch import Tensor, nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 
 from megamoe.apps.plan.counter import (  # noqa: E402
+    WEIGHT_GRADIENTS,
     CostCounter,
     OperatorTotal,
     Parts,
@@ -302,7 +303,8 @@ def check_step_of_expert_parallel_ranks() -> None:
 
 def expert_flops(costs: StepCosts, phase: str) -> int:
     found = costs.counts.operators.items()
-    return sum(total.flops for key, total in found if (key.part, key.phase) == ("experts", phase))
+    parts = ("experts", WEIGHT_GRADIENTS)
+    return sum(total.flops for key, total in found if key.part in parts and key.phase == phase)
 
 
 def check_recomputation_is_counted() -> None:

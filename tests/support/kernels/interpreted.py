@@ -43,7 +43,7 @@ def on_triton() -> Iterator[list[str]]:
     """Inside, every `Kernels` takes CPU tensors to Triton's kernels; give the names of those that ran."""
     names: list[str] = []
 
-    def noting(name: str, launch: Callable[..., None]) -> staticmethod[..., None]:
+    def noting(name: str, launch: Callable[..., None]) -> "staticmethod[..., None]":
         def call(*arguments: Any) -> None:
             names.append(name)
             launch(*arguments)
