@@ -204,7 +204,8 @@ def _check_data(plan: Any) -> None:
         sources = data.get("sources")
         for source in [sources] if isinstance(sources, str) else sources or []:
             prefix = source if isinstance(source, str) else str((source or {}).get("path", ""))
-            if not data.get("mock") and "*" not in prefix and not list(Path(prefix).parent.glob("*")):
+            known = "*" in prefix or list(Path(prefix).parent.glob(f"{Path(prefix).name}*"))
+            if not data.get("mock") and not known:
                 needs = f"; {plan.study.needs} prepares it" if plan.study.needs else ""
                 raise UserError(f"{plan.path}: row {row}: data.sources: {prefix} does not exist{needs}")
 
