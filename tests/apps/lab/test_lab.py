@@ -95,7 +95,8 @@ def test_a_failed_run_is_a_row_and_a_killed_one_is_repeated(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     rows = {"good": {"base": "run.yaml"}, "bad": {"base": "run.yaml", "set": {"data": {"mock": False}}}}
-    rows["bad"]["set"]["data"]["sources"] = [str(tmp_path / "missing")]  # type: ignore[index]
+    (tmp_path / "broken.idx").write_text("no index")
+    rows["bad"]["set"]["data"]["sources"] = [str(tmp_path / "broken")]  # type: ignore[index]
     measures = {"loss": {"metric": "val/lm_loss"}}
     path = written(tmp_path, rows=rows, measures=measures, claims=[], stages={})
     output = tmp_path / "lab"
@@ -163,9 +164,9 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
         ({"claims": [{"text": "x", "test": "loss(one) < loss(three)"}]}, "claims[0].test: no row 'three'"),
         ({"claims": [{"text": "x", "test": "size(one) < 1"}]}, "claims[0].test: no measure 'size'"),
         ({"rows": {"One": {}}}, "rows.One"),
-        ({"rows": {"one": {"set": {"moe": {"experts": 3}}}}}, "row one: moe.experts: unknown key"),
+        ({"rows": {"one": {"set": {"moe": {"experts": 3}}}}}, "row one: moe: unknown key 'experts'"),
         ({"sizes": {"cpu": {"seeds": [1], "time": "x"}}}, "--size: "),
-        ({"colour": "red"}, "colour: unknown key"),
+        ({"colour": "red"}, "unknown key 'colour'"),
     ],
 )
 def test_mistakes_in_one_line(
