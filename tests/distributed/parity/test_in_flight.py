@@ -28,7 +28,7 @@ BY_NODE = {"parallel__exchange": "by_node", "parallel__node_size": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """A run and its ranks. sequences: of a step. bits: all must be equal to the bit; if not, within `close`."""
+    """A run and its ranks. sequences: of a step. bits: equal to the bit; if not, within `close`."""
 
     changes: dict[str, Any]
     ranks: int = 2
