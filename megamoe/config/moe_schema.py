@@ -118,6 +118,10 @@ class MoELayerConfig(Section):
     """activation of the experts, shared ones included; default: `model.activation`"""
     expert_bias: bool = False
     """biases of both linear layers of each routed expert, as in gpt-oss"""
+    latent_size: Size | None = None
+    """size of the space in which routed experts compute: tokens are projected to it before they are sent to
+    the experts, and their outputs back; default: `model.hidden_size`, without projections
+    """
     expert_sublayers: Layers = 1
     """above 1: each expert is a stack of this many residual FFN sub-layers"""
     expert_output_dropout: Fraction = 0.0

@@ -136,6 +136,11 @@ def expert_ffn_size(config: RunConfig) -> int:
     return config.moe.expert_ffn_hidden_size or ffn_size(config.model)
 
 
+def expert_hidden_size(config: RunConfig) -> int:
+    """Return the size of the rows that routed experts compute and that are sent to them."""
+    return config.moe.latent_size or config.model.hidden_size
+
+
 def shared_ffn_size(moe: MoEConfig, expert_size: int) -> int:
     """Return the joint FFN size of a layer's shared experts; expert_size: of one routed expert."""
     if moe.num_shared_experts == 0:

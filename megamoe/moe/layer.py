@@ -18,6 +18,7 @@ from megamoe.moe.dispatch.choice import build_dispatcher
 from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
+from megamoe.moe.experts.latent import LatentProjection
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.objective import Objective
@@ -96,6 +97,7 @@ class MoELayer(nn.Module):
         self.computes_experts_again = "moe" in shape.computed_again
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
+        self.to_latent, self.to_hidden = _latent_projections(config, shape)
         self.recomputing = False
         self.frozen = config.frozen
         for module in self.frozen:
@@ -144,7 +146,8 @@ class MoELayer(nn.Module):
                 "each other as many rows; set it to false"
             )
         with self._stage("dispatch"):
-            state = self.dispatcher.start(hidden_TH, own)
+            rows_TH = hidden_TH if self.to_latent is None else self.to_latent(hidden_TH)
+            state = self.dispatcher.start(rows_TH, own)
         self.context.compute_timer.resume()
         # Beside the exchange; in the backward pass too, because autograd runs nodes in reverse order.
         later = self._put_off_gradients()
@@ -159,6 +162,8 @@ class MoELayer(nn.Module):
                 rows_NH = dropout.on_output(rows_NH)
         with self._stage("combine"):
             output_TH = self.dispatcher.combine(rows_NH, state)
+            if self.to_hidden is not None:
+                output_TH = self.to_hidden(output_TH)
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
         output_TH = self._with_losses(output_TH, routing, context)
@@ -341,7 +346,7 @@ def _own_experts(num_experts: int, groups: ParallelGroups) -> range:
 def _routed_experts(
     config: MoEConfig, shape: LayerShape, expert_ids: range, groups: ParallelGroups
 ) -> GroupedExperts | ExpertStack:
-    sizes = shape.hidden_size, shape.ffn_size, expert_ids
+    sizes = config.latent_size or shape.hidden_size, shape.ffn_size, expert_ids
     cut = Slice(rank_in(groups.expert_tensor), size_of(groups.expert_tensor))
     options = {"bias": config.expert_bias, "products": shape.products, **_expert_options(shape)}
     if config.expert_sublayers == 1:
@@ -356,6 +361,18 @@ def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | Non
         return None
     size = shared_ffn_size(config, shape.ffn_size)
     return SharedExperts(shape.hidden_size, size, mode=config.shared_expert_mode, **_expert_options(shape))
+
+
+def _latent_projections(
+    config: MoEConfig, shape: LayerShape
+) -> tuple[LatentProjection | None, LatentProjection | None]:
+    """Return the projections to the experts' space and back, or None where they compute hidden states."""
+    if config.latent_size is None:
+        return None, None
+    hidden, latent = shape.hidden_size, config.latent_size
+    options: dict[str, Any] = {"init_scale": shape.init_scale, "seed": shape.seed, "layer": shape.layer}
+    to_latent = LatentProjection(latent, hidden, name="to latent", std=shape.init_std, **options)
+    return to_latent, LatentProjection(hidden, latent, name="to hidden", std=shape.output_std, **options)
 
 
 def _expert_options(shape: LayerShape) -> dict[str, Any]:

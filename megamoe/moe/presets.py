@@ -174,6 +174,15 @@ _register(
     losses={"switch_balance": 0.001},
 )
 _register(
+    "nemotron_latent",
+    "NVIDIA 2025, Nemotron 3, LatentMoE: sigmoid scores with a learning bias; moe.latent_size is the run's, "
+    "a quarter of the hidden size in the paper's largest models",
+    num_shared_experts=1,
+    score_function={"name": "sigmoid", "bias_update": 0.001},
+    selector={"name": "top_k", "k": 22, "weights": "renormalised", "scale": 5.0},
+    losses={"switch_balance": {"weight": 0.0001, "scope": "sequence"}},
+)
+_register(
     "deepseek_v4_moe",
     "DeepSeek-AI 2026, DeepSeek-V4: the routing of its learned layers; those that a table routes have the "
     "scorer token_table and the selector table",

@@ -4,6 +4,7 @@ Each layer gets the weights of the transformers module, which are random.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from megamoe.moe.part import StepContext
 from tests.support.moe.build import FFN, HIDDEN, VOCAB, make_hidden, make_layer, moe_config
 
-EXPERTS, CHOSEN, SHARED, TOKENS = 8, 3, 40, 50
+EXPERTS, CHOSEN, SHARED, LATENT, TOKENS = 8, 3, 40, 8, 50
 SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "moe_intermediate_size": FFN,
@@ -337,3 +338,45 @@ def test_phis_sparse_mixer_in_evaluation() -> None:
     layer = make_layer(moe_config(num_experts=EXPERTS, router=router)).eval()
     makes = {key: make for key, make in weight_map("Mixtral").items() if key != "router.scorer.weight"}
     compare(module, layer, {**makes, "router.scorer.weight": lambda of: of("router.weight")})
+
+
+def test_nemotrons_latent_experts() -> None:
+    """Its experts have no gate; theirs square the ReLU by default, which is an option of the module."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+    config = transformers.NemotronHConfig(
+        **GROUPS,
+        n_routed_experts=EXPERTS,
+        moe_latent_size=LATENT,
+        moe_shared_expert_intermediate_size=SHARED,
+        mlp_hidden_act="relu",
+    )
+    config._experts_implementation = "eager"
+    module = NemotronHMoE(config)
+    randomise(module)
+    tree = {
+        "num_experts": EXPERTS,
+        "latent_size": LATENT,
+        "num_shared_experts": 1,
+        "shared_expert_ffn_hidden_size": SHARED,
+        "router": {
+            "masks": by_groups("sum", best=2),
+            "score_function": FIXED_BIAS,
+            "selector": top_k("renormalised", scale=2.5),
+        },
+    }
+    layer = make_layer(moe_config(**tree), activation="relu")
+    bias_E = layer.router.score_function.bias_E
+    assert bias_E is not None
+    bias_E.copy_(module.gate.e_score_correction_bias)
+    names = {
+        "router.scorer.weight": "gate.weight",
+        "experts.up": "experts.up_proj",
+        "experts.down": "experts.down_proj",
+        "shared.up": "shared_experts.up_proj.weight",
+        "shared.down": "shared_experts.down_proj.weight",
+        "to_latent.weight": "fc1_latent_proj.weight",
+        "to_hidden.weight": "fc2_latent_proj.weight",
+    }
+    compare(module, layer, {ours: partial(lambda name, of: of(name), name) for ours, name in names.items()})

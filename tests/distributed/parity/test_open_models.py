@@ -50,7 +50,20 @@ AHEAD: dict[str, Any] = {
         "selector": {"name": "top_k", "k": 2, "scale": 2.5},
     },
 }
-MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS, "ahead": AHEAD}
+# Nemotron 3: experts in a latent space, with biases and dropout, which count its columns.
+LATENT: dict[str, Any] = {
+    "moe__latent_size": 8,
+    "moe__num_shared_experts": 1,
+    "moe__expert_bias": True,
+    "moe__expert_output_dropout": 0.1,
+    "moe__router": {**AHEAD["moe__router"], "selector": {"name": "top_k", "k": 3}},
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "granite": GRANITE,
+    "gpt_oss": GPT_OSS,
+    "ahead": AHEAD,
+    "latent": LATENT,
+}
 
 
 ALONE = Place()
