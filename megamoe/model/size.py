@@ -24,6 +24,7 @@ from megamoe.config.shapes import (
     num_blocks,
     padded_vocab_size,
     query_size,
+    routed_experts,
     shared_ffn_size,
     stacks,
     window_of,
@@ -119,7 +120,8 @@ def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSi
     layers = len(moe_block_numbers(config)) + inserted
     parts = _parts(config, padded_vocab)
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
-    beside = layers * (sum(counts) + _shared(config) + _latent(config))
+    constant = 3 * config.model.hidden_size * moe.zero_experts.constant
+    beside = layers * (sum(counts) + _shared(config) + _latent(config) + constant)
     dense = beside + (inserted * _norm(config.model) if inserted_has_norm(moe) else 0)
     each = layers * _expert(config)
     expert = moe.num_experts * each
@@ -272,7 +274,12 @@ def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:
 
 
 def _dims(config: RunConfig, vocab_size: int | None) -> Dims:
-    return Dims(config.model.hidden_size, config.moe.num_experts, vocab_size=vocab_size)
+    return Dims(
+        config.model.hidden_size,
+        routed_experts(config.moe),
+        vocab_size=vocab_size,
+        num_zero=config.moe.zero_experts.total,
+    )
 
 
 PASSES = 3  # forward, and in backward the gradients of the inputs and of the weights
@@ -356,7 +363,8 @@ def _work(config: RunConfig) -> tuple[float, float]:
     width = up_width(size, expert_activation(config)) + size
     beside = hidden * width * shared_ffn_size(moe, size) / size + _latent(config)
     expert = expert_hidden_size(config) * width
-    return moe.num_experts * hidden + beside, moe.expert_sublayers * expert
+    beside += 3 * hidden * moe.zero_experts.constant
+    return routed_experts(moe) * hidden + beside, moe.expert_sublayers * expert
 
 
 def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]:

@@ -183,6 +183,22 @@ _register(
     losses={"switch_balance": {"weight": 0.0001, "scope": "sequence"}},
 )
 _register(
+    "longcat_flash",
+    "Meituan 2025, LongCat-Flash: 12 of 512 experts and 256 identity experts, of which 8 compute on average; "
+    "moe.zero_experts.identity is the run's",
+    score_function={"name": "softmax", "over": "all", "bias_update": 0.001, "mean_experts": 8.0},
+    selector={"name": "top_k", "k": 12, "weights": "raw", "scale": 6.0},
+)
+_register(
+    "moe_plus_plus",
+    "Jin et al. 2024, MoE++: one zero, one copy and two constant experts beside 16 that compute, without its "
+    "gating residuals",
+    zero_experts={"identity": 1, "zero": 1, "constant": 2},
+    selector={"name": "top_k", "k": 2, "weights": "raw"},
+    capacity={"name": "per_expert", "factor": 1.1, "tau": 0.75},
+    losses={"heterogeneous_balance": 0.01},
+)
+_register(
     "deepseek_v4_moe",
     "DeepSeek-AI 2026, DeepSeek-V4: the routing of its learned layers; those that a table routes have the "
     "scorer token_table and the selector table",

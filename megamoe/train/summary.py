@@ -146,6 +146,13 @@ def _kind_rows(config: RunConfig, of: str) -> list[tuple[str, object]]:
     """Return the rows of one kind of MoE layers; of: their blocks, where there are several kinds."""
     moe, router = config.moe, config.moe.router
     experts = f"{moe.num_experts} of FFN size {expert_ffn_size(config)}"
+    zero = moe.zero_experts
+    if zero.total:
+        kinds_of = {"identity": zero.identity, "zero": zero.zero, "constant": zero.constant}
+        named_kinds = ", ".join(f"{count} {name}" for name, count in kinds_of.items() if count)
+        experts += (
+            f", {zero.total} without computation ({named_kinds}), {mean_choices(moe):g} per token compute"
+        )
     if moe.latent_size is not None:
         experts += f" on latent rows of {moe.latent_size}"
     if moe.expert_sublayers > 1:

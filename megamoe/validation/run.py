@@ -149,6 +149,13 @@ def _replay_problems(config: RunConfig) -> Iterator[Problem]:
 def _shared_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield what shared experts lack, and inserted layers or sub-layers that experts do not fit."""
     moe = config.moe
+    if moe.zero_experts.total and moe.expert_sublayers > 1:
+        yield Problem(
+            "moe.zero_experts",
+            f"found {moe.zero_experts.total}, but experts of {moe.expert_sublayers} residual sub-layers "
+            "(moe.expert_sublayers) return what they add to the token, which has no identity; set the "
+            "sub-layers to 1",
+        )
     if moe.latent_size is not None and moe.expert_sublayers > 1:
         yield Problem(
             "moe.latent_size",

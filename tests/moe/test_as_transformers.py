@@ -380,3 +380,40 @@ def test_nemotrons_latent_experts() -> None:
         "to_hidden.weight": "fc2_latent_proj.weight",
     }
     compare(module, layer, {ours: partial(lambda name, of: of(name), name) for ours, name in names.items()})
+
+
+def test_longcats_identity_experts() -> None:
+    """Their first weight has rows of the identity experts too, which nothing reads: no gradient is there."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
+
+    config = transformers.LongcatFlashConfig(
+        hidden_size=HIDDEN,
+        expert_ffn_hidden_size=FFN,
+        moe_topk=CHOSEN,
+        n_routed_experts=EXPERTS,
+        zero_expert_num=4,
+        routed_scaling_factor=2.0,
+        num_attention_heads=2,
+    )
+    config._experts_implementation = "eager"
+    module = LongcatFlashMoE(config)
+    randomise(module)
+    held = {"bias_update": 0.001, "mean_experts": 2.0}
+    router = {"score_function": {**SOFTMAX_OF_ALL, **held}, "selector": top_k("raw", scale=2.0)}
+    layer = make_layer(moe_config(num_experts=EXPERTS, zero_experts={"identity": 4}, router=router))
+    bias_E = layer.router.score_function.bias_E
+    assert bias_E is not None
+    bias_E.copy_(module.router.e_score_correction_bias)
+    makes: WeightMap = {
+        "router.scorer.weight": lambda of: of("router.classifier.weight"),
+        "experts.up": lambda of: of("experts.gate_up_proj")[:EXPERTS],
+        "experts.down": lambda of: of("experts.down_proj"),
+    }
+    compare(module, layer, makes)
+    assert module.experts.gate_up_proj.shape[0] == EXPERTS + 4  # the defect
+    assert not module.experts.gate_up_proj.grad[EXPERTS:].any()
+    expert_TK = module.router(make_hidden(TOKENS))[2].sort(1).values
+    routing = layer.router(make_hidden(TOKENS), layer.context)
+    assert torch.equal(routing.pairs.expert_N.view(TOKENS, CHOSEN).sort(1).values, expert_TK)
+    assert 0.1 < (expert_TK >= EXPERTS).float().mean() < 0.9

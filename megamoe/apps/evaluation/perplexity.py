@@ -148,7 +148,7 @@ def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> 
         load_E = seen.load_E.cpu()
         known_E = sums.load_LE.get(layer_number)
         sums.load_LE[layer_number] = load_E if known_E is None else known_E + load_E
-        sums.wanted += int(seen.wanted_E.sum())
+        sums.wanted += int(seen.wanted_E[: len(load_E)].sum())
         sums.layer_tokens += int(seen.width_D.sum())
 
 
