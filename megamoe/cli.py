@@ -41,6 +41,10 @@ COMMANDS = {
         "megamoe.apps.reference.keys",
         "Write every key of a run's YAML: the tables of docs/configuration.md, and a JSON Schema for editors",
     ),
+    "lab": (
+        "megamoe.apps.lab.command",
+        "Run a study: configurations over seeds, what is measured of them, and what the claims come to",
+    ),
     "lm-eval": (
         "megamoe.apps.lm_eval.command",
         "lm-evaluation-harness on a checkpoint of ours, with any router, without conversion",
@@ -121,3 +125,7 @@ def _usage() -> str:
     width = max(map(len, COMMANDS))
     rows = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
     return f"usage: megamoe COMMAND [ARGUMENTS]\n\n{rows}\n\nmegamoe COMMAND --help shows its arguments."
+
+
+if __name__ == "__main__":
+    run()

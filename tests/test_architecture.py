@@ -57,6 +57,7 @@ APPS = {
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
     "apps.generation": {"apps.command"} | MODELS | {"apps.evaluation", "apps.translation"},
     "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data", "parallel", "validation"},
+    "apps.lab": FOUNDATION | {"apps.command", "apps.report", "compat", "metrics", "megamoe"},
     "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
     "apps.plan": {"apps.command"} | MODELS | {"metrics"},
     "apps.reference": FOUNDATION | {"apps.command", "metrics"},
@@ -79,7 +80,7 @@ VENDORS = {
     "triton": {"kernels"},
     "lm_eval": {"apps.lm_eval"},
     "sklearn": {"apps.finetune"},
-    "scipy": {"apps.finetune"},
+    "scipy": {"apps.finetune", "apps.lab"},
     "wandb": {"metrics", "apps.report"},
     "wandb_workspaces": {"apps.report"},
 }

@@ -25,33 +25,35 @@ LARGEST_FILE = 1 << 20  # bytes of YAML
 MOST_FILES = 20  # of one run
 
 
-def read_run(path: Path) -> dict[str, Any]:
+def read_run(path: Path, option: str = "--config") -> dict[str, Any]:
     """Return the mapping of a run's YAML, merged over its bases; the key `base` is gone.
+
+    option: what named the file, the beginning of a message.
 
     Raises:
         UserError: for a file that cannot be read or is no mapping, a base that is no path, a file that is its
             own base, or more than 20 files.
     """
-    return _read(path, [], [0])
+    return _read(path, [], [0], option)
 
 
-def _read(path: Path, above: list[Path], count: list[int]) -> dict[str, Any]:
+def _read(path: Path, above: list[Path], count: list[int], option: str) -> dict[str, Any]:
     """Return a file merged over its bases; above: the files that build on it; count: [files read so far]."""
     place = path.resolve()
     if place in above:
-        raise UserError(f"--config: {above[-1]}: base: {path} is based on this file itself; leave it out")
+        raise UserError(f"{option}: {above[-1]}: base: {path} is based on this file itself; leave it out")
     count[0] += 1
     if count[0] > MOST_FILES:
-        raise UserError(f"--config: {path}: more than {MOST_FILES} files of bases; merge some of them")
-    tree = read_mapping(path, f"--config: {above[-1]}: base" if above else "--config")
+        raise UserError(f"{option}: {path}: more than {MOST_FILES} files of bases; merge some of them")
+    tree = read_mapping(path, f"{option}: {above[-1]}: base" if above else option)
     bases = tree.pop("base", None)
     if bases is None:
         return tree
     merged: dict[str, Any] = {}
     for name in bases if isinstance(bases, list) else [bases]:
         if not isinstance(name, str) or not name:
-            raise UserError(f"--config: {path}: base: expected a file or a list of them, found {shown(name)}")
-        merged = merge(merged, _read(path.parent / name, [*above, place], count))
+            raise UserError(f"{option}: {path}: base: expected a file or a list of them, found {shown(name)}")
+        merged = merge(merged, _read(path.parent / name, [*above, place], count, option))
     return merge(merged, tree)
 
 

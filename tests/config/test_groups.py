@@ -88,7 +88,7 @@ def test_without_groups_there_is_one_kind_the_configuration_itself() -> None:
     assert kind.config is config and kind.layers == [1, 2] and kind.place("moe.losses") == "moe.losses"
 
 
-def test_a_preset_can_have_groups() -> None:
+def test_a_preset_can_have_groups(own_registry: None) -> None:
     tree = {"router": {"selector": "top_k"}, "groups": [{"layers": "first 1", "num_experts": 32}]}
     register_preset("grouped_for_a_test", tree, "this test")
     moe = {**MOE, "router": {"preset": "grouped_for_a_test", "selector": {"k": 2}}}

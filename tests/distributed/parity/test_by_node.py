@@ -87,12 +87,12 @@ def cases() -> dict[str, Case]:
     found = dict(MODES)
     found |= {f"{kind} {name}": Case(moe_config(**moe_tree(kind, name))) for kind, name in PARTS}
     found |= {f"composition {n}": Case(composed(n, part_of(n))[0]) for n in range(DRAWS)}
-    return {name: case for name, case in found.items() if not _is_bound_to_ranks(case.moe)}
+    return {name: case for name, case in found.items() if not _is_refused(case.moe)}
 
 
-def _is_bound_to_ranks(moe: MoEConfig) -> bool:
-    """Whether a part asks for experts or sub-layers that these small layouts cannot cut."""
-    return moe.num_experts % 4 != 0
+def _is_refused(moe: MoEConfig) -> bool:
+    """Whether these layouts cannot cut the experts, or a capacity in fixed shares refuses the exchange."""
+    return moe.num_experts % 4 != 0 or getattr(moe.router.capacity.options, "pad", False)
 
 
 def some() -> dict[str, Case]:

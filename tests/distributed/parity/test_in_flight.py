@@ -28,13 +28,14 @@ BY_NODE = {"parallel__exchange": "by_node", "parallel__node_size": 1}
 
 @dataclass(frozen=True)
 class Case:
-    """A run and its ranks. sequences: of a step. bits: whether all must be equal to the bit."""
+    """A run and its ranks. sequences: of a step. bits: equal to the bit; if not, within `close`."""
 
     changes: dict[str, Any]
     ranks: int = 2
     sequences: int = 8
     zero: str = "zero0_fp32"
     bits: bool = True
+    close: float = 1e-6
 
     def run(self) -> dict[str, Any]:
         return {
@@ -62,7 +63,8 @@ FULL = {
     "encoder": Case({**ENCODERS["encoder"], **DIRECT}),
     "no exchange": Case({}, zero="zero1_fp32"),
     "zero 1": Case({**DIRECT, **MANY}, zero="zero1_fp32", sequences=14),
-    "zero 2 in bf16": Case(DIRECT, zero="zero2_bf16", bits=False, sequences=4),
+    # ZeRO 2 reduces the sum of both micro batches once, in bf16.
+    "zero 2 in bf16": Case(DIRECT, zero="zero2_bf16", bits=False, close=2**-7, sequences=4),
     "selective": Case({**DIRECT, "model__recompute": "selective"}),
     "untied": Case({**DIRECT, "model__tie_embeddings": False}),
     "shares": Case({**DIRECT, "log__gradient_shares_every": 1, "model__recompute": "full"}),
@@ -122,17 +124,18 @@ def presets_both_ways() -> list[tuple[Found, Found]]:
     return found
 
 
-def assert_equal(one: Found, two: Found, bits: bool) -> None:
+def assert_equal(one: Found, two: Found, bits: bool, close: float = 1e-6) -> None:
     for name, weight in one.weights.items():
         if bits:
             assert torch.equal(weight, two.weights[name]), name
         else:
-            torch.testing.assert_close(two.weights[name], weight, rtol=1e-6, atol=1e-6, msg=name)
-    for before, after in zip(one.metrics, two.metrics, strict=True):
+            torch.testing.assert_close(two.weights[name], weight, rtol=close, atol=close, msg=name)
+    steps = None if close < 1e-3 else 1  # later ones choose other experts
+    for before, after in zip(one.metrics[:steps], two.metrics[:steps], strict=True):
         assert before.keys() == after.keys()
         for name, value in before.items():
             if not name.startswith(OF_TIME):
-                expected = value if bits else pytest.approx(value, rel=1e-6)
+                expected = value if bits else pytest.approx(value, rel=close)
                 assert after[name] == expected, name
 
 
@@ -141,7 +144,7 @@ def check(pool: Pool, cases: dict[str, Case], ranks: int) -> None:
     runs = [case.run() for case in of_ranks.values()]
     for of_rank in pool.run(trained_both_ways, runs, ranks=ranks, timeout_s=600):
         for case, (one, two) in zip(of_ranks.values(), of_rank, strict=True):
-            assert_equal(one, two, case.bits)
+            assert_equal(one, two, case.bits, case.close)
 
 
 def test_two_ranks(pool: Pool) -> None:

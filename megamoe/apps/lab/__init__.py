@@ -1,0 +1,1 @@
+"""Studies: rows of configurations over seeds, what is measured, and claims that the numbers decide."""

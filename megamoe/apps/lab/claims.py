@@ -1,0 +1,184 @@
+"""Claims as statements about measures of rows, and what seeds say of them.
+
+    perplexity(xmoe) < perplexity(switch)
+    accuracy(a) > accuracy(b) > accuracy(c)
+    loss(large) < 0.98 * loss(small) and dead(large) <= 1
+
+A measure of a row is a value for each seed. A comparison is decided by the paired differences over the
+seeds: by the two-sided 95 % interval of their mean, from Student's t distribution with one degree of freedom
+less than there are seeds. The claim is seen if the whole interval lies on its side, not seen if it lies on
+the other, and else within noise. One seed has no interval, and decides nothing.
+"""
+
+import ast
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Literal
+
+Verdict = Literal["seen", "not seen", "within noise"]
+Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # by measure, row and seed
+LEVEL = 0.95
+OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+}
+MOST_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """left < right, as expressions; strictness has no meaning for an interval, so < and <= are the same."""
+
+    text: str
+    left: ast.expr
+    right: ast.expr
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Comparisons that must all hold."""
+
+    comparisons: list[Comparison]
+
+    def operands(self) -> Iterator[tuple[str, str]]:
+        """Return (measure, row) of every operand."""
+        for each in self.comparisons:
+            for side in (each.left, each.right):
+                for node in ast.walk(side):
+                    if isinstance(node, ast.Call):
+                        yield _operand(node)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What the seeds say of one comparison. differences: right - left by seed. low, high: of the interval."""
+
+    text: str
+    verdict: Verdict
+    differences: dict[int, float]
+    mean: float | None
+    low: float | None
+    high: float | None
+
+
+def parse_claim(text: str, where: str) -> Claim:
+    """Read a claim; where: the key, for messages.
+
+    Raises:
+        ValueError: if it is no comparison of measures.
+    """
+    problem = f"{where}: {text!r} is no comparison, such as perplexity(a) < 0.98 * perplexity(b)"
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"{where}: longer than {MOST_CHARACTERS} characters")
+    try:
+        body = ast.parse(text.strip(), mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ValueError(problem) from None
+    parts = body.values if isinstance(body, ast.BoolOp) and isinstance(body.op, ast.And) else [body]
+    comparisons: list[Comparison] = []
+    for part in parts:
+        if not isinstance(part, ast.Compare):
+            raise ValueError(problem)
+        sides = [part.left, *part.comparators]
+        for side in sides:
+            _check(side, problem)
+        for left, relation, right in zip(sides, part.ops, sides[1:], strict=False):
+            shown = f"{ast.unparse(left)} {_sign(relation, problem)} {ast.unparse(right)}"
+            if isinstance(relation, ast.Gt | ast.GtE):
+                left, right = right, left
+            comparisons.append(Comparison(shown, left, right))
+    claim = Claim(comparisons)
+    if not list(claim.operands()):
+        raise ValueError(problem)
+    return claim
+
+
+def _sign(relation: ast.cmpop, problem: str) -> str:
+    signs = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
+    if type(relation) not in signs:
+        raise ValueError(problem)
+    return signs[type(relation)]
+
+
+def _check(node: ast.expr, problem: str) -> None:
+    """Refuse all but numbers, measures of rows, and their sums and products."""
+    match node:
+        case ast.Constant(value=int() | float()):
+            return
+        case ast.Call(func=ast.Name(), args=[ast.Name()], keywords=[]):
+            return
+        case ast.BinOp() if type(node.op) in OPERATIONS:
+            _check(node.left, problem)
+            _check(node.right, problem)
+        case ast.UnaryOp(op=ast.USub()):
+            _check(node.operand, problem)
+        case _:
+            raise ValueError(problem)
+
+
+def _operand(node: ast.Call) -> tuple[str, str]:
+    assert isinstance(node.func, ast.Name) and isinstance(node.args[0], ast.Name)
+    return node.func.id, node.args[0].id
+
+
+def decide(claim: Claim, values: Values) -> tuple[Verdict, list[Finding]]:
+    """Return the verdict on a claim, and what was found of each of its comparisons.
+
+    Seeds in which an operand is missing or not finite are left out; without any, nothing is decided.
+    """
+    findings = [_finding(each, values) for each in claim.comparisons]
+    verdicts = {each.verdict for each in findings}
+    if verdicts == {"seen"}:
+        return "seen", findings
+    return ("not seen" if "not seen" in verdicts else "within noise"), findings
+
+
+def _finding(comparison: Comparison, values: Values) -> Finding:
+    one = Claim([comparison])
+    shared = set.intersection(*(set(values.get(name, {}).get(row, {})) for name, row in one.operands()))
+    differences = {
+        seed: _value(comparison.right, values, seed) - _value(comparison.left, values, seed)
+        for seed in sorted(shared)
+    }
+    differences = {seed: it for seed, it in differences.items() if math.isfinite(it)}
+    mean, low, high = interval([*differences.values()])
+    verdict: Verdict = "within noise"
+    if low is not None and high is not None:
+        verdict = "seen" if low > 0 else "not seen" if high < 0 else "within noise"
+    return Finding(comparison.text, verdict, differences, mean, low, high)
+
+
+def _value(node: ast.expr, values: Values, seed: int) -> float:
+    match node:
+        case ast.Constant():
+            return float(node.value)  # type: ignore[arg-type]
+        case ast.Call():
+            measure, row = _operand(node)
+            return values[measure][row][seed]
+        case ast.BinOp():
+            left, right = _value(node.left, values, seed), _value(node.right, values, seed)
+            if isinstance(node.op, ast.Div) and right == 0:
+                return math.nan
+            return OPERATIONS[type(node.op)](left, right)
+        case ast.UnaryOp():
+            return -_value(node.operand, values, seed)
+        case _:
+            raise AssertionError(ast.dump(node))
+
+
+def interval(values: list[float]) -> tuple[float | None, float | None, float | None]:
+    """Return the mean and the two ends of its 95 % interval; None where there are too few values."""
+    if not values:
+        return None, None, None
+    mean = fmean(values)
+    if len(values) < 2:
+        return mean, None, None
+    from scipy.stats import t
+
+    half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return mean, mean - half, mean + half

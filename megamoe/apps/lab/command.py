@@ -1,0 +1,249 @@
+"""Run a study: configurations over seeds, what is measured of them, and what the claims come to.
+
+python tools/lab.py yang2024_table1 --size smoke
+python tools/lab.py yang2024_table1 --size cpu --workers 2
+python tools/lab.py my_study.yaml --size gpu --slurm "--partition=gpu --gpus=1 --time=4:00:00"
+python tools/lab.py --list
+
+STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes
+on where an earlier one stopped. The results are in OUTPUT/page: index.md, results.json and report.html.
+"""
+
+import argparse
+import fcntl
+import os
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.command import check_positive, parser_of, run_tool
+from megamoe.errors import UserError
+
+STUDIES = Path("examples/studies")
+MARK = ".lab"  # in a folder of a study; its lock
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command; return the exit code."""
+    options = _parser().parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("study", nargs="?", metavar="STUDY", help="a YAML, or the name of one in examples/studies")
+    add(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="of every run; task.KEY=VALUE: of fine-tuning",
+    )
+    add("--size", choices=("smoke", "cpu", "gpu"), default="smoke", help="default: smoke")
+    add("--seeds", type=int, metavar="N", help="take the seeds 1 to N; default: the study's")
+    add("--output", type=Path, metavar="DIR", help="default: runs/lab/<study>_<size>")
+    add("--workers", type=int, metavar="N", help="processes at a time; default: as many as GPUs, or cores")
+    add("--overwrite", action="store_true", help="begin anew in the output folder")
+    add(
+        "--publish",
+        type=Path,
+        metavar="DIR",
+        help="copy the page (without report.html) and the configurations",
+    )
+    add("--slurm", metavar="OPTIONS", help="submit job arrays with these options of sbatch, and end")
+    add("--list", action="store_true", help="list the studies of examples/studies, and end")
+    add("--chain", type=int, help=argparse.SUPPRESS)  # of a job array: the number of the chain, from 0
+    add("--phase", choices=("tuning", "study"), help=argparse.SUPPRESS)
+    return parser
+
+
+def _run(options: argparse.Namespace) -> None:
+    if options.list:
+        _list()
+        return
+    if options.study is None:
+        raise UserError("STUDY: none is named; --list shows those of examples/studies")
+    check_positive("--seeds", options.seeds)
+    check_positive("--workers", options.workers)
+    from megamoe.apps.lab.study import load_plan
+
+    plan = load_plan(_path_of(options.study), options.size, options.seeds, options.overrides)
+    output = options.output or Path("runs/lab") / f"{plan.name}_{plan.size_name}"
+    if options.chain is not None:
+        _run_chain(plan, output, options)
+        return
+    lock = _open_folder(output, options.overwrite)
+    try:
+        if options.slurm is not None:
+            from megamoe.apps.lab.slurm import submit
+
+            submit(plan, output, options.slurm, _repeated(options))
+        else:
+            _run_here(plan, output, options)
+    finally:
+        os.close(lock)
+
+
+def _path_of(study: str) -> Path:
+    path = Path(study)
+    if path.suffix in (".yaml", ".yml") or path.exists():
+        return path
+    known = sorted(each.stem for each in STUDIES.glob("*.yaml"))
+    if study in known:
+        return STUDIES / f"{study}.yaml"
+    from megamoe.registry import nearest_and_all
+
+    raise UserError(f"STUDY: no file {study!r} and no study of {STUDIES}{nearest_and_all(study, known)}")
+
+
+def _list() -> None:
+    from megamoe.apps.lab.study import load_study
+
+    for path in sorted(STUDIES.glob("*.yaml")):
+        study = load_study(path)
+        times = "; ".join(f"{name}: {size.time}" for name, size in study.sizes.items())
+        print(f"{path.stem}: {study.title} ({study.source}). {times}")
+
+
+def _open_folder(output: Path, overwrite: bool) -> int:
+    """Make the folder of a study or check that it is one; return its lock, an open file.
+
+    Raises:
+        UserError: if it holds something else, if another lab runs in it, or if it cannot be written.
+    """
+    mark = output / MARK
+    if output.exists() and not mark.exists() and (output.is_file() or any(output.iterdir())):
+        raise UserError(f"--output: {output} holds no study; name another folder")
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        handle = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    except OSError as error:
+        raise UserError(f"--output: {output} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(handle)
+        raise UserError(
+            f"--output: another lab runs in {output}; wait for it, or name another folder"
+        ) from None
+    if overwrite:
+        for path in output.iterdir():
+            if path.is_dir():
+                shutil.rmtree(path)
+    return handle
+
+
+def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> None:
+    from megamoe.apps.lab.page import PAGE, write_results
+    from megamoe.apps.lab.results import results_of
+    from megamoe.apps.lab.runner import Runner
+    from megamoe.apps.lab.tasks import study_tasks
+
+    print(f"{plan.study.title}: {plan.study.source}", flush=True)
+    print(
+        f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
+    )
+    _check_data(plan)
+    runner = Runner(output, _slots(plan.size.ranks, options.workers), lambda line: print(line, flush=True))
+    tuned = _tune(plan, output, runner)
+    tasks = study_tasks(plan, output, tuned)
+    runner.run(tasks.by_name.values())
+    results = results_of(plan, tasks, runner, tuned, _command(options))
+    page = output / "page"
+    write_results(plan, tasks, results, page)
+    for claim in results["claims"]:
+        print(f"{claim['verdict']}: {claim['text']} ({claim['test']})")
+    for row in results["rows"].values():
+        for line in row["failed"]:
+            print(f"failed: {line}")
+    print(f"page: {page / PAGE}")
+    if options.publish is not None:
+        _publish(page, output / "configurations", options.publish)
+
+
+def _tune(plan: Any, output: Path, runner: Any) -> dict[str, Any]:
+    """Run the tuning, if the size has one; return the chosen value of each row."""
+    from megamoe.apps.lab.measures import lowest_by
+    from megamoe.apps.lab.tasks import tuning_tasks
+
+    rule = plan.size.tuning
+    tasks, of_rows = tuning_tasks(plan, output)
+    runner.run(tasks.by_name.values())
+    tuned = {}
+    for row, of_row in of_rows.items():
+        tuned[row], losses = lowest_by(rule.by, runner, of_row, rule.values)
+        shown = ", ".join(
+            f"{value}: {'failed' if loss is None else f'{loss:.4f}'}"
+            for value, loss in zip(rule.values, losses, strict=True)
+        )
+        print(f"{row}: {rule.key} {tuned[row]} ({rule.by} of {shown})", flush=True)
+    return tuned
+
+
+def _run_chain(plan: Any, output: Path, options: argparse.Namespace) -> None:
+    """Run one chain of tasks, in a job of an array. The tasks' own locks keep two jobs from the same one."""
+    from megamoe.apps.lab.runner import Runner
+    from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
+
+    runner = Runner(output, [None], lambda line: print(line, flush=True))
+    if options.phase == "tuning":
+        tasks = tuning_tasks(plan, output)[0]
+    else:
+        tasks = study_tasks(plan, output, _tune(plan, output, runner))
+    chains = tasks.chains()
+    if not 0 <= options.chain < len(chains):
+        raise UserError(f"--chain: found {options.chain}, the study has {len(chains)}")
+    runner.run(chains[options.chain])
+
+
+def _check_data(plan: Any) -> None:
+    """Refuse a study whose prepared data is missing, before a run starts."""
+    for row, config in plan.configs.items():
+        data = config.get("data") or {}
+        sources = data.get("sources")
+        for source in [sources] if isinstance(sources, str) else sources or []:
+            prefix = source if isinstance(source, str) else str((source or {}).get("path", ""))
+            known = "*" in prefix or list(Path(prefix).parent.glob(f"{Path(prefix).name}*"))
+            if not data.get("mock") and not known:
+                needs = f"; {plan.study.needs} prepares it" if plan.study.needs else ""
+                raise UserError(f"{plan.path}: row {row}: data.sources: {prefix} does not exist{needs}")
+
+
+def _slots(ranks: int, workers: int | None) -> list[str | None]:
+    """Return a slot for each process at a time: its GPUs, or None on a machine without."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if gpus:
+        most = max(1, gpus // ranks)
+        count = min(workers or most, most)
+        return [",".join(map(str, range(at * ranks, (at + 1) * ranks))) for at in range(count)]
+    return [None] * (workers or max(1, (os.cpu_count() or 1) // ranks))
+
+
+def _publish(page: Path, configurations: Path, target: Path) -> None:
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path in sorted(page.iterdir()):
+            if path.suffix in (".md", ".json", ".svg"):
+                shutil.copyfile(path, target / path.name)
+        (target / "configurations").mkdir(exist_ok=True)
+        for path in sorted(configurations.glob("*.yaml")):
+            shutil.copyfile(path, target / "configurations" / path.name)
+    except OSError as error:
+        raise UserError(f"--publish: {target} cannot be written: {error.strerror}") from None
+    print(f"published: {target}")
+
+
+def _repeated(options: argparse.Namespace) -> list[str]:
+    """Return the arguments with which a job of an array repeats this call."""
+    given = [options.study, "--size", options.size]
+    given += [] if options.seeds is None else ["--seeds", str(options.seeds)]
+    given += [] if options.output is None else ["--output", str(options.output)]
+    return [*given, *options.overrides]
+
+
+def _command(options: argparse.Namespace) -> str:
+    """Return the command that makes these results."""
+    return "python tools/lab.py " + shlex.join(_repeated(options))

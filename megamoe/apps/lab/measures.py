@@ -1,0 +1,169 @@
+"""The numbers of a study's rows and seeds, read from what its tasks have written."""
+
+import json
+import math
+import statistics
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.lab.runner import Runner
+from megamoe.apps.lab.study import Measure, Plan
+from megamoe.apps.lab.tasks import RESULT, Task, Tasks
+from megamoe.apps.report.run_statistics import Run, read_run, series
+from megamoe.errors import UserError
+from megamoe.io import read_plain, reason
+from megamoe.metrics import names
+
+LARGEST_RESULT = 1 << 28  # bytes
+SPIKE_WINDOW, SPIKE_DEVIATIONS = 20, 6.0
+Found = dict[str, dict[str, dict[int, float]]]  # by measure, row and seed
+
+
+def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
+    """Return every measure of every row and seed whose tasks are complete.
+
+    Raises:
+        UserError: if a record or result cannot be read, or has no number where the study says.
+    """
+    found: Found = {name: {row: {} for row in plan.configs} for name in plan.study.measures}
+    read: dict[Path, Any] = {}
+    for (row, seed), training in tasks.training.items():
+        if not runner.is_done(training):
+            continue
+        run = read.setdefault(training.folder, None) or read_run(training.folder)
+        read[training.folder] = run
+        for name, measure in plan.study.measures.items():
+            value = None
+            if measure.stage is None:
+                value = _of_run(measure, run, runner, training)
+            else:
+                task = tasks.stages.get((measure.stage, row, seed))
+                if task is not None and runner.is_done(task):
+                    kind = plan.study.stages[measure.stage].kind
+                    value = _at(_json(task.folder / RESULT[kind]), measure, f"measures.{name}")
+            if value is not None:
+                value = math.exp(min(value, 700.0)) if measure.exponential else value
+                found[name][row][seed] = value * measure.scale
+    return found
+
+
+def lowest_by(
+    key: str, runner: Runner, tasks: Sequence[Task], values: Sequence[Any]
+) -> tuple[Any, list[Any]]:
+    """Return the value whose run ended with the lowest metric `key`, and every run's metric (None: it
+    failed).
+
+    Raises:
+        UserError: if no run has recorded it.
+    """
+    found: list[Any] = []
+    for task in tasks:
+        recorded = series(read_run(task.folder).rows, key)[1] if runner.is_done(task) else []
+        found.append(recorded[-1] if recorded and math.isfinite(recorded[-1]) else None)
+    known = [(loss, number) for number, loss in enumerate(found) if loss is not None]
+    if not known:
+        raise UserError(f"tuning: no run of {tasks[0].name} and its like has recorded {key}; see their logs")
+    return values[min(known)[1]], found
+
+
+def _of_run(measure: Measure, run: Run, runner: Runner, task: Task) -> float | None:
+    if measure.fact is not None:
+        return FACTS[measure.fact](run, runner, task)
+    assert measure.metric is not None
+    recorded = [float(value) for value in series(run.rows, measure.metric)[1] if _is_number(value)]
+    if not recorded:
+        return None
+    if measure.take == "spikes":
+        return float(spikes(recorded))
+    takes = {"last": recorded[-1], "lowest": min(recorded), "highest": max(recorded)}
+    return statistics.fmean(recorded) if measure.take == "mean" else takes[measure.take]
+
+
+def spikes(values: Sequence[float]) -> int:
+    """Return how many values are not finite, or lie more than 6 standard deviations above the mean of the 20
+    values before them. The definition is ours.
+    """
+    count = 0
+    for at in range(SPIKE_WINDOW, len(values)):
+        before = [value for value in values[at - SPIKE_WINDOW : at] if math.isfinite(value)]
+        if not math.isfinite(values[at]):
+            count += 1
+        elif len(before) > 1:
+            limit = statistics.fmean(before) + SPIKE_DEVIATIONS * statistics.stdev(before)
+            count += values[at] > limit
+    return count
+
+
+def flops_per_token(run: Run) -> float | None:
+    """Return the FLOPs of a training step's forward and backward pass by the tokens of the step, 2 for a
+    multiply-add: the mean over the logged steps of what `perf/tflops_per_rank` counts.
+    """
+    ranks = run.summary.get("ranks") or 1
+    batch = run.config.get("train.global_batch_size")
+    length = run.config.get("data.sequence_length")
+    steps = [
+        row[names.TFLOPS_PER_RANK] * row[names.STEP_S] * 1e12 * ranks
+        for row in run.rows
+        if names.TFLOPS_PER_RANK in row and names.STEP_S in row
+    ]
+    if not steps or not batch or not length:
+        return None
+    return float(statistics.fmean(steps) / (batch * length))
+
+
+def _training_flops(run: Run) -> float | None:
+    of_token, tokens = flops_per_token(run), run.statistics.tokens
+    return None if of_token is None or tokens is None else of_token * tokens
+
+
+FACTS = {
+    "flops_per_token": lambda run, runner, task: flops_per_token(run),
+    "training_flops": lambda run, runner, task: _training_flops(run),
+    "memory": lambda run, runner, task: float(runner.record_of(task).memory) or None,
+    "parameters": lambda run, runner, task: run.summary.get("parameters_total"),
+    "active_parameters": lambda run, runner, task: run.summary.get("parameters_active"),
+}
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(read_plain(path, LARGEST_RESULT))
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"{path}: {reason(error)}; delete the task's record beside it, and run again"
+        ) from None
+
+
+def _at(content: Any, measure: Measure, where: str) -> float | None:
+    """Return the number at the measure's path; None if it is null, or if nothing is left for a mean."""
+    assert measure.path is not None
+    found = [content]
+    for step in measure.path.split("/"):
+        below: list[Any] = []
+        for each in found:
+            if step == "*":
+                items = each.items() if isinstance(each, dict) else enumerate(each)
+                below += [value for key, value in items if str(key) not in measure.without]
+            elif isinstance(each, dict) and step in each:
+                below.append(each[step])
+            elif isinstance(each, list) and _index(step, each) is not None:
+                below.append(each[_index(step, each) or 0])
+            else:
+                known = ", ".join(map(str, each)) if isinstance(each, dict) else f"{len(each)} entries"
+                raise UserError(f"{where}: path: nothing at {step!r}; expected one of {known[:200]}")
+        found = below
+    numbers = [float(each) for each in found if _is_number(each)]
+    return statistics.fmean(numbers) if numbers else None
+
+
+def _index(step: str, found: list[Any]) -> int | None:
+    try:
+        index = int(step)
+    except ValueError:
+        return None
+    return index if -len(found) <= index < len(found) else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,204 @@
+"""The page of a study: results.json, index.md with a picture of each measure, and report.html.
+
+index.md is what is kept in a repository: tables, verdicts, and how it was made. report.html also has the
+curves of all runs, and needs no network.
+"""
+
+import json
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.lab.study import Plan
+from megamoe.apps.lab.tasks import Tasks
+from megamoe.apps.report.comparison import comparison_sections
+from megamoe.apps.report.page import document, main_of, table
+from megamoe.apps.report.run_statistics import read_run
+from megamoe.errors import UserError
+from megamoe.io import replace_file
+
+PAGE, RESULTS, REPORT = "index.md", "results.json", "report.html"
+Table = list[list[str]]
+SIGNS = {"seen": "seen", "not seen": "**not seen**", "within noise": "within noise"}
+WIDTH, ROW_HEIGHT = 7.0, 0.32  # of a picture, in inches
+
+
+def write_results(plan: Plan, tasks: Tasks, results: dict[str, Any], folder: Path) -> list[Path]:
+    """Write the page's files; return their paths.
+
+    Raises:
+        OSError: if one cannot be written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = _pictures(plan, results, folder)
+    text = markdown(plan, results, [path.name for path in pictures])
+    written = {
+        folder / RESULTS: json.dumps(results, indent=1, allow_nan=True) + "\n",
+        folder / PAGE: text,
+        folder / REPORT: _html(plan, tasks, results),
+    }
+    for path, content in written.items():
+        replace_file(path, content.encode(errors="backslashreplace"))
+    return [*written, *pictures]
+
+
+def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
+    """Return index.md."""
+    study, made = plan.study, results["made"]
+    seeds = ", ".join(map(str, results["seeds"]))
+    parts = [f"# {study.title}", f"{study.source}. Size `{results['size']}`, seeds {seeds}.", study.question]
+    parts.append(f"```\n{made['command']}\n```")
+    if results["claims"]:
+        parts += ["## Claims", _markdown(claims_table(results)), _rule(results)]
+    parts += ["## Numbers", _markdown(rows_table(plan, results)), _legend(plan)]
+    parts += [f"![{name.removesuffix('.svg')}]({name})" for name in pictures]
+    failed = [line for row in results["rows"].values() for line in row["failed"]]
+    if failed:
+        parts += ["## Failed runs", "\n".join(f"- {line}" for line in failed)]
+    parts += ["## How it was made", _tuning(results), study.differs]
+    libraries = ", ".join(f"{name} {found}" for name, found in made["libraries"].items())
+    parts.append(
+        f"{made['date']}, megamoe {made['megamoe']}, Python {made['python']}, {libraries}. "
+        f"{made['processor']}. "
+        f"Planned time of this size: {plan.size.time}."
+    )
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def claims_table(results: dict[str, Any]) -> Table:
+    """Return a row for each comparison of each claim."""
+    rows = [["claim", "comparison", "difference", "95 % interval", "verdict"]]
+    for claim in results["claims"]:
+        place = f" ({claim['place']})" if claim["place"] else ""
+        for number, found in enumerate(claim["comparisons"]):
+            text = f"{claim['text']}{place}" if number == 0 else ""
+            span = "" if found["low"] is None else f"{_number(found['low'])} to {_number(found['high'])}"
+            mean = "" if found["mean"] is None else _number(found["mean"])
+            rows.append([text, f"`{found['text']}`", mean, span, SIGNS[found["verdict"]]])
+    return rows
+
+
+def rows_table(plan: Plan, results: dict[str, Any]) -> Table:
+    """Return a row for each row: mean ± standard deviation, and the paper's number in brackets."""
+    measures = plan.study.measures
+    tuned = results["tuning"]
+    head = ["row", *measures, *([tuned["key"]] if tuned else [])]
+    rows = [head]
+    for name, row in results["rows"].items():
+        cells = [name]
+        for measure, found in row["measures"].items():
+            cell = (
+                "failed"
+                if found["mean"] is None and row["failed"]
+                else _spread(found, measures[measure].digits)
+            )
+            published = row["published"].get(measure)
+            cells.append(cell + ("" if published is None else f" [{published:g}]"))
+        rows.append(cells + ([str(row.get("tuned", ""))] if tuned else []))
+    return rows
+
+
+def _legend(plan: Plan) -> str:
+    lines = [f"- `{name}`: {measure.text}" for name, measure in plan.study.measures.items() if measure.text]
+    lines += [
+        f"- `{name}`: {plan.study.rows[name].text}" for name in plan.configs if plan.study.rows[name].text
+    ]
+    told = "Mean ± standard deviation over the seeds; in brackets the paper's number."
+    return "\n".join([told, "", *lines] if lines else [told])
+
+
+def _rule(results: dict[str, Any]) -> str:
+    if len(results["seeds"]) < 2:
+        return "One seed has no interval and decides nothing: every comparison is within noise."
+    return (
+        "A difference is the side that should be larger minus the other, paired by seed. A claim is seen "
+        "if the 95 % interval of its mean (Student's t) lies above 0, and not seen if it lies below 0."
+    )
+
+
+def _tuning(results: dict[str, Any]) -> str:
+    rule = results["tuning"]
+    if rule is None:
+        return "Nothing was tuned: every row has the settings of the study."
+    values = ", ".join(map(str, rule["values"]))
+    return (
+        f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']} ended "
+        f"with the lowest `{rule['by']}`, on data that the table does not report."
+    )
+
+
+def _spread(found: dict[str, Any], digits: int) -> str:
+    if found["mean"] is None:
+        return ""
+    mean = _number(found["mean"], digits)
+    return mean if found["std"] is None else f"{mean} ± {_number(found['std'], digits)}"
+
+
+def _number(value: float, digits: int = 4) -> str:
+    if value != 0 and not 1e-3 <= abs(value) < 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.{digits}f}"
+
+
+def _markdown(rows: Table) -> str:
+    lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in lines)
+
+
+def _html(plan: Plan, tasks: Tasks, results: dict[str, Any]) -> str:
+    parts = []
+    for title, rows in (("Claims", claims_table(results)), ("Numbers", rows_table(plan, results))):
+        if len(rows) > 1:
+            plain = [[cell.replace("`", "").replace("**", "") for cell in row] for row in rows]
+            parts.append(f"<section><h2>{title}</h2>{table(plain[1:], plain[0])}</section>")
+    note = escape(" ".join([_rule(results), _tuning(results), plan.study.differs]))
+    parts.append(f"<section><p>{note}</p></section>")
+    runs = []
+    for folder in dict.fromkeys(task.folder for task in tasks.training.values()):
+        try:
+            runs.append(read_run(folder))
+        except UserError:
+            continue  # a run that failed before its first step
+    subtitle = f"{plan.study.source} · size {plan.size_name} · seeds {', '.join(map(str, plan.seeds))}"
+    sections = comparison_sections([run for run in runs if run.rows])
+    return document(plan.study.title, main_of(plan.study.title, subtitle, parts, sections))
+
+
+def _pictures(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
+    """Draw each measure of the claims: a dot for each seed, a bar for the mean, and the paper's number."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shown = list(dict.fromkeys(name for _, claim in plan.claims for name, _ in claim.operands()))
+    paths = []
+    for name in shown or list(plan.study.measures)[:1]:
+        rows = {row: found for row, found in results["rows"].items() if found["measures"][name]["seeds"]}
+        if not rows:
+            continue
+        figure, axes = pyplot.subplots(figsize=(WIDTH, 1.0 + ROW_HEIGHT * len(rows)), layout="constrained")
+        for place, found in enumerate(rows.values()):
+            values = found["measures"][name]
+            seeds = [*values["seeds"].values()]
+            axes.plot(seeds, [place] * len(seeds), "o", color="#2c6fbb", alpha=0.6, markersize=5)
+            axes.plot([values["mean"]], [place], "|", color="#1f2430", markersize=16, markeredgewidth=2)
+            if name in found["published"] and len(rows) > 1 and _near(found["published"][name], rows, name):
+                axes.plot([found["published"][name]], [place], "x", color="#d9632b", markersize=6)
+        axes.set_yticks(range(len(rows)), [*rows])
+        axes.invert_yaxis()
+        axes.grid(axis="x", color="#e8eaef")
+        axes.set_xlabel(plan.study.measures[name].text or name)
+        path = folder / f"{name}.svg"
+        pyplot.rcParams["svg.hashsalt"] = name  # the same picture has the same bytes
+        figure.savefig(path, metadata={"Date": None})
+        pyplot.close(figure)
+        paths.append(path)
+    return paths
+
+
+def _near(published: float, rows: dict[str, Any], name: str) -> bool:
+    """Whether the paper's number lies where the measured ones do."""
+    means = [found["measures"][name]["mean"] for found in rows.values()]
+    span = max(means) - min(means)
+    return bool(min(means) - span <= published <= max(means) + span)

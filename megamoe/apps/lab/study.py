@@ -1,0 +1,339 @@
+"""A study's YAML: the rows that are compared, what is measured of each, and the claims.
+
+    title: Threshold routing against top-k
+    source: Yang et al. 2024 (XMoE), table 1
+    rows:
+      switch: {base: ../papers/xmoe_323m_switch_small.yaml, published: {perplexity: 14.6}}
+      xmoe: {base: ../papers/xmoe_323m_64_small.yaml}
+    measures:
+      perplexity: {metric: test/lm_loss, exponential: true}
+    claims:
+      - {text: XMoE has the lower perplexity, test: perplexity(xmoe) < perplexity(switch)}
+    sizes:
+      smoke: {seeds: [1], time: a minute, set: {train: {steps: 4}}}
+      cpu: {seeds: [1, 2, 3], time: an hour on two cores}
+
+A row's configuration is its base, under `set` of the study, of the size and of the row, in this order. A
+study may build on others by `base`, as a run's YAML does.
+"""
+
+import hashlib
+import json
+import re
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+
+from megamoe.apps.lab.claims import Claim, parse_claim
+from megamoe.config.files import merge, read_run
+from megamoe.config.load import apply_override
+from megamoe.config.messages import first_problem
+from megamoe.config.parts import STRICT
+from megamoe.config.values import PathText, PositiveInt, Seed
+from megamoe.errors import UserError
+
+NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
+STAGES = ("evaluate", "finetune", "translate", "analyze")
+TASK_PREFIX = "task."  # of overrides that change the fine-tuning
+
+
+def _is_name(text: str) -> str:
+    if not NAME.fullmatch(text):
+        raise ValueError(f"{text!r} has other characters than a-z, 0-9 and _, or does not begin with a-z")
+    return text
+
+
+Name = Annotated[str, AfterValidator(_is_name)]
+Settings = dict[str, Any]
+
+
+@dataclass
+class Row:
+    """One configuration that is compared."""
+
+    __pydantic_config__ = STRICT
+    base: PathText | list[PathText] = field(default_factory=list)  # YAML of runs, relative to the study
+    set: Settings = field(default_factory=dict)  # keys of the run over the bases
+    finetune: Settings = field(default_factory=dict)  # keys of the task, for this row alone
+    published: dict[Name, float] = field(default_factory=dict)  # the paper's number of a measure
+    text: str = ""  # what the row is, for the table
+
+
+@dataclass
+class Finetune:
+    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it."""
+
+    __pydantic_config__ = STRICT
+    task: PathText
+    set: Settings = field(default_factory=dict)
+
+
+@dataclass
+class Translate:
+    """tools/translate.py --score on each trained model, of the pairs' test split."""
+
+    __pydantic_config__ = STRICT
+    source: str
+    target: str
+    samples: PositiveInt | None = None
+    beams: PositiveInt = 1
+
+
+@dataclass
+class Analyze:
+    """tools/analyze_routing.py. of: the last checkpoint, all of a run, or the last ones of all seeds of a
+    row."""
+
+    __pydantic_config__ = STRICT
+    analyses: list[str]
+    of: Literal["last", "all", "seeds"] = "last"
+    samples: PositiveInt | None = None
+
+
+@dataclass
+class Evaluate:
+    """tools/evaluate.py on each trained model. sweep: values by key of the configuration, all
+    combinations."""
+
+    __pydantic_config__ = STRICT
+    sweep: dict[str, list[Any]] = field(default_factory=dict)
+    samples: PositiveInt | None = None
+
+
+@dataclass
+class Stage:
+    """What is done with each trained model: one of the four."""
+
+    __pydantic_config__ = STRICT
+    finetune: Finetune | None = None
+    translate: Translate | None = None
+    analyze: Analyze | None = None
+    evaluate: Evaluate | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the one that is given."""
+        return next(name for name in STAGES if getattr(self, name) is not None)
+
+
+@dataclass
+class Measure:
+    """A number of each row and seed.
+
+    metric: a key of metrics.jsonl. take: which of the run's values; `spikes` counts those far above the ones
+    before (`measures.spikes`). fact: instead, a number about the run, see `measures.FACTS`. stage, path:
+    instead, a number in the JSON of a stage: keys and indices with slashes, * for the mean over all without
+    those in `without`. exponential: of a loss: the perplexity. text: what it is, with its unit.
+    """
+
+    __pydantic_config__ = STRICT
+    metric: str | None = None
+    take: Literal["last", "lowest", "highest", "mean", "spikes"] = "last"
+    fact: Literal["flops_per_token", "training_flops", "memory", "parameters", "active_parameters"] | None = (
+        None
+    )
+    stage: str | None = None
+    path: str | None = None
+    without: list[str] = field(default_factory=list)
+    exponential: bool = False
+    scale: float = 1.0
+    digits: Annotated[int, Field(ge=0, le=8)] = 3
+    text: str = ""
+
+
+@dataclass
+class Tuning:
+    """One rule for all rows: each is trained with every value, and takes the one with the lowest `by`.
+
+    key: of the configuration. by: a metric of validation data that the study does not report. seed: of these
+    runs. set: keys over the size's, such as fewer steps.
+    """
+
+    __pydantic_config__ = STRICT
+    key: str
+    values: Annotated[list[Any], Field(min_length=2)]
+    by: str = "val/lm_loss"
+    seed: Seed = 0
+    set: Settings = field(default_factory=dict)
+
+
+@dataclass
+class Size:
+    """How large the study's runs are. time: what it takes, as text. ranks: of each run, by torchrun."""
+
+    __pydantic_config__ = STRICT
+    seeds: Annotated[list[Seed], Field(min_length=1)]
+    time: str
+    set: Settings = field(default_factory=dict)
+    finetune: Settings = field(default_factory=dict)
+    rows: list[Name] | None = None  # of the study's; default: all
+    tuning: Tuning | None = None
+    ranks: PositiveInt = 1
+
+
+@dataclass
+class Study:
+    """A study of one size, see the module."""
+
+    __pydantic_config__ = STRICT
+    title: str
+    source: str
+    rows: Annotated[dict[Name, Row], Field(min_length=1)]
+    measures: Annotated[dict[Name, Measure], Field(min_length=1)]
+    sizes: dict[Literal["smoke", "cpu", "gpu"], Size]
+    question: str = ""
+    differs: str = ""  # what is another scale than the paper's
+    needs: str = ""  # the command that prepares the data
+    set: Settings = field(default_factory=dict)
+    stages: dict[Name, Stage] = field(default_factory=dict)
+    claims: list["ClaimText"] = field(default_factory=list)
+
+
+@dataclass
+class ClaimText:
+    """A claim of the paper. place: where it stands there. test: see `claims.py`."""
+
+    __pydantic_config__ = STRICT
+    text: str
+    test: str
+    place: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study at one size, checked: what the lab runs.
+
+    configs: each row's configuration as a tree, without seed and name. tasks: overrides `task.key=value` of
+    the user.
+    """
+
+    name: str
+    path: Path
+    study: Study
+    size_name: str
+    size: Size
+    configs: dict[str, dict[str, Any]]
+    claims: list[tuple[ClaimText, Claim]]
+    task_overrides: list[str]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds, the same for every row."""
+        return self.size.seeds
+
+
+_STUDY = TypeAdapter(Study)
+
+
+def load_study(path: Path) -> Study:
+    """Read a study's YAML with its bases.
+
+    Raises:
+        UserError: for a file that cannot be read, an unknown key, or a value that does not fit.
+    """
+    try:
+        study: Study = _STUDY.validate_json(json.dumps(read_run(path, "STUDY"), default=str))
+    except ValidationError as error:
+        raise UserError(f"{path}: {first_problem(error, Study)}") from None
+    return study
+
+
+def load_plan(path: Path, size: str, seeds: int | None, overrides: list[str]) -> Plan:
+    """Read a study's YAML and work out every row's configuration at a size.
+
+    seeds: take 1 to this number instead of the size's. overrides: `section.key=value` of every run, and
+    `task.key=value` of the fine-tuning.
+
+    Raises:
+        UserError: for a file that cannot be read, an unknown key, row, measure or stage, or a claim that
+        cannot be read.
+    """
+    study = load_study(path)
+    if size not in study.sizes:
+        raise UserError(f"--size: {path} has no size {size}; expected {', '.join(study.sizes)}")
+    chosen = study.sizes[size]
+    if seeds is not None:
+        chosen = replace(chosen, seeds=list(range(1, seeds + 1)))
+    try:
+        rows = _rows(study, chosen)
+        claims = _checked(study, rows)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    of_task = [each for each in overrides if each.startswith(TASK_PREFIX)]
+    of_run = [each for each in overrides if not each.startswith(TASK_PREFIX)]
+    if of_task and not any(stage.finetune for stage in study.stages.values()):
+        raise UserError(f"{of_task[0]}: the study has no stage `finetune`; leave it out")
+    configs = {name: _config(path.parent, study, chosen, rows[name], of_run) for name in rows}
+    return Plan(path.stem, path, study, size, chosen, configs, claims, of_task)
+
+
+def _rows(study: Study, size: Size) -> dict[str, Row]:
+    if size.rows is None:
+        return dict(study.rows)
+    for name in size.rows:
+        if name not in study.rows:
+            raise ValueError(f"sizes: rows: {name!r} is no row; expected some of {', '.join(study.rows)}")
+    return {name: row for name, row in study.rows.items() if name in size.rows}
+
+
+def _checked(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, Claim]]:
+    """Check what the study's keys say of each other; return the claims whose rows are all of this size."""
+    for name, stage in study.stages.items():
+        given = [kind for kind in STAGES if getattr(stage, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"stages.{name}: found {given or 'nothing'}, expected one of {', '.join(STAGES)}"
+            )
+    for name, measure in study.measures.items():
+        given_by = [it for it in (measure.metric, measure.fact, measure.stage) if it is not None]
+        if len(given_by) != 1:
+            raise ValueError(f"measures.{name}: expected one of metric, fact, and stage with path")
+        if measure.stage is not None and measure.stage not in study.stages:
+            known = ", ".join(study.stages) or "none"
+            raise ValueError(f"measures.{name}: stage {measure.stage!r} is not among the stages: {known}")
+        if measure.stage is not None and not measure.path:
+            raise ValueError(f"measures.{name}: a stage needs a path in its JSON, such as 0/perplexity")
+    for name, row in study.rows.items():
+        for measured in row.published:
+            if measured not in study.measures:
+                raise ValueError(f"rows.{name}.published: {measured!r} is no measure of the study")
+    found = []
+    for number, text in enumerate(study.claims):
+        claim = parse_claim(text.test, f"claims[{number}].test")
+        for measured, row_name in claim.operands():
+            if measured not in study.measures:
+                known = ", ".join(study.measures)
+                raise ValueError(f"claims[{number}].test: no measure {measured!r}; expected {known}")
+            if row_name not in study.rows:
+                known = ", ".join(study.rows)
+                raise ValueError(f"claims[{number}].test: no row {row_name!r}; expected {known}")
+        if all(row_name in rows for _, row_name in claim.operands()):
+            found.append((text, claim))
+    return found
+
+
+def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for base in [row.base] if isinstance(row.base, str) else row.base:
+        above = read_run(folder / base, "STUDY: base")
+        plugins = above.get("plugins")
+        if isinstance(plugins, list):  # relative to the file that names them
+            above["plugins"] = [_resolved(folder / base, str(each)) for each in plugins]
+        tree = merge(tree, above)
+    for settings in (study.set, size.set, row.set):
+        tree = merge(tree, settings)
+    for override in overrides:
+        apply_override(tree, override)
+    return tree
+
+
+def _resolved(file: Path, plugin: str) -> str:
+    path = file.parent / plugin
+    return str(path.resolve()) if path.is_file() else plugin
+
+
+def digest(*content: Any) -> str:
+    """Return a digest of plain data."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]

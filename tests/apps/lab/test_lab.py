@@ -1,0 +1,209 @@
+"""A study from its YAML to its page: what is run and what is not, what fails, mistakes in one line."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megamoe.apps.lab.measures import spikes
+from megamoe.apps.lab.study import load_plan, load_study
+from megamoe.apps.lab.tasks import study_tasks
+from megamoe.cli import call
+from tests.support.tiny import ROOT
+
+STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
+RUN = {
+    "data": {"mock": True, "sequence_length": 16},
+    "model": {
+        "num_layers": 1,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "ffn_hidden_size": 16,
+        "vocab_size": 64,
+    },
+    "moe": {"layers": {"every": 1}, "num_experts": 4, "expert_ffn_hidden_size": 8},
+    "train": {"steps": 4, "micro_batch_size": 2, "global_batch_size": 2},
+    "evaluation": {"every": 4, "batches": 1},
+    "checkpoint": {"every": 1},
+}
+STUDY: dict[str, Any] = {
+    "title": "One expert or two",
+    "source": "by hand",
+    "rows": {
+        "one": {"base": "run.yaml", "set": {"moe": {"router": {"selector": {"k": 1, "weights": "raw"}}}}},
+        "two": {"base": "run.yaml", "published": {"loss": 4.0}},
+        "two_again": {"base": "run.yaml"},
+    },
+    "stages": {"routing": {"analyze": {"analyses": ["required"]}}},
+    "measures": {
+        "loss": {"metric": "val/lm_loss"},
+        "perplexity": {"metric": "val/lm_loss", "exponential": True},
+        "experts": {"metric": "moe/experts_per_token"},
+        "flops": {"fact": "flops_per_token"},
+        "memory": {"fact": "memory"},
+        "required": {"stage": "routing", "path": "checkpoints/-1/analyses/required/*/0.9/mean"},
+    },
+    "claims": [{"text": "Two compute more", "test": "flops(one) < flops(two) and experts(two) > 1.5"}],
+    "sizes": {"smoke": {"seeds": [1, 2], "time": "seconds"}},
+}
+
+
+def written(folder: Path, **changes: Any) -> Path:
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (folder / "study.yaml").write_text(yaml.safe_dump(STUDY | changes))
+    return folder / "study.yaml"
+
+
+@pytest.mark.full
+def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Two rows of one configuration share their runs; a second call runs nothing."""
+    output = tmp_path / "lab"
+    arguments = [str(written(tmp_path)), "--output", str(output), "--workers", "2"]
+    assert call("lab", [*arguments, "--publish", str(tmp_path / "published")]) == 0
+    shown = capfd.readouterr().out
+    assert "0 of 8 tasks" in shown or "1 of 8 tasks" in shown  # 4 runs and as many analyses, not 6
+    results = json.loads((output / "page/results.json").read_text())
+    rows, (claim,) = results["rows"], results["claims"]
+    assert claim["verdict"] == "seen" and len(claim["comparisons"]) == 2
+    assert rows["two"]["measures"] == rows["two_again"]["measures"]
+    assert rows["one"]["measures"]["experts"]["mean"] == 1 and rows["two"]["measures"]["experts"]["mean"] == 2
+    records = [json.loads(line) for line in (output / "runs/two-2/metrics.jsonl").read_text().splitlines()]
+    assert rows["two"]["measures"]["loss"]["seeds"]["2"] == records[-1]["val/lm_loss"]
+    assert 1 <= rows["one"]["measures"]["required"]["mean"] <= 4
+    assert rows["one"]["measures"]["memory"]["mean"] > 1e7
+    # By hand, 3 passes of 2 FLOPs a product: attention 4 H^2 + T H, router H E, experts k 3 H F, output H V.
+    of_token = 3 * 2 * (4 * 16**2 + 16 * 16 + 16 * 4 + 2 * 3 * 16 * 8 + 16 * 64)
+    assert rows["two"]["measures"]["flops"]["mean"] == pytest.approx(of_token, rel=0.15)
+    page = (tmp_path / "published/index.md").read_text()
+    assert "| two | " in page and "[4]" in page and "| seen |" in page and "not complete" not in page
+    assert {path.name for path in (tmp_path / "published/configurations").iterdir()} == {
+        *("one-1.yaml", "one-2.yaml", "two-1.yaml", "two-2.yaml")
+    }
+    assert "plotly" in (output / "page/report.html").read_text()
+    assert call("lab", arguments) == 0
+    assert " tasks" not in capfd.readouterr().out
+
+
+def test_a_failed_run_is_a_row_and_a_killed_one_is_repeated(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = {"good": {"base": "run.yaml"}, "bad": {"base": "run.yaml", "set": {"data": {"mock": False}}}}
+    (tmp_path / "broken.idx").write_text("no index")
+    rows["bad"]["set"]["data"]["sources"] = [str(tmp_path / "broken")]  # type: ignore[index]
+    measures = {"loss": {"metric": "val/lm_loss"}}
+    path = written(tmp_path, rows=rows, measures=measures, claims=[], stages={})
+    output = tmp_path / "lab"
+    assert call("lab", [str(path), "--output", str(output), "--seeds", "1", "--workers", "1"]) == 0
+    assert "failed: bad-1: error: " in capfd.readouterr().out
+    results = json.loads((output / "page/results.json").read_text())
+    assert results["rows"]["good"]["failed"] == [] and results["rows"]["good"]["measures"]["loss"]["mean"]
+    assert len(results["rows"]["bad"]["failed"]) == 1
+    assert "| bad | failed |" in (output / "page/index.md").read_text()
+
+
+@pytest.mark.full
+def test_a_lab_that_is_killed_goes_on(tmp_path: Path) -> None:
+    """kill -9 of the lab while a run trains: the next call resumes it and ends with the same metrics."""
+    path = written(tmp_path, claims=[], stages={}, measures={"loss": {"metric": "val/lm_loss"}})
+    command = [sys.executable, "-m", "megamoe.cli", "lab", str(path), "--workers", "1", "train.steps=60"]
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    subprocess.run([*command, "--output", str(whole)], cwd=ROOT, check=True, capture_output=True)
+    lab = subprocess.Popen([*command, "--output", str(broken)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    metrics = broken / "runs/one-1/metrics.jsonl"
+    until = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < until:
+        time.sleep(0.05)
+    os.kill(lab.pid, signal.SIGKILL)
+    lab.wait()
+    assert json.loads((broken / "tasks/one-1.json").read_text())["state"] == "started"
+    subprocess.run([*command, "--output", str(broken)], cwd=ROOT, check=True, capture_output=True)
+    found = [json.loads((folder / "page/results.json").read_text())["rows"] for folder in (whole, broken)]
+    assert found[0]["one"]["measures"]["loss"] == found[1]["one"]["measures"]["loss"]
+
+
+def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from megamoe.apps.lab.command import _open_folder
+
+    path, output = written(tmp_path), tmp_path / "lab"
+    lock = _open_folder(output, overwrite=False)
+    try:
+        assert call("lab", [str(path), "--output", str(output)]) == 2
+        assert f"another lab runs in {output}" in capsys.readouterr().err
+    finally:
+        os.close(lock)
+    (output / "tasks").mkdir()
+    record = {"identity": "another", "state": "done"}
+    (output / "tasks/one-1.json").write_text(json.dumps(record))
+    assert call("lab", [str(path), "--output", str(output)]) == 2
+    assert "one-1 was started with another configuration" in capsys.readouterr().err
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/file").write_text("")
+    assert call("lab", [str(path), "--output", str(tmp_path / "other")]) == 2
+    assert "holds no study" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"measures": {"loss": {}}}, "measures.loss: expected one of metric, fact, and stage"),
+        (
+            {"measures": {"loss": {"stage": "nowhere", "path": "a"}}},
+            "stage 'nowhere' is not among the stages: routing",
+        ),
+        ({"measures": {"loss": {"stage": "routing"}}}, "measures.loss: a stage needs a path"),
+        ({"stages": {"routing": {}}}, "stages.routing: found nothing, expected one of evaluate, finetune"),
+        ({"claims": [{"text": "x", "test": "loss(one) < loss(three)"}]}, "claims[0].test: no row 'three'"),
+        ({"claims": [{"text": "x", "test": "size(one) < 1"}]}, "claims[0].test: no measure 'size'"),
+        ({"rows": {"One": {}}}, "rows.One"),
+        ({"rows": {"one": {"set": {"moe": {"experts": 3}}}}}, "row one: moe: unknown key 'experts'"),
+        ({"sizes": {"cpu": {"seeds": [1], "time": "x"}}}, "--size: "),
+        ({"colour": "red"}, "unknown key 'colour'"),
+    ],
+)
+def test_mistakes_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
+) -> None:
+    path = written(tmp_path, **({"claims": [], "measures": {"loss": {"metric": "val/lm_loss"}}} | changes))
+    assert call("lab", [str(path), "--output", str(tmp_path / "lab")]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.startswith("error: ") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    for size in load_study(path).sizes:
+        plan = load_plan(path, size, None, [])
+        assert len(study_tasks(plan, tmp_path, {}).training) == len(plan.configs) * len(plan.seeds)
+        assert plan.claims
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
+def test_every_study_to_its_page(path: Path, tmp_path: Path) -> None:
+    arguments = [
+        "--output",
+        str(tmp_path / "lab"),
+        "data.sources=[]",
+        "data.mock=true",
+        "data.split=[0.9,0.05,0.05]",
+    ]
+    assert call("lab", [str(path), *arguments, "model.vocab_size=256"]) == 0
+    results = json.loads((tmp_path / "lab/page/results.json").read_text())
+    assert not [line for row in results["rows"].values() for line in row["failed"]]
+
+
+def test_spikes_by_hand() -> None:
+    flat = [1.0, 1.01] * 15
+    assert spikes(flat) == 0
+    assert spikes([*flat, 3.0, *flat]) == 1
+    assert spikes([*flat, float("nan")]) == 1
