@@ -12,7 +12,7 @@ from megamoe.config.schema import (
     RunConfig,
     StackLayersConfig,
 )
-from megamoe.config.shapes import Stack, moe_layer_numbers, stacks
+from megamoe.config.shapes import Stack, moe_layer_numbers, routed_experts, stacks
 
 KEYS = [field.name for field in fields(MoELayerConfig)]  # of a group, but its layers
 
@@ -83,9 +83,15 @@ def config_by_layer(config: RunConfig) -> dict[int, RunConfig]:
 
 
 def experts_by_layer(config: RunConfig) -> list[int]:
-    """Return the number of routed experts of each MoE layer, in the order of their block numbers."""
+    """Return the number of experts that compute in each MoE layer, in the order of their block numbers."""
     found = config_by_layer(config)
     return [found[number].moe.num_experts for number in sorted(found)]
+
+
+def routed_by_layer(config: RunConfig) -> list[int]:
+    """Return the number of experts that the router of each MoE layer chooses among, in the same order."""
+    found = config_by_layer(config)
+    return [routed_experts(found[number].moe) for number in sorted(found)]
 
 
 def ranges(numbers: list[int]) -> str:

@@ -107,6 +107,26 @@ class RouterConfig(Section):
 
 
 @dataclass
+class ZeroExpertsConfig(Section):
+    """Experts without computation, after the `num_experts` others and in this order (MoE++, LongCat-Flash).
+
+    The router chooses among all. These take no row in dispatch, exchange or grouped product.
+    """
+
+    identity: SizeOrZero = 0
+    """E(x) = x: the token itself, MoE++'s copy experts"""
+    zero: SizeOrZero = 0
+    """E(x) = 0: the choice has no output"""
+    constant: SizeOrZero = 0
+    """E(x) = a x + b v, with a learned vector v and [a, b] = softmax(W x)"""
+
+    @property
+    def total(self) -> int:
+        """The number of experts without computation."""
+        return self.identity + self.zero + self.constant
+
+
+@dataclass
 class MoELayerConfig(Section):
     """One MoE layer: its experts, router and auxiliary losses."""
 
@@ -118,6 +138,12 @@ class MoELayerConfig(Section):
     """activation of the experts, shared ones included; default: `model.activation`"""
     expert_bias: bool = False
     """biases of both linear layers of each routed expert, as in gpt-oss"""
+    zero_experts: ZeroExpertsConfig = field(default_factory=ZeroExpertsConfig)
+    """experts that compute nothing; see docs/parts.md#experts-without-computation"""
+    latent_size: Size | None = None
+    """size of the space in which routed experts compute: tokens are projected to it before they are sent to
+    the experts, and their outputs back; default: `model.hidden_size`, without projections
+    """
     expert_sublayers: Layers = 1
     """above 1: each expert is a stack of this many residual FFN sub-layers"""
     expert_output_dropout: Fraction = 0.0

@@ -20,6 +20,7 @@ from megamoe.config.moe_schema import MoEConfig as MoEConfig
 from megamoe.config.moe_schema import MoELayerConfig as MoELayerConfig
 from megamoe.config.moe_schema import RouterConfig as RouterConfig
 from megamoe.config.moe_schema import StackLayersConfig as StackLayersConfig
+from megamoe.config.moe_schema import ZeroExpertsConfig as ZeroExpertsConfig
 from megamoe.config.parts import PartChoice, Section, none_means_empty, part_validator
 from megamoe.config.values import (
     Decay,

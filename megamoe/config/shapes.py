@@ -2,7 +2,14 @@
 
 from dataclasses import dataclass
 
-from megamoe.config.schema import Activation, ModelConfig, MoEConfig, RunConfig, StackLayersConfig
+from megamoe.config.schema import (
+    Activation,
+    ModelConfig,
+    MoEConfig,
+    MoELayerConfig,
+    RunConfig,
+    StackLayersConfig,
+)
 
 
 @dataclass(frozen=True)
@@ -134,6 +141,16 @@ def ffn_size(model: ModelConfig) -> int:
 def expert_ffn_size(config: RunConfig) -> int:
     """Return the FFN size of one expert."""
     return config.moe.expert_ffn_hidden_size or ffn_size(config.model)
+
+
+def routed_experts(moe: MoELayerConfig) -> int:
+    """Return the number of experts that a router chooses among, those without computation too."""
+    return moe.num_experts + moe.zero_experts.total
+
+
+def expert_hidden_size(config: RunConfig) -> int:
+    """Return the size of the rows that routed experts compute and that are sent to them."""
+    return config.moe.latent_size or config.model.hidden_size
 
 
 def shared_ffn_size(moe: MoEConfig, expert_size: int) -> int:

@@ -12,6 +12,7 @@ from megamoe.config.shapes import (
     Stack,
     expert_activation,
     expert_ffn_size,
+    expert_hidden_size,
     ffn_size,
     has_input_bias,
     has_output_bias,
@@ -23,6 +24,7 @@ from megamoe.config.shapes import (
     num_blocks,
     padded_vocab_size,
     query_size,
+    routed_experts,
     shared_ffn_size,
     stacks,
     window_of,
@@ -118,13 +120,15 @@ def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSi
     layers = len(moe_block_numbers(config)) + inserted
     parts = _parts(config, padded_vocab)
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
-    beside = layers * (sum(counts) + _shared(config))
+    constant = 3 * config.model.hidden_size * moe.zero_experts.constant
+    beside = layers * (sum(counts) + _shared(config) + _latent(config) + constant)
     dense = beside + (inserted * _norm(config.model) if inserted_has_norm(moe) else 0)
     each = layers * _expert(config)
     expert = moe.num_experts * each
     hidden, width, activation = config.model.hidden_size, expert_ffn_size(config), expert_activation(config)
-    beside_in_matrices = layers * _weights(hidden, shared_ffn_size(moe, width), activation)
-    of_expert = moe.expert_sublayers * _weights(hidden, width, activation)
+    shared = _weights(hidden, shared_ffn_size(moe, width), activation)
+    beside_in_matrices = layers * (shared + _latent(config))
+    of_expert = moe.expert_sublayers * _weights(expert_hidden_size(config), width, activation)
     experts_in_matrices = layers * moe.num_experts * of_expert
     return ModelSize(
         size.total + dense + expert,
@@ -240,7 +244,7 @@ def _weights(hidden: int, size: int, activation: Activation) -> int:
 
 
 def _expert(config: RunConfig) -> int:
-    hidden, size = config.model.hidden_size, expert_ffn_size(config)
+    hidden, size = expert_hidden_size(config), expert_ffn_size(config)
     ffn = _weights(hidden, size, expert_activation(config))
     ffn += up_width(size, expert_activation(config)) + hidden if config.moe.expert_bias else 0
     sublayers = config.moe.expert_sublayers
@@ -256,6 +260,11 @@ def _shared(config: RunConfig) -> int:
     return _weights(hidden, size, expert_activation(config)) + mode
 
 
+def _latent(config: RunConfig) -> int:
+    """Return the weights of the projections to the experts' latent space and back."""
+    return 2 * config.model.hidden_size * (config.moe.latent_size or 0)
+
+
 def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:
     """Return a layer's router and losses on the meta device, which allocates nothing."""
     with torch.device("meta"):
@@ -265,7 +274,12 @@ def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:
 
 
 def _dims(config: RunConfig, vocab_size: int | None) -> Dims:
-    return Dims(config.model.hidden_size, config.moe.num_experts, vocab_size=vocab_size)
+    return Dims(
+        config.model.hidden_size,
+        routed_experts(config.moe),
+        vocab_size=vocab_size,
+        num_zero=config.moe.zero_experts.total,
+    )
 
 
 PASSES = 3  # forward, and in backward the gradients of the inputs and of the weights
@@ -340,14 +354,17 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
 
 
 def _work(config: RunConfig) -> tuple[float, float]:
-    """Return the products of a token in router and shared experts of an MoE layer, and of each of its pairs.
+    """Return the products of a token in router, shared experts and latent projections of an MoE layer, and
+    of each of its pairs.
 
     config: one without `moe.groups`, such as `LayerKind.config`.
     """
     moe, hidden, size = config.moe, config.model.hidden_size, expert_ffn_size(config)
-    expert = hidden * (up_width(size, expert_activation(config)) + size)
-    shared = expert * shared_ffn_size(moe, size) / size
-    return moe.num_experts * hidden + shared, moe.expert_sublayers * expert
+    width = up_width(size, expert_activation(config)) + size
+    beside = hidden * width * shared_ffn_size(moe, size) / size + _latent(config)
+    expert = expert_hidden_size(config) * width
+    beside += 3 * hidden * moe.zero_experts.constant
+    return routed_experts(moe) * hidden + beside, moe.expert_sublayers * expert
 
 
 def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]:

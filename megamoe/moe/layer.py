@@ -12,15 +12,17 @@ from torch import Tensor, nn
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import Activation, MoEConfig
-from megamoe.config.shapes import shared_ffn_size
+from megamoe.config.shapes import routed_experts, shared_ffn_size
 from megamoe.errors import UserError
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch.choice import build_dispatcher
 from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
+from megamoe.moe.experts.latent import LatentProjection
 from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
+from megamoe.moe.experts.without_computation import ZeroExperts
 from megamoe.moe.objective import Objective
 from megamoe.moe.observation import Observation, measure_gradients, observe
 from megamoe.moe.part import Constraint, Dims, Part, StepContext
@@ -99,6 +101,8 @@ class MoELayer(nn.Module):
         self.computes_experts_again = "moe" in shape.computed_again
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
+        self.zero = _zero_experts(config, shape)
+        self.to_latent, self.to_hidden = _latent_projections(config, shape)
         self.recomputing = False
         self.frozen = config.frozen
         for module in self.frozen:
@@ -139,7 +143,11 @@ class MoELayer(nn.Module):
     def _compute(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         with self._stage("route"):
             routing = self.router(hidden_TH, context)
-            own = self.token_sharding.local_shard(routing, context)
+            own = computed = self.token_sharding.local_shard(routing, context)
+            real = routing
+            if self.zero is not None:
+                real = routing.of_first_experts(self.num_experts)
+                computed = self.token_sharding.local_shard(real, context)
         self.context.compute_timer.pause()
         if own.places is not None and self.sends_rows and context.bounds is not None:
             raise UserError(
@@ -147,7 +155,8 @@ class MoELayer(nn.Module):
                 "each other as many rows; set it to false"
             )
         with self._stage("dispatch"):
-            state = self.dispatcher.start(hidden_TH, own)
+            rows_TH = hidden_TH if self.to_latent is None else self.to_latent(hidden_TH)
+            state = self.dispatcher.start(rows_TH, computed)
         self.context.compute_timer.resume()
         # Beside the exchange; in the backward pass too, because autograd runs nodes in reverse order.
         later = self._put_off_gradients()
@@ -156,15 +165,19 @@ class MoELayer(nn.Module):
         with self._stage("dispatch"):
             rows_NH, counts_E = self.dispatcher.finish(state)
         with self._stage("experts"):
-            dropout = self._expert_dropout(own, state, context)
+            dropout = self._expert_dropout(computed, state, context)
             rows_NH = self._of_experts(rows_NH, counts_E, dropout, later)
             if dropout is not None:
                 rows_NH = dropout.on_output(rows_NH)
         with self._stage("combine"):
             output_TH = self.dispatcher.combine(rows_NH, state)
+            if self.to_hidden is not None:
+                output_TH = self.to_hidden(output_TH)
+            if self.zero is not None:
+                output_TH = self.zero(hidden_TH, own, output_TH)
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
-        output_TH = self._with_losses(output_TH, routing, context)
+        output_TH = self._with_losses(output_TH, routing, real, context)
         self.context.compute_timer.resume()
         return output_TH
 
@@ -204,7 +217,10 @@ class MoELayer(nn.Module):
         row_N = self.dispatcher.send_along(row_N, state)
         return ExpertDropout(output, activation, row_N, draw_key, self.router.dims.kernels)
 
-    def _with_losses(self, output_TH: Tensor, routing: Routing, context: StepContext) -> Tensor:
+    def _with_losses(
+        self, output_TH: Tensor, routing: Routing, real: Routing, context: StepContext
+    ) -> Tensor:
+        """real: the routing to the experts that compute."""
         values = {
             name: loss(routing, context)
             for name, loss in self.losses.items()
@@ -212,7 +228,7 @@ class MoELayer(nn.Module):
         }
         if not self.recomputing:
             losses = {name: value.detach() for name, value in values.items()}
-            self.observation = observe(routing, losses, self.router.dims.kernels)
+            self.observation = observe(routing, losses, self.router.dims.kernels, real)
             self.routing = routing if self.objectives else None
         if context.measure_gradients and self.training and self.observation is not None:
             measure_gradients(self.observation, routing, self._weighted(values), context, self.token_sharding)
@@ -319,7 +335,7 @@ def device_scalar(scale: float, weight: float, dtype: torch.dtype, device: torch
 def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:
     return Dims(
         shape.hidden_size,
-        config.num_experts,
+        routed_experts(config),
         shape.layer,
         shape.init_std,
         shape.init_scale,
@@ -327,6 +343,7 @@ def _dims(config: MoEConfig, shape: LayerShape, groups: ParallelGroups) -> Dims:
         shape.vocab_size,
         expert_parallel=size_of(groups.expert),
         follows_data=groups.follows_data,
+        num_zero=config.zero_experts.total,
         kernels=shape.kernels,
         width=shape.width,
     )
@@ -345,7 +362,7 @@ def _own_experts(num_experts: int, groups: ParallelGroups) -> range:
 def _routed_experts(
     config: MoEConfig, shape: LayerShape, expert_ids: range, groups: ParallelGroups
 ) -> GroupedExperts | ExpertStack:
-    sizes = shape.hidden_size, shape.ffn_size, expert_ids
+    sizes = config.latent_size or shape.hidden_size, shape.ffn_size, expert_ids
     cut = Slice(rank_in(groups.expert_tensor), size_of(groups.expert_tensor))
     options = {"bias": config.expert_bias, "products": shape.products, **_expert_options(shape)}
     if config.expert_sublayers == 1:
@@ -361,6 +378,32 @@ def _shared_experts(config: MoEConfig, shape: LayerShape) -> SharedExperts | Non
     size = shared_ffn_size(config, shape.ffn_size)
     mix_std, options = shape.init_std / shape.width, _expert_options(shape)
     return SharedExperts(shape.hidden_size, size, mode=config.shared_expert_mode, mix_std=mix_std, **options)
+
+
+def _zero_experts(config: MoEConfig, shape: LayerShape) -> ZeroExperts | None:
+    if config.zero_experts.total == 0:
+        return None
+    return ZeroExperts(
+        config.zero_experts,
+        config.num_experts,
+        shape.hidden_size,
+        std=shape.init_std,
+        init_scale=shape.init_scale,
+        seed=shape.seed,
+        layer=shape.layer,
+    )
+
+
+def _latent_projections(
+    config: MoEConfig, shape: LayerShape
+) -> tuple[LatentProjection | None, LatentProjection | None]:
+    """Return the projections to the experts' space and back, or None where they compute hidden states."""
+    if config.latent_size is None:
+        return None, None
+    hidden, latent = shape.hidden_size, config.latent_size
+    options: dict[str, Any] = {"init_scale": shape.init_scale, "seed": shape.seed, "layer": shape.layer}
+    to_latent = LatentProjection(latent, hidden, name="to latent", std=shape.init_std, **options)
+    return to_latent, LatentProjection(hidden, latent, name="to hidden", std=shape.output_std, **options)
 
 
 def _expert_options(shape: LayerShape) -> dict[str, Any]:

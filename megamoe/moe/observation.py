@@ -18,9 +18,10 @@ from megamoe.moe.token_sharding import TokenSharding
 class Observation:
     """Statistics of one forward pass over the whole micro batch, on the device and without gradient.
 
-    load_E, wanted_E: int64, the pairs that each expert computes and those that the selector chose for it.
-    losses: the auxiliary losses by name, unweighted. width_D: int64 [E + 1], the number of tokens that are
-    computed by d experts, at place d. entropy: the sum over tokens of the gate entropy, nats. top_1: the sum
+    load_E, wanted_E: int64, the pairs that each expert computes and those that the selector chose for it;
+    wanted_E goes on with the experts without computation (`moe.zero_experts`). losses: the auxiliary losses
+    by name, unweighted. width_D: int64 [len(wanted_E) + 1], the number of tokens that are computed by d
+    experts, at place d. entropy: the sum over tokens of the gate entropy, nats. top_1: the sum
     over tokens of the largest share, see `gate_sums`. gradient_squares: by name, filled in by the backward
     pass where it is measured, see `gradient_share`.
     """
@@ -34,8 +35,20 @@ class Observation:
     gradient_squares: dict[str, Tensor] = field(default_factory=dict)
 
 
-def observe(routing: Routing, losses: dict[str, Tensor], kernels: Kernels = DEFAULT_KERNELS) -> Observation:
-    """Return the observation of a micro batch; never waits for the device."""
+def observe(
+    routing: Routing,
+    losses: dict[str, Tensor],
+    kernels: Kernels = DEFAULT_KERNELS,
+    real: Routing | None = None,
+) -> Observation:
+    """Return the observation of a micro batch; never waits for the device.
+
+    real: the routing to the experts that compute, if there are others.
+    """
+    if real is not None and real is not routing:
+        wanted_E = routing.wanted_counts_E()
+        entropy, top_1, width_D = gate_sums(routing.probs_TE, real.pairs.token_N, kernels)
+        return Observation(real.counts_E(), wanted_E, losses, width_D, entropy, top_1)
     load_E = routing.counts_E()
     wanted_E = load_E if routing.wanted is routing.pairs else routing.wanted_counts_E()
     if routing.places is None:

@@ -21,7 +21,8 @@ class Dims:
     vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
     share one set of experts. follows_data: see `process_groups.ParallelGroups`. score_function: what the
     router's score function provides. num_choices: the k that the selector counts with.
-    kernels: the model's choice, for the passes of `megamoe.kernels` and the draws of `rng`. width: of muP
+    kernels: the model's choice, for the passes of `megamoe.kernels` and the draws of `rng`. num_experts: that
+    the router chooses among; num_zero: how many of them, the last ones, compute nothing. width: of muP
     (`config.mup`): weights that read the hidden states start with init_std / width.
     """
 
@@ -36,6 +37,7 @@ class Dims:
     follows_data: bool = True
     score_function: frozenset[str] = frozenset({"softmax_of_scores", "sums_to_1"})
     num_choices: int = 1
+    num_zero: int = 0
     kernels: Kernels = DEFAULT_KERNELS
     width: float = 1.0
 
@@ -58,6 +60,7 @@ CAPABILITIES = {
     "elementwise": "makes the p of an expert from its own score alone",
     "zeros": "makes p of exactly 0",
     "bias": "moves the choice by a bias",
+    "mean_experts": "holds the mean number of experts that compute a token",
     "mask": "takes experts away",  # every mask
     "by_probs": "goes by p, not by ranking_TE",  # mask
     "best_k": "chooses a fixed number of the best experts",  # selector
@@ -114,9 +117,14 @@ class Part(nn.Module):
     A part reads what another part declares, never its name or class. A capability is a word: the name of an
     extra, one of `CAPABILITIES`, or a plugin's own word. `validation.check_parts` compares what parts
     provide, require and refuse. `examples.example_trees` adds the parts that a part requires.
+
+    Experts without computation (`moe.zero_experts`) are the last ones; a router chooses among all. A part
+    that takes all experts to be alike, in load or in place, declares `experts_alike`: it is refused beside
+    them.
     """
 
     takes_any_dtype: ClassVar[bool] = False
+    experts_alike: ClassVar[bool] = False
     needs_token_losses: ClassVar[bool] = False  # of a loss: it is an `Objective`
 
     @dataclass
@@ -217,6 +225,11 @@ class ScoreFunction(Part):
     def provides(cls, options: Any) -> set[str]:
         """Return the properties that the class declares."""
         return {word for word in ("monotone", "elementwise") if getattr(cls, word)}
+
+    @classmethod
+    def held_mean(cls, options: Any) -> float | None:
+        """Return the mean number of experts that compute a token, if the score function holds it."""
+        return None
 
     @property
     def bias_E(self) -> Tensor | None:

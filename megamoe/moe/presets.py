@@ -174,6 +174,31 @@ _register(
     losses={"switch_balance": 0.001},
 )
 _register(
+    "nemotron_latent",
+    "NVIDIA 2025, Nemotron 3, LatentMoE: sigmoid scores with a learning bias; moe.latent_size is the run's, "
+    "a quarter of the hidden size in the paper's largest models",
+    num_shared_experts=1,
+    score_function={"name": "sigmoid", "bias_update": 0.001},
+    selector={"name": "top_k", "k": 22, "weights": "renormalised", "scale": 5.0},
+    losses={"switch_balance": {"weight": 0.0001, "scope": "sequence"}},
+)
+_register(
+    "longcat_flash",
+    "Meituan 2025, LongCat-Flash: 12 of 512 experts and 256 identity experts, of which 8 compute on average; "
+    "moe.zero_experts.identity is the run's",
+    score_function={"name": "softmax", "over": "all", "bias_update": 0.001, "mean_experts": 8.0},
+    selector={"name": "top_k", "k": 12, "weights": "raw", "scale": 6.0},
+)
+_register(
+    "moe_plus_plus",
+    "Jin et al. 2024, MoE++: one zero, one copy and two constant experts beside 16 that compute, without its "
+    "gating residuals",
+    zero_experts={"identity": 1, "zero": 1, "constant": 2},
+    selector={"name": "top_k", "k": 2, "weights": "raw"},
+    capacity={"name": "per_expert", "factor": 1.1, "tau": 0.75},
+    losses={"heterogeneous_balance": 0.01},
+)
+_register(
     "deepseek_v4_moe",
     "DeepSeek-AI 2026, DeepSeek-V4: the routing of its learned layers; those that a table routes have the "
     "scorer token_table and the selector table",

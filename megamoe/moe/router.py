@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoELayerConfig, RouterConfig
+from megamoe.config.shapes import routed_experts
 from megamoe.errors import UserError
 from megamoe.moe.part import Candidates, Dims, Part, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
@@ -41,10 +42,18 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
 
 
 def mean_choices(moe: MoELayerConfig) -> float:
-    """Return the mean number of experts of a token; 1 if the selector does not know."""
+    """Return the mean number of experts that compute a token; 1 if the selector does not know.
+
+    Beside experts without computation it is what the score function holds it at, or the share of a choice
+    among all experts alike.
+    """
     with torch.device("meta"):
-        selector = build_part(moe.router.selector, Dims(1, moe.num_experts))
-    return float(selector.mean_choices)
+        selector = build_part(moe.router.selector, Dims(1, routed_experts(moe)))
+    score_function = moe.router.score_function
+    held: float | None = get_part("score_function", score_function.name).held_mean(score_function.options)
+    if moe.zero_experts.total and held is not None:
+        return held
+    return float(selector.mean_choices) * moe.num_experts / routed_experts(moe)
 
 
 def _least_candidates(config: RouterConfig, dims: Dims) -> int:

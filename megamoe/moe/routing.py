@@ -276,6 +276,28 @@ class Routing(Scored):
         weight_N = self.pairs.weight_N.masked_fill(empty_N, 0.0)
         return replace(self.pairs, token_N=token_N.masked_fill(empty_N, num_tokens), weight_N=weight_N)
 
+    def of_first_experts(self, count: int) -> "Routing":
+        """Return the routing with the first experts alone, which compute, and with their pairs.
+
+        The host waits for the device, as for pairs that a capacity drops.
+        """
+
+        def first(pairs: Pairs) -> Pairs:
+            return pairs.keep(pairs.expert_N < count)
+
+        pairs = first(self.pairs)
+        return replace(
+            self,
+            scores_TE=self.scores_TE[:, :count],
+            affinities_TE=self.affinities_TE[:, :count],
+            probs_TE=self.probs_TE[:, :count],
+            ranking_TE=self.ranking_TE[:, :count],
+            candidates_TE=None if self.candidates_TE is None else self.candidates_TE[:, :count],
+            open_E=None if self.open_E is None else self.open_E[:count],
+            wanted=pairs if self.wanted is self.pairs else first(self.wanted),
+            pairs=pairs,
+        )
+
     def of_tokens(self, first: int, num_tokens: int) -> "Routing":
         """Return the routing of `num_tokens` tokens from `first` on, renumbered from 0."""
         own = slice(first, first + num_tokens)

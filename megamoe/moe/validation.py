@@ -3,6 +3,7 @@ built.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch import nn
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
+from megamoe.config.shapes import routed_experts
 from megamoe.errors import Problem, raise_first
 from megamoe.moe import suggestions
 from megamoe.moe.part import Candidates, Mask, Part, ScoreFunction, Selector
@@ -161,6 +163,30 @@ def refuse_one_candidate(choice: PartChoice, moe: MoEConfig) -> None:
         )
 
 
+def refuse_alike(choice: PartChoice, moe: MoEConfig) -> None:
+    """Raise ValueError if a part takes experts that compute and experts that do not to be alike.
+
+    A balance loss may, where the score function holds the mean number of experts that compute.
+    """
+    zero = moe.zero_experts.total
+    if zero == 0 or not get_part(choice.kind, choice.name).experts_alike:
+        return
+    is_loss = choice.kind == "loss"
+    if is_loss and provider(moe, "mean_experts") is not None:
+        return
+    way_out = (
+        "leave it out" if choice.kind in ("mask", "loss") else f"choose another moe.router.{choice.kind}"
+    )
+    hold = (
+        ", take the loss heterogeneous_balance, or hold the mean number of experts that compute by "
+        "moe.router.score_function.mean_experts"
+    )
+    raise ValueError(
+        f"takes all {moe.num_experts} experts to be alike, but {zero} of them compute nothing "
+        f"(moe.zero_experts); {way_out}{hold if is_loss else ''}"
+    )
+
+
 def refuse_same_draw(choice: PartChoice, moe: MoEConfig) -> None:
     """Raise ValueError if a mask that draws once a step is configured twice."""
     same = [other for other in moe.router.masks if other.name == choice.name]
@@ -224,9 +250,11 @@ def check_parts(moe: MoEConfig, expert_parallel: int) -> None:
 def part_problems(moe: MoEConfig, expert_parallel: int) -> Iterator[Problem]:
     """Check each part of the layer against the others; yield the first problem of each.
 
-    If a part cannot say what it provides and requires, or its class is of another kind, the parts are not
-    compared.
+    The checks see the number of experts that the router chooses among as `num_experts`; the last
+    `zero_experts.total` of them compute nothing. If a part cannot say what it provides and requires, or its
+    class is of another kind, the parts are not compared.
     """
+    moe = replace(moe, num_experts=routed_experts(moe))
     chosen = list(chosen_parts(moe))
     declaring = [problem for key, choice in chosen if (problem := _problem(key, choice, _declare, moe))]
     yield from declaring
@@ -249,6 +277,7 @@ def _compare(choice: PartChoice, moe: MoEConfig, key: str, expert_parallel: int)
     if choice.kind == "loss":
         _check_loss(key.rpartition(".")[2], choice.options)
     refuse_misfits(choice, moe)
+    refuse_alike(choice, moe)
     get_part(choice.kind, choice.name).check(choice.options, moe, expert_parallel)
     if choice.kind == "mask":
         refuse_same_draw(choice, moe)

@@ -24,10 +24,10 @@ from megamoe.resilience.skipped_steps import Problem
 class LayerRecord:
     """What one MoE layer saw in a step, over all ranks and micro batches.
 
-    load_E, wanted_E: int64, pairs computed and wanted. width_D: int64 [E + 1], tokens by their number of
-    computed experts. entropy, top_1: sums over tokens, see `Observation`. losses: sums over micro batches,
-    unweighted; loss_weights: their weights. gradient_shares: of the losses that reach the scores, in steps
-    that measure them, see `gradient_share`. part_metrics: of the parts, by `<part>/<name>`.
+    load_E, wanted_E: int64, pairs computed and wanted, of the experts that compute. width_D: int64, tokens by
+    their number of computed experts. entropy, top_1: sums over tokens, see `Observation`. losses: sums over
+    micro batches, unweighted; loss_weights: their weights. gradient_shares: of the losses that reach the
+    scores, in steps that measure them, see `gradient_share`. part_metrics: of the parts, by `<part>/<name>`.
     """
 
     load_E: Tensor
@@ -159,6 +159,7 @@ class StepSums:
 
     def __init__(self) -> None:
         self.micro_batches = 0
+        self._lengths: dict[int, list[int]] = {}  # of each layer, its vectors in _counts
         self._sizes: dict[int, int] = {}  # of each layer, how many of _counts
         self._counts: Tensor | None = None  # int64 load, wanted and width of the layers, one after the other
         self._names: list[str] = []  # of the auxiliary losses of any layer
@@ -206,7 +207,8 @@ class StepSums:
             by_layer += [seen.entropy, seen.top_1]
             squares += self._gradient_squares(seen)
             of_layer = (seen.load_E, seen.wanted_E, seen.width_D)
-            self._sizes[number] = sum(map(len, of_layer))
+            self._lengths[number] = [len(counts) for counts in of_layer]
+            self._sizes[number] = sum(self._lengths[number])
             counted += of_layer
         if by_layer:
             counts = torch.cat(counted)
@@ -280,7 +282,7 @@ class StepSums:
             losses=by_name,
             layers=records,
             mtp=[loss / max(n, 1.0) for loss, n in zip(mtp_losses, mtp_tokens, strict=True)],
-            wanted_on_device={number: _wanted(counts) for number, counts in on_device},
+            wanted_on_device={number: counts.split(self._lengths[number])[1] for number, counts in on_device},
             compute_seconds_R=compute_seconds_R,
         )
 
@@ -295,14 +297,14 @@ class StepSums:
         rows = zip(self._sizes, values, squares, counts, strict=True)
         for place, (number, numbers, (whole, *each), packed) in enumerate(rows):
             weights = self._weights[number]
-            load_E, wanted_E, width_D = packed.long().split(_sizes(packed))
+            load_E, wanted_E, width_D = packed.long().split(self._lengths[number])
             *losses, entropy, top_1 = numbers
             ratios = {
                 n: (s / whole) ** 0.5 for n, s in zip(self._names, each, strict=True) if s == s and whole
             }
             yield LayerRecord(
                 load_E,
-                wanted_E,
+                wanted_E[: len(load_E)],
                 width_D,
                 entropy=entropy,
                 top_1=top_1,
@@ -318,16 +320,6 @@ def _one_hot_by_rank(number: float, device: torch.device) -> Tensor:
     numbers_R = torch.zeros(dist.get_world_size(), dtype=torch.float64, device=device)
     numbers_R.narrow(0, dist.get_rank(), 1).fill_(number)  # an assignment would wait for the device
     return numbers_R
-
-
-def _sizes(counts: Tensor) -> list[int]:
-    """Return the lengths of load, wanted and width in a layer's counts: E, E and E + 1."""
-    num_experts = len(counts) // 3
-    return [num_experts, num_experts, num_experts + 1]
-
-
-def _wanted(counts: Tensor) -> Tensor:
-    return counts.split(_sizes(counts))[1]
 
 
 def measured_parameters(model: HasMoELayers) -> list[nn.Parameter]:

@@ -9,6 +9,7 @@ from megamoe.config.schema import Activation, GroupConfig, ModelConfig, MoEConfi
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
+    expert_hidden_size,
     ffn_size,
     inserted_after,
     key_size,
@@ -153,6 +154,15 @@ def _kind_rows(config: RunConfig, of: str) -> list[tuple[str, object]]:
     """Return the rows of one kind of MoE layers; of: their blocks, where there are several kinds."""
     moe, router = config.moe, config.moe.router
     experts = f"{moe.num_experts} of FFN size {expert_ffn_size(config)}"
+    zero = moe.zero_experts
+    if zero.total:
+        kinds_of = {"identity": zero.identity, "zero": zero.zero, "constant": zero.constant}
+        named_kinds = ", ".join(f"{count} {name}" for name, count in kinds_of.items() if count)
+        experts += (
+            f", {zero.total} without computation ({named_kinds}), {mean_choices(moe):g} per token compute"
+        )
+    if moe.latent_size is not None:
+        experts += f" on latent rows of {moe.latent_size}"
     if moe.expert_sublayers > 1:
         experts += f", each a stack of {moe.expert_sublayers}"
     if moe.num_shared_experts:
@@ -269,6 +279,7 @@ def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
             **hidden,
             pairs=tokens * mean_choices(moe),
             num_experts=moe.num_experts,
+            row_size=expert_hidden_size(kind.config),
             nodes_of_token=mean_nodes(moe, layout.nodes, mean_choices(moe)),
             fp8=config.parallel.exchange_dtype == "fp8",
         )
@@ -330,7 +341,9 @@ def _layer_width(config: RunConfig) -> float:
     shared = 0 if "shared_experts" in again else shared_ffn_size(moe, size) / size
     chosen = mean_choices(moe) * moe.expert_sublayers
     width, hidden = _ffn_width(expert_activation(config)) * size, 3 * config.model.hidden_size
-    return chosen * ((0 if "moe" in again else width) + hidden) + shared * (width + hidden)
+    rows = 3 * expert_hidden_size(config)
+    latent = 2 * (moe.latent_size or 0)  # a token's row before the dispatch and after the combine
+    return chosen * ((0 if "moe" in again else width) + rows) + latent + shared * (width + hidden)
 
 
 def _ffn_width(activation: Activation) -> int:

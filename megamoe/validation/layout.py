@@ -5,7 +5,14 @@ from itertools import product
 
 from megamoe.config.groups import kinds
 from megamoe.config.schema import Precision, RunConfig
-from megamoe.config.shapes import expert_ffn_size, ffn_size, moe_block_numbers, moe_layer_numbers, num_blocks
+from megamoe.config.shapes import (
+    expert_ffn_size,
+    expert_hidden_size,
+    ffn_size,
+    moe_block_numbers,
+    moe_layer_numbers,
+    num_blocks,
+)
 from megamoe.errors import Problem
 from megamoe.parallel.exchange import exchange_problems
 from megamoe.parallel.layout import Layout
@@ -50,7 +57,7 @@ def _layer_misfits(
             "expert_tensor",
             f"cannot cut experts of {config.moe.expert_sublayers} sub-layers, with norms inside",
         )
-    hidden_size = config.model.hidden_size
+    hidden_size = expert_hidden_size(config)
     if config.moe.expert_bias and hidden_size % layout.expert_tensor:
         yield "expert_tensor", f"cannot cut the experts' biases of size {hidden_size} (moe.expert_bias)"
     unit = row_unit(precision)

@@ -6,6 +6,7 @@ from typing import Any
 from megamoe.config.schema import DataConfig, MuonConfig, OptimizerConfig, Precision, RunConfig
 from megamoe.config.shapes import (
     expert_ffn_size,
+    expert_hidden_size,
     inserted_after,
     inserted_has_norm,
     moe_layer_numbers,
@@ -148,8 +149,27 @@ def _replay_problems(config: RunConfig) -> Iterator[Problem]:
 
 
 def _shared_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield what shared experts lack, and inserted layers that they do not fit."""
+    """Yield what shared experts lack, and inserted layers or sub-layers that experts do not fit."""
     moe = config.moe
+    if moe.zero_experts.total and moe.expert_sublayers > 1:
+        yield Problem(
+            "moe.zero_experts",
+            f"found {moe.zero_experts.total}, but experts of {moe.expert_sublayers} residual sub-layers "
+            "(moe.expert_sublayers) return what they add to the token, which has no identity; set the "
+            "sub-layers to 1",
+        )
+    if moe.latent_size is not None and moe.expert_sublayers > 1:
+        yield Problem(
+            "moe.latent_size",
+            f"found {moe.latent_size}, but {moe.expert_sublayers} residual sub-layers of an expert "
+            "(moe.expert_sublayers) stand in the hidden space; set it to null, or the sub-layers to 1",
+        )
+    if moe.latent_size is not None and moe.latent_size >= config.model.hidden_size:
+        yield Problem(
+            "moe.latent_size",
+            f"found {moe.latent_size}, expected less than model.hidden_size, {config.model.hidden_size}: the "
+            "exchange would not shrink; set it to null for experts without projections",
+        )
     if moe.shared_expert_ffn_hidden_size is not None and moe.num_shared_experts == 0:
         yield Problem(
             "moe.shared_expert_ffn_hidden_size",
@@ -174,8 +194,9 @@ def _shared_problems(config: RunConfig) -> Iterator[Problem]:
 def _row_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:
     """Yield sizes of experts' rows that are not aligned."""
     unit, default = row_unit(precision), config.moe.expert_ffn_hidden_size is None
+    rows = "model.hidden_size" if config.moe.latent_size is None else "moe.latent_size"
     sizes = {
-        "model.hidden_size": (config.model.hidden_size, ""),
+        rows: (expert_hidden_size(config), ""),
         "moe.expert_ffn_hidden_size": (expert_ffn_size(config), " (that of the dense blocks)" * default),
     }
     for key, (size, whose) in sizes.items():
@@ -209,6 +230,12 @@ def _start_problems(config: RunConfig) -> Iterator[Problem]:
 def _sublayer_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield experts that cannot be made of an FFN."""
     sublayers, experts = config.moe.expert_sublayers, config.checkpoint.init.experts
+    if config.moe.latent_size is not None:
+        yield Problem(
+            "checkpoint.init.experts",
+            f"found {experts}, but a dense FFN computes hidden states, and these experts rows of size "
+            f"{config.moe.latent_size}; set moe.latent_size=null",
+        )
     if sublayers > 1:
         yield Problem(
             "checkpoint.init.experts",

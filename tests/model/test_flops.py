@@ -17,6 +17,7 @@ CASES = {
     "moe": ["moe.layers.every=2", "moe.num_shared_experts=1", "model.activation=gelu"],
     "latent attention": ["moe.layers=none", f"model.latent={{{LATENT}}}"],
     "latent queries": ["moe.layers=none", f"model.latent={{query_rank: 5, {LATENT}}}"],
+    "latent experts": ["moe.latent_size=8", "moe.num_shared_experts=1"],
     "shared experts of a size of their own": [
         "moe.num_shared_experts=2",
         "moe.shared_expert_ffn_hidden_size=20",

@@ -66,6 +66,8 @@ SIZES: dict[str, list[str]] = {
         "moe.router.scorer={name: linear, bias: true}",
     ],
     "biases of experts": ["moe.expert_bias=true", "model.activation=swiglu_clamped", "moe.layers={at: [2]}"],
+    "latent experts": ["moe.latent_size=8", "moe.num_shared_experts=1", "moe.expert_bias=true"],
+    "experts without computation": ["moe.zero_experts={identity: 2, zero: 1, constant: 2}"],
     "biases of sub-layers": ["moe.expert_bias=true", "moe.expert_sublayers=2", "model.activation=gelu"],
     "multi-token prediction": ["model.multi_token_prediction.depth=2", "model.bias=true"],
     "multi-token prediction without a last norm": [

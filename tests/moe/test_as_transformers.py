@@ -4,6 +4,7 @@ Each layer gets the weights of the transformers module, which are random.
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch import Tensor, nn
 from megamoe.moe.part import StepContext
 from tests.support.moe.build import FFN, HIDDEN, VOCAB, make_hidden, make_layer, moe_config
 
-EXPERTS, CHOSEN, SHARED, TOKENS = 8, 3, 40, 50
+EXPERTS, CHOSEN, SHARED, LATENT, TOKENS = 8, 3, 40, 8, 50
 SIZES: dict[str, Any] = {
     "hidden_size": HIDDEN,
     "moe_intermediate_size": FFN,
@@ -337,3 +338,82 @@ def test_phis_sparse_mixer_in_evaluation() -> None:
     layer = make_layer(moe_config(num_experts=EXPERTS, router=router)).eval()
     makes = {key: make for key, make in weight_map("Mixtral").items() if key != "router.scorer.weight"}
     compare(module, layer, {**makes, "router.scorer.weight": lambda of: of("router.weight")})
+
+
+def test_nemotrons_latent_experts() -> None:
+    """Its experts have no gate; theirs square the ReLU by default, which is an option of the module."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
+
+    config = transformers.NemotronHConfig(
+        **GROUPS,
+        n_routed_experts=EXPERTS,
+        moe_latent_size=LATENT,
+        moe_shared_expert_intermediate_size=SHARED,
+        mlp_hidden_act="relu",
+    )
+    config._experts_implementation = "eager"
+    module = NemotronHMoE(config)
+    randomise(module)
+    tree = {
+        "num_experts": EXPERTS,
+        "latent_size": LATENT,
+        "num_shared_experts": 1,
+        "shared_expert_ffn_hidden_size": SHARED,
+        "router": {
+            "masks": by_groups("sum", best=2),
+            "score_function": FIXED_BIAS,
+            "selector": top_k("renormalised", scale=2.5),
+        },
+    }
+    layer = make_layer(moe_config(**tree), activation="relu")
+    bias_E = layer.router.score_function.bias_E
+    assert bias_E is not None
+    bias_E.copy_(module.gate.e_score_correction_bias)
+    names = {
+        "router.scorer.weight": "gate.weight",
+        "experts.up": "experts.up_proj",
+        "experts.down": "experts.down_proj",
+        "shared.up": "shared_experts.up_proj.weight",
+        "shared.down": "shared_experts.down_proj.weight",
+        "to_latent.weight": "fc1_latent_proj.weight",
+        "to_hidden.weight": "fc2_latent_proj.weight",
+    }
+    compare(module, layer, {ours: partial(lambda name, of: of(name), name) for ours, name in names.items()})
+
+
+def test_longcats_identity_experts() -> None:
+    """Their first weight has rows of the identity experts too, which nothing reads: no gradient is there."""
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
+
+    config = transformers.LongcatFlashConfig(
+        hidden_size=HIDDEN,
+        expert_ffn_hidden_size=FFN,
+        moe_topk=CHOSEN,
+        n_routed_experts=EXPERTS,
+        zero_expert_num=4,
+        routed_scaling_factor=2.0,
+        num_attention_heads=2,
+    )
+    config._experts_implementation = "eager"
+    module = LongcatFlashMoE(config)
+    randomise(module)
+    held = {"bias_update": 0.001, "mean_experts": 2.0}
+    router = {"score_function": {**SOFTMAX_OF_ALL, **held}, "selector": top_k("raw", scale=2.0)}
+    layer = make_layer(moe_config(num_experts=EXPERTS, zero_experts={"identity": 4}, router=router))
+    bias_E = layer.router.score_function.bias_E
+    assert bias_E is not None
+    bias_E.copy_(module.router.e_score_correction_bias)
+    makes: WeightMap = {
+        "router.scorer.weight": lambda of: of("router.classifier.weight"),
+        "experts.up": lambda of: of("experts.gate_up_proj")[:EXPERTS],
+        "experts.down": lambda of: of("experts.down_proj"),
+    }
+    compare(module, layer, makes)
+    assert module.experts.gate_up_proj.shape[0] == EXPERTS + 4  # the defect
+    assert not module.experts.gate_up_proj.grad[EXPERTS:].any()
+    expert_TK = module.router(make_hidden(TOKENS))[2].sort(1).values
+    routing = layer.router(make_hidden(TOKENS), layer.context)
+    assert torch.equal(routing.pairs.expert_N.view(TOKENS, CHOSEN).sort(1).values, expert_TK)
+    assert 0.1 < (expert_TK >= EXPERTS).float().mean() < 0.9

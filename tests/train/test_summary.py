@@ -45,6 +45,7 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
     found = rows_of("moe.num_shared_experts=2")
     assert (found["MoE blocks"], found["experts"]) == ("1, 2", "4 of FFN size 12, 2 shared")
     assert found["auxiliary losses"] == "none"
+    assert rows_of("moe.latent_size=8")["experts"] == "4 of FFN size 12 on latent rows of 8"
 
 
 def test_the_run_is_given_in_steps(one_rank: None) -> None:
@@ -89,6 +90,10 @@ ACTIVATIONS: dict[str, tuple[tuple[str, ...], float]] = {
     "sub-layers": (
         ("moe.layers={at: [2]}", "moe.expert_sublayers=3"),
         TOKENS * (4 * (ATTENTION + DENSE + 2 * 3 * EXPERT) + LOGITS),
+    ),
+    "latent experts": (
+        ("moe.latent_size=8", "moe.num_shared_experts=1"),
+        TOKENS * (4 * (ATTENTION + 2 * (2 * (4 * 12 + 3 * 8) + 2 * 8 + EXPERT)) + LOGITS),
     ),
     "experts that choose": ((EXPERT_CHOICE,), TOKENS * (4 * (ATTENTION + 2 * 3 * EXPERT) + LOGITS)),
     "rollouts": (

@@ -160,6 +160,20 @@ REFUSALS = {
         "moe.expert_sublayers=2",
         "moe.num_shared_experts=1",
     ),
+    "a wide latent space": (
+        "moe.latent_size: found 16, expected less than model.hidden_size, 16: .* set it to null",
+        "moe.latent_size=16",
+    ),
+    "sub-layers in a latent space": (
+        "moe.latent_size: found 8, but 2 residual sub-layers .* set it to null, or the sub-layers to 1",
+        "moe.latent_size=8",
+        "moe.expert_sublayers=2",
+    ),
+    "cut into latent experts": (
+        "found cut, but a dense FFN computes hidden states, .* size 8; set moe.latent_size=null",
+        "checkpoint.init={path: a, experts: cut}",
+        "moe.latent_size=8",
+    ),
     "no block": (r"moe.layers.every: 3 is more than model.num_layers 2", "moe.layers.every=3"),
     "k": (
         r"moe.router.selector: top_k: k is 5, .* only 4 experts .*; choose k <= 4",

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.config import RunConfig
 from megamoe.config.groups import kinds
-from megamoe.config.shapes import expert_activation, expert_ffn_size, ffn_size
+from megamoe.config.shapes import expert_activation, expert_ffn_size, expert_hidden_size, ffn_size
 from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
@@ -148,7 +148,7 @@ def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> 
         load_E = seen.load_E.cpu()
         known_E = sums.load_LE.get(layer_number)
         sums.load_LE[layer_number] = load_E if known_E is None else known_E + load_E
-        sums.wanted += int(seen.wanted_E.sum())
+        sums.wanted += int(seen.wanted_E[: len(load_E)].sum())
         sums.layer_tokens += int(seen.width_D.sum())
 
 
@@ -229,7 +229,7 @@ def flops_of_pair(config: RunConfig) -> int:
     """Return the floating-point operations of one expert for one token, forward; config: of its kind."""
     size, activation = expert_ffn_size(config), expert_activation(config)
     rows = up_width(size, activation) + size
-    return 2 * config.model.hidden_size * rows * config.moe.expert_sublayers
+    return 2 * expert_hidden_size(config) * rows * config.moe.expert_sublayers
 
 
 def flops_of_dense(config: RunConfig) -> int:

@@ -16,6 +16,7 @@ from megamoe.config.groups import LayerKind, kinds
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,
+    expert_hidden_size,
     ffn_size,
     key_size,
     moe_block_numbers,
@@ -89,6 +90,11 @@ class KindSize:
     def layers(self) -> int:
         """The number of these layers."""
         return len(self.kind.layers)
+
+    @property
+    def smallest(self) -> int:
+        """The smaller size of the experts' weights."""
+        return min(expert_hidden_size(self.kind.config), expert_ffn_size(self.kind.config))
 
 
 @dataclass(frozen=True)
@@ -172,8 +178,7 @@ def _micro_batch(
         4 / 3 if "block" in modules else 1.0 + SMALL * len(modules & {"norms", "latent_up", "shared_experts"})
     )
     here = own if config.parallel.sequence else own * layout.tensor
-    sizes_of_experts = [expert_ffn_size(each.kind.config) for each in sizes.kinds]
-    grouped = ASSUMED.of("grouped", min(model.hidden_size, *sizes_of_experts) if sizes_of_experts else 0)
+    grouped = ASSUMED.of("grouped", min((each.smallest for each in sizes.kinds), default=0))
     seconds = own * sizes.flops.token * rest / (gpu.bf16 * ASSUMED.of("matmul", model.hidden_size))
     seconds += own * load * sizes.routed * again / (gpu.bf16 * grouped)
     passed = rest * blocks * (BLOCK_ROWS * here * model.hidden_size + 2 * own * _heads(config))
@@ -197,6 +202,7 @@ def _micro_batch(
             hidden_size=model.hidden_size,
             num_experts=size.kind.moe.num_experts,
             width=2,
+            row_size=expert_hidden_size(size.kind.config),
             nodes_of_token=mean_nodes(size.kind.moe, layout.nodes, size.choices),
             fp8=config.parallel.exchange_dtype == "fp8",
         )
@@ -238,7 +244,9 @@ def _of_moe(config: RunConfig, of_kind: KindSize) -> float:
     shared = inside * shared_ffn_size(of_kind.kind.moe, size)
     slices = config.parallel.expert_tensor  # each of them gets all rows
     rows = 2 + (slices if slices > 1 else 0)
-    return of_kind.choices * (rows * config.model.hidden_size + inside * size) + shared
+    row = expert_hidden_size(of_kind.kind.config)
+    latent = 2 * (of_kind.kind.moe.latent_size or 0)
+    return of_kind.choices * (rows * row + inside * size) + latent + shared
 
 
 def _activations(config: RunConfig, layout: Layout, sizes: Sizes, share: float, alive: float) -> float:

@@ -14,7 +14,7 @@ from megamoe.apps.plan.counter import COMBINE, DISPATCH, STAGES, CostCounter, Pa
 from megamoe.config import RunConfig
 from megamoe.config.groups import kinds
 from megamoe.config.parts import PartChoice
-from megamoe.config.schema import MoELayerConfig
+from megamoe.config.schema import MoELayerConfig, ZeroExpertsConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.batches import Batch
 from megamoe.kernels.attention.documents import Documents, SourceLengths
@@ -64,19 +64,27 @@ def _count_evenly(moe: MoELayerConfig, key: str, expert_ranks: int) -> list[str]
         names = ", ".join(mask.name for mask in router.masks)
         lines.append(f"{key}.masks: {names} forbid experts by value; a token's experts are counted without")
         router.masks = []
-    if provides("assigned", router.selector) or not provides("fixed_count", router.selector):
+    if moe.zero_experts.total:
+        chosen = max(1, round(mean_choices(moe)))
+        section = key.removesuffix(".router")
+        lines.append(f"{section}.zero_experts: chosen by value; counted as {chosen} experts that compute")
+        moe.zero_experts, router.selector = ZeroExpertsConfig(), _top_k(chosen)
+    elif provides("assigned", router.selector) or not provides("fixed_count", router.selector):
         chosen = max(1, round(mean_choices(moe)))
         line = f"{key}.selector: {router.selector.name} chooses by value; counted as top_k with k={chosen}"
-        part = get_part("selector", "top_k")
-        # One expert has the weight 1 after renormalisation, and its router no gradient.
-        weights = {"weights": "raw"} if chosen == 1 else {}
-        router.selector = PartChoice("selector", "top_k", part.Config(k=chosen, **weights))
+        router.selector = _top_k(chosen)
         lines.append(line)
     if not provides("dropless", router.capacity):
         name = router.capacity.name
         lines.append(f"{key}.capacity: {name} drops pairs by value; counted as if none were dropped")
         router.capacity = PartChoice.default("capacity")
     return lines
+
+
+def _top_k(chosen: int) -> PartChoice:
+    """Return top_k; one expert has the weight 1 after renormalisation, and its router no gradient."""
+    weights = {"weights": "raw"} if chosen == 1 else {}
+    return PartChoice("selector", "top_k", get_part("selector", "top_k").Config(k=chosen, **weights))
 
 
 def _leaves_enough(moe: Any, expert_ranks: int) -> bool:

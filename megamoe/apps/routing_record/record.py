@@ -27,8 +27,8 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from megamoe.config import to_dict
-from megamoe.config.groups import experts_by_layer
-from megamoe.config.shapes import moe_layer_numbers
+from megamoe.config.groups import routed_by_layer
+from megamoe.config.shapes import moe_layer_numbers, routed_experts
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason, replace_file
 from megamoe.train.resolved import ResolvedRun
@@ -85,7 +85,7 @@ def fingerprint(run: ResolvedRun) -> dict[str, Any]:
     config = run.config
     found: dict[str, Any] = {
         "moe.layers": moe_layer_numbers(config),
-        "moe.num_experts": experts_by_layer(config) if config.moe.groups else config.moe.num_experts,
+        "moe.num_experts": routed_by_layer(config) if config.moe.groups else routed_experts(config.moe),
         "seed": config.seed,
         "model.architecture": config.model.architecture,
         "train.objective": config.train.objective.to_dict(),

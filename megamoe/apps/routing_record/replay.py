@@ -20,7 +20,7 @@ from megamoe.apps.routing_record.record import (
     recorded,
     write_rows,
 )
-from megamoe.config.groups import experts_by_layer
+from megamoe.config.groups import routed_by_layer
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.model.architectures.language_model import LanguageModel
@@ -42,7 +42,7 @@ class RunRouting:
 
     def __init__(self, run: ResolvedRun, world: World) -> None:
         config, layout = run.config, run.plan.layout
-        self.world, self.experts = world, experts_by_layer(config)
+        self.world, self.experts = world, routed_by_layer(config)
         self.length = config.data.sequence_length
         self.files = layout.pipeline * layout.data
         self.file = layout.pipeline_rank(world.rank) * layout.data + layout.data_rank(world.rank)

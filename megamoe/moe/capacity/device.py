@@ -33,6 +33,8 @@ class DeviceCapacity(Part):
     layout may change.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """devices: D; default: the expert-parallel ranks. factor: multiple of the average budget.

@@ -16,9 +16,12 @@ say. A mask that depends on the token (`group_limit`, `entropy_prune`) does not 
 sends all tokens to a few experts does not raise their capacity.
 """
 
+import math
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
@@ -50,6 +53,9 @@ class PerExpertCapacity(Part):
     Sigmoid p are compared by the scores, which have the same order and do not round to 1 or 0 in fp32.
     Softmax p are compared themselves, because scores of different tokens do not compare.
 
+    With `tau`, of E experts that compute and Z that do not (`moe.zero_experts`), the first have C =
+    ceil(gamma tau k T / (tau E + Z)) places each, and the others ceil(gamma k T / (tau E + Z)) (MoE++).
+
     Only `position` is causal: in the other orders a later token can take an earlier one's place.
 
     Source: Lepikhin et al. 2021 (GShard), algorithm 1; Fedus et al. 2021 (Switch), eq. 3; Yang et al. 2024
@@ -61,7 +67,8 @@ class PerExpertCapacity(Part):
         """factor: gamma. eval_factor: the factor in evaluation; default: the same. min_capacity: the least C,
         which none of the papers has; DeepSpeed's default is 4. priority: which pairs keep a place, see the
         class. pad: every expert computes C rows, those without a pair of zeros; then nobody waits for the
-        numbers of rows, and all micro batches have the same.
+        numbers of rows, and all micro batches have the same. tau: beside experts without computation, the
+        places of an expert that computes over those of one that does not, see the class.
         """
 
         factor: float = 1.25
@@ -76,10 +83,15 @@ class PerExpertCapacity(Part):
             "random",
         ] = "position"
         pad: bool = False
+        tau: float | None = None
 
         def __post_init__(self) -> None:
             if not self.factor > 0 or not (self.eval_factor is None or self.eval_factor > 0):
                 raise ValueError("factor and eval_factor must be positive; for no limit use capacity: none")
+            if self.tau is not None and not self.tau > 0:
+                raise ValueError("tau must be positive")
+            if self.tau is not None and self.pad:
+                raise ValueError("pad gives every expert as many rows; leave out pad, or tau")
             if self.min_capacity < 0:
                 raise ValueError("min_capacity must be at least 0")
 
@@ -95,6 +107,14 @@ class PerExpertCapacity(Part):
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        zero = moe.zero_experts.total
+        if zero and options.tau is None:
+            raise ValueError(
+                f"a capacity of {zero} experts that compute nothing (moe.zero_experts) would drop pairs that "
+                "cost nothing; set tau to the places of an expert that computes over theirs, or take none"
+            )
+        if not zero and options.tau is not None:
+            raise ValueError(f"tau is {options.tau:g}, but every expert computes; leave it out")
         for choice in moe.router.masks if options.pad else []:
             if get_part("mask", choice.name).step_wide:
                 raise ValueError(
@@ -103,14 +123,25 @@ class PerExpertCapacity(Part):
                 )
 
     def places(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor:
-        """Return C, the places of each expert; open_E: see `Scored`."""
+        """Return C, the places of each expert, or with tau int64 [E]; open_E: see `Scored`."""
         factor = self.config.factor
         if not self.training and self.config.eval_factor is not None:
             factor = self.config.eval_factor
+        if self.config.tau is not None:
+            return self._places_of_both(factor, num_tokens)
         num_experts = num_open(open_E, self.dims.num_experts)
         wanted = share_of_pairs(factor, self.dims.num_choices * num_tokens, num_experts)
         floor = self.config.min_capacity
         return wanted.clamp_min(floor) if isinstance(wanted, Tensor) else max(wanted, floor)
+
+    def _places_of_both(self, factor: float, num_tokens: int) -> Tensor:
+        """Return the places of every expert, int64 [E], with tau."""
+        tau, zero = Fraction(str(self.config.tau)), self.dims.num_zero
+        real = self.dims.num_experts - zero
+        each = Fraction(str(factor)) * self.dims.num_choices * num_tokens / (tau * real + zero)
+        sizes = max(math.ceil(tau * each), self.config.min_capacity), math.ceil(each)
+        is_zero_E = torch.arange(self.dims.num_experts) >= real
+        return torch.where(is_zero_E, sizes[1], sizes[0])
 
     def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | Places:
         """Return which pairs are kept, bool [N]; with `pad`, the places."""
@@ -118,6 +149,8 @@ class PerExpertCapacity(Part):
         value_N = self._values(pairs, scored, context)
         place_N = place_in_group(pairs.expert_N, self.dims.num_experts, rank_N, value_N)
         size = self.places(scored.num_tokens, scored.open_E)
+        if isinstance(size, Tensor) and self.config.tau is not None:
+            size = size.to(pairs.expert_N.device)[pairs.expert_N]
         if not self.config.pad:
             return place_N < size
         assert isinstance(size, int), "a step-wide mask changes the places"

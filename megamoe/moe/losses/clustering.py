@@ -31,6 +31,8 @@ class Clustering(Part):
     clearly whether p belongs to one token or is a mean over tokens; ours belongs to one token.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: factor in the total loss, beta. cluster_size: L. mu: strength of C_inter; values above 0

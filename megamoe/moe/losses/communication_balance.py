@@ -27,6 +27,8 @@ class CommunicationBalance(Part):
     over sequences, so it does not depend on how the global batch is cut into micro batches.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: factor in the total loss, alpha_3. num_groups: D, devices. keep: M, the same as in

@@ -27,6 +27,8 @@ class CosineBalance(Part):
     Scope: micro batch; the run's loss is the mean over its micro batches.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: factor in the total loss. temperature: tau_0; null: 0.07 with an elementwise score function

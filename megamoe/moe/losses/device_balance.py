@@ -29,6 +29,8 @@ class DeviceBalance(Part):
     over sequences, so it does not depend on how the global batch is cut into micro batches.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: factor in the total loss, alpha_2. num_groups: D, devices."""

@@ -29,6 +29,8 @@ class DropRateBalance(AdaptiveLoss):
     starts at most at the limit. Evaluation changes nothing.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: alpha at first, factor in the total loss. xi: the coefficient per drop rate. beta: of the

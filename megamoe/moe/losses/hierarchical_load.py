@@ -34,6 +34,8 @@ class HierarchicalLoad(Part):
     Importance at both levels, eq. 13, is the loss `importance`, since the pairs' weights are the products.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: factor in the total loss."""

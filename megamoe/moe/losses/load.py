@@ -29,6 +29,8 @@ class Load(Part):
     Scope: micro batch; the run's loss is the mean over its micro batches.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: factor in the total loss."""

@@ -28,6 +28,8 @@ class ReluSparsity(AdaptiveLoss):
     batch. Padding and masks count as zeros of their experts only where tokens are routed.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: lambda_0, the factor in the total loss of the first step. k: the mean experts per token to

@@ -28,6 +28,8 @@ class StableBalance(Part):
     Scope: micro batch; the run's loss is the mean over its micro batches.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: factor in the total loss, the paper's alpha."""

@@ -41,6 +41,8 @@ class SwitchBalance(Part):
     Qiu et al. 2025 (global batch).
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """weight: factor in the total loss. scope: see the class; DeepSeek-V3 uses `sequence` with weight

@@ -31,6 +31,8 @@ class ExpertDropout(Mask):
     are drawn; ours are drawn in each step.
     """
 
+    experts_alike = True
+
     step_wide = True
     random = True
 

@@ -31,6 +31,8 @@ class GatingDropout(Mask):
     among the rank's groups.
     """
 
+    experts_alike = True
+
     step_wide = True
     random = True
 

@@ -34,6 +34,8 @@ class GroupLimit(Mask):
     the same at its k = 8, keep = 4. If the selector's k varies by token, the default sums 1.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """num_groups: devices or nodes, with E/num_groups neighbouring experts each. keep: M, the groups that

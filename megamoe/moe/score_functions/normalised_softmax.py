@@ -32,6 +32,7 @@ class NormalisedSoftmaxScoreFunction(BiasedScoreFunction):
     class Config(BiasedScoreFunction.Config):
         """scale: the paper's lambda. temperature: divides the scaled scores. bias_update: u, the bias's
         change per step; 0: no bias. bias_until: the last step that changes the bias; null: all steps do.
+        mean_experts: K_e, the mean number of a token's experts that compute.
         """
 
         scale: float = 1.0

@@ -27,7 +27,8 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
     @dataclass
     class Config(BiasedScoreFunction.Config):
         """temperature: divides the scores. bias_update: u, the bias's change per step; 0: no bias.
-        bias_until: the last step that changes the bias; null: all steps do. over: the experts that the
+        bias_until: the last step that changes the bias; null: all steps do. mean_experts: K_e, the mean
+        number of a token's experts that compute. over: the experts that the
         softmax runs over if masks remove some, see the class.
         """
 

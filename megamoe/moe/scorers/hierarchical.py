@@ -26,6 +26,8 @@ class HierarchicalScorer(Part):
     Source: Shazeer et al. 2017 (SGMoE), appendix B; noise: eq. 3-5; initialisation: appendix A.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """groups: G, a divisor of the number of experts; null: the divisor closest to its square root (16 for

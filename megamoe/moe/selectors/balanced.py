@@ -143,6 +143,8 @@ class Balanced(WeightedByP):
     problem on each; here there is one problem for all tokens.
     """
 
+    experts_alike = True
+
     @classmethod
     def provides(cls, options: Any) -> set[str]:
         return {"assigned", "fixed_count", "over_all_ranks", "even_load", "even_first_choices"}

@@ -36,6 +36,8 @@ class ExpertChoice(WeightedByP):
     `allow_non_causal`; an encoder may use it.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """k: mean experts per token, the paper's capacity factor c. allow_non_causal: accept in

@@ -28,6 +28,8 @@ class HierarchicalTopK(Selector):
     appendix C.1.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config:
         """groups: the number of groups that a token chooses. k: experts chosen in each of them."""

@@ -33,6 +33,8 @@ class Sinkhorn(FixedK):
     allowed.
     """
 
+    experts_alike = True
+
     @dataclass
     class Config(FixedK.Config):
         """k: experts per token. iterations: the number of Sinkhorn iterations, rows and columns each."""

@@ -139,19 +139,22 @@ def moe_traffic(
     hidden_size: int,
     num_experts: int,
     width: int,
+    row_size: int | None = None,
     nodes_of_token: float = 1.0,
     fp8: bool = False,
 ) -> MoETraffic:
     """Return the traffic of one layer with an even load.
 
     tokens, pairs: of one micro batch, over all ranks that share it. width: bytes of a number in the model's
-    dtype.
+    dtype. row_size: of the rows that go to the experts, which is the hidden size, or the size of latent
+    experts.
     sequence: whether sequence parallelism is on. nodes_of_token: on how many of `layout.nodes` a token's
     experts lie on average. fp8: whether rows go to the experts in 8 bits.
     """
-    row = hidden_size * width
+    row_size = row_size or hidden_size
+    row = row_size * width
     # Four transfers: to the experts and back, in forward and in backward.
-    transfers = 3 * row + (fp8_row_bytes(hidden_size) if fp8 else row)
+    transfers = 3 * row + (fp8_row_bytes(row_size) if fp8 else row)
     own = pairs / layout.batch_ranks
     inside = layout.expert // layout.nodes  # ranks
     others_slices = layout.expert_tensor - 1
@@ -164,7 +167,7 @@ def moe_traffic(
         pairs_sent = away * own * PAIR_BYTES
         counts += away * (num_experts + layout.nodes)
     return MoETraffic(
-        tokens=0 if sequence else 2 * _share(layout.tensor) * tokens / layout.context * row,
+        tokens=0 if sequence else 2 * _share(layout.tensor) * tokens / layout.context * hidden_size * width,
         scores=2 * _share(layout.batch_ranks) * tokens * num_experts * SCORE_BYTES,
         counts=COUNT_BYTES * counts,
         rows=_share(inside) * own * transfers,

@@ -183,6 +183,7 @@ def test_other_models_are_equal(name: str, tmp_path: Path) -> None:
     [
         ("switch", [], "--class custom: it does not cover moe.router.capacity.name per_expert; override"),
         ("stable_moe", [], "it does not cover moe.router.scorer.name stable; override"),
+        ("deepseek_v3", ["moe.latent_size=8"], "it does not cover moe.latent_size 8; override"),
         (
             "switch",
             [NO_CAPACITY, "model.activation=swiglu_clamped", "model.rotary={scaling: linear, factor: 2}"],

@@ -100,13 +100,16 @@ COLLECTIVES: dict[str, Any] = {
 }
 
 
-def send_evenly(layouts: list[tuple[int, ...]], dtype: torch.dtype, fp8: bool) -> list[Counter[str]]:
+def send_evenly(
+    layouts: list[tuple[int, ...]], dtype: torch.dtype, fp8: bool, latent_size: int | None
+) -> list[Counter[str]]:
     """Job: what this rank's layer sends, forward and backward, by layout; every expert has as many rows."""
     launch.start(launch.find_world(), timeout_minutes=1)
     config = small_run(
         moe__num_experts=EXPERTS,
         moe__router={"selector": {"name": "top_k", "k": K}},
         moe__num_shared_experts=0,
+        moe__latent_size=latent_size,
     )
     found = []
     for sizes in layouts:
@@ -130,8 +133,9 @@ def send_evenly(layouts: list[tuple[int, ...]], dtype: torch.dtype, fp8: bool) -
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_an_even_moe_layer(pool: Pool, ranks: int) -> None:
     """A token has two neighbouring experts: with 2 nodes of 4 experts each it is on 1.25 of them."""
-    for dtype, fp8 in ((torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)):
-        ranks_found = pool.run(send_evenly, LAYOUTS[ranks], dtype, fp8, ranks=ranks)
+    plain, latent = (torch.bfloat16, False, None), (torch.float32, False, HIDDEN // 4)
+    for dtype, fp8, row in ((torch.float32, False, None), plain, (torch.bfloat16, True, None), latent):
+        ranks_found = pool.run(send_evenly, LAYOUTS[ranks], dtype, fp8, row, ranks=ranks)
         for number, sizes in enumerate(LAYOUTS[ranks]):
             expected = moe_traffic(
                 Layout(ranks, *sizes),
@@ -141,6 +145,7 @@ def test_an_even_moe_layer(pool: Pool, ranks: int) -> None:
                 hidden_size=HIDDEN,
                 num_experts=EXPERTS,
                 width=dtype.itemsize,
+                row_size=row,
                 nodes_of_token={1: 1.0, 2: 1.25, 4: 1.5}[Layout(ranks, *sizes).nodes],
                 fp8=fp8,
             )

@@ -50,7 +50,27 @@ AHEAD: dict[str, Any] = {
         "selector": {"name": "top_k", "k": 2, "scale": 2.5},
     },
 }
-MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS, "ahead": AHEAD}
+# Nemotron 3: experts in a latent space, with biases and dropout, which count its columns; beside them experts
+# without computation of all kinds, as in MoE++.
+LATENT: dict[str, Any] = {
+    "moe__zero_experts": {"identity": 2, "zero": 1, "constant": 2},
+    "moe__losses": {"heterogeneous_balance": 0.05},
+    "moe__latent_size": 8,
+    "moe__num_shared_experts": 1,
+    "moe__expert_bias": True,
+    "moe__expert_output_dropout": 0.1,
+    "moe__router": {
+        "scorer": {"name": "linear", "jitter": 0.1},
+        "score_function": {"name": "sigmoid", "bias_update": 0.01, "mean_experts": 2.0},
+        "selector": {"name": "top_k", "k": 3},
+    },
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "granite": GRANITE,
+    "gpt_oss": GPT_OSS,
+    "ahead": AHEAD,
+    "latent": LATENT,
+}
 
 
 ALONE = Place()

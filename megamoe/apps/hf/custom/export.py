@@ -121,6 +121,9 @@ def _obstacles(config: RunConfig) -> list[str]:
         for key, names in known.items():
             name = getattr(router, key).name
             found[f"moe.router.{key}.name"] = name not in names and name
+        zero = moe.zero_experts.total
+        found["moe.zero_experts"] = zero > 0 and str(zero)
+        found["moe.latent_size"] = moe.latent_size is not None and str(moe.latent_size)
         found["moe.router.capacity.name"] = router.capacity.name != "none" and router.capacity.name
         masks = [mask.name for mask in router.masks if mask.name not in ONLY_IN_TRAINING]
         found["moe.router.masks"] = masks not in ([], ["group_limit"]) and ", ".join(masks)

@@ -1,0 +1,68 @@
+"""Experts without computation: the token itself, nothing, or a mixture of the token and a learned vector."""
+
+import torch
+from torch import Tensor, nn
+
+from megamoe.config.schema import ZeroExpertsConfig
+from megamoe.moe import rng
+from megamoe.moe.routing import Routing
+
+
+class ZeroExperts(nn.Module):
+    """The Z experts after the E that compute: identity, zero, then constant ones.
+
+    identity   E(x) = x
+    zero       E(x) = 0
+    constant   E(x) = a x + b v, [a, b] = softmax(W x), with W [2, H] and v [H] of each expert
+
+    All are computed where the token is, as one weighted sum in fp32. A token's weight of an expert that it
+    did not choose is 0. std, init_scale: of the initial W and v, see `rng.init_weight`; they depend on (seed,
+    layer, the expert's number) alone.
+
+    Source: Jin et al. 2024 (MoE++, arXiv 2410.07348), section 3.1; LongCat-Flash (Meituan 2025): identity.
+    """
+
+    def __init__(
+        self,
+        config: ZeroExpertsConfig,
+        num_experts: int,
+        hidden_size: int,
+        *,
+        std: float,
+        init_scale: float | None,
+        seed: int,
+        layer: int,
+    ) -> None:
+        super().__init__()
+        self.num_experts, self.kinds = num_experts, config
+        if config.constant:
+            self.mix = nn.Parameter(torch.empty(config.constant, 2, hidden_size))
+            self.vector = nn.Parameter(torch.empty(config.constant, hidden_size))
+            for number in range(config.constant):
+                for weight, name in ((self.mix, "mix"), (self.vector, "vector")):
+                    purpose = f"constant expert {number}, {name}"
+                    rng.init_weight(weight.data[number], rng.key(seed, 0, layer, purpose), std, init_scale)
+
+    def forward(self, hidden_TH: Tensor, routing: Routing, output_TH: Tensor) -> Tensor:
+        """Return the output with that of these experts, [T, H]; routing: of the same tokens, all pairs."""
+        weight_TZ = self._weights(routing)
+        kinds = self.kinds
+        of_token_T = weight_TZ[:, : kinds.identity].sum(1)
+        added_TH = of_token_T[:, None] * hidden_TH
+        if kinds.constant:
+            weight_TC = weight_TZ[:, kinds.identity + kinds.zero :]
+            mix_TC2 = torch.einsum("th,cmh->tcm", hidden_TH.float(), self.mix.float()).softmax(-1)
+            token_TC, vector_TC = (weight_TC[..., None] * mix_TC2).unbind(-1)
+            added_TH = added_TH + token_TC.sum(1)[:, None] * hidden_TH + vector_TC @ self.vector.float()
+        return (output_TH + added_TH).to(output_TH.dtype)
+
+    def _weights(self, routing: Routing) -> Tensor:
+        """Return each token's weights of these experts, fp32 [T, Z]; 0 for those that it did not choose.
+
+        It never waits for the device: the weights of the other experts go to a place that is cut off.
+        """
+        tokens, total, pairs = routing.num_tokens, self.kinds.total, routing.pairs
+        expert_N = pairs.expert_N - self.num_experts
+        place_N = torch.where(expert_N < 0, tokens * total, pairs.token_N * total + expert_N)
+        flat = pairs.weight_N.new_zeros(tokens * total + 1).scatter_add(0, place_N, pairs.weight_N)
+        return flat[:-1].view(tokens, total)

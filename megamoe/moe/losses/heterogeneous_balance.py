@@ -1,0 +1,52 @@
+"""`heterogeneous_balance`: balance between experts that compute and experts that do not."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.part import Example, Part, StepContext
+from megamoe.moe.routing import Routing
+from megamoe.registry import register
+
+
+@register("loss", "heterogeneous_balance")
+class HeterogeneousBalance(Part):
+    """sum_i eta_i f_i P_i over all experts: eta is 1 of those that compute, and tau of the others.
+
+    f_i: pairs that the selector chose for expert i over tokens. P_i: mean p of it over tokens. A smaller tau
+    sends more tokens to the experts without computation (`moe.zero_experts`): at rest an expert of them has
+    1 / tau times the load of one that computes. Scope: the micro batch.
+
+    Source: Jin et al. 2024 (MoE++, arXiv 2410.07348), eq. 7; tau 0.75, weight 0.01.
+    """
+
+    @dataclass
+    class Config:
+        """weight: factor in the total loss. tau: see the class."""
+
+        weight: float = 0.01
+        tau: float = 0.75
+
+        def __post_init__(self) -> None:
+            if not self.tau > 0:
+                raise ValueError("tau must be positive")
+
+    @classmethod
+    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
+        return [Example(beside={"zero_experts": {"identity": 2, "zero": 1, "constant": 1}})]
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        if moe.zero_experts.total == 0:
+            raise ValueError("every expert computes; set moe.zero_experts, or take the loss switch_balance")
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
+        """Scalar fp32; 0 if there are no tokens."""
+        tokens = max(routing.num_tokens, 1)
+        real = self.dims.num_experts - self.dims.num_zero
+        share_E = routing.wanted_counts_E() / tokens
+        number_E = torch.arange(self.dims.num_experts, device=share_E.device)
+        share_E = torch.where(number_E < real, share_E, self.config.tau * share_E)
+        return (share_E * routing.probs_TE.sum(0)).sum() / tokens
