@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import tempfile
@@ -17,6 +18,9 @@ from megamoe.metrics.reader import whole_lines
 SHOWN_LINES = 8  # of a failed process's error output; the whole is in the folder of logs
 # Every process that this command starts has it in its environment, with the names of those that started it.
 MARK = "MEGAMOE_GPU_CHECK"
+# A line by which torch's launcher begins its report of ranks that ended, and the last line of a traceback.
+OF_LAUNCHER = re.compile(r"torch/distributed/elastic/\S+\] (Sending process|failed \(exitcode)")
+AN_ERROR = re.compile(r"[\w.]+(Error|Exception): ")
 KILLS = 20  # rounds: a process may start another one while it is ended
 
 
@@ -78,9 +82,17 @@ def marked(mark: str) -> list[int]:
 
 
 def last_lines(log: Path, lines: int = SHOWN_LINES) -> str:
-    """Return the end of an error output as one line, with the name of its file."""
-    text = log.read_text(errors="replace").strip().splitlines()[-lines:]
-    return f"{' | '.join(text)[-1500:]} (all of it: {log.name})"
+    """Return the first error and the end of an error output as one line, with the name of its file.
+
+    Not the report of torch's launcher, which comes after the ranks' own lines and does not say what happened.
+    """
+    text = log.read_text(errors="replace").strip().splitlines()
+    reported = next((place for place, line in enumerate(text) if OF_LAUNCHER.search(line)), len(text))
+    own = text[:reported] or text
+    end = own[-lines:]
+    error = next((line for line in own if AN_ERROR.match(line)), None)
+    first = f"{error[:500]} | " if error is not None and error not in end else ""
+    return f"{first}{' | '.join(end)[-1000:]} (all of it: {log.name})"
 
 
 def start(

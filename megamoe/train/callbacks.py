@@ -100,7 +100,7 @@ class Callbacks:
                 own = isinstance(error, UserError)
                 reason = f": {error}" if own else f" failed{failure_of(type(callback), error)}"
                 problem = f"train.callbacks: {hook} of the callback {name!r}{reason}"
-            raise_any_error_fast(problem, trainer.world.device)
+            raise_any_error_fast(problem)
             tick()
 
 

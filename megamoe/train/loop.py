@@ -4,7 +4,6 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megamoe.config import RunConfig, to_dict
@@ -12,7 +11,13 @@ from megamoe.errors import ExitCode
 from megamoe.metrics import ProgressLine, Recorder, names, print_summary
 from megamoe.moe.timers import LocalComputeTimer
 from megamoe.parallel import launch
-from megamoe.parallel.consensus import CollectiveError, catch_error, gather_from_ranks, raise_any_error
+from megamoe.parallel.consensus import (
+    CollectiveError,
+    catch_error,
+    gather_from_ranks,
+    largest_of_ranks,
+    raise_any_error,
+)
 from megamoe.registry import application
 from megamoe.resilience.error_reporting import closing
 from megamoe.resilience.heartbeat import tick
@@ -178,11 +183,7 @@ class Loop:
         mine = self.stop_rule.reason()
         vote = 0.0 if mine is None else 2.0 if self.stop_rule.signalled else 1.0
         writes = not self.trainer.checkpoints.is_written
-        # Made on the device: the host waits once, for the answer.
-        values = (vote, float(writes))
-        votes = torch.stack([torch.full((), value, device=self.trainer.world.device) for value in values])
-        dist.all_reduce(votes, op=dist.ReduceOp.MAX)
-        stops, writing = votes.tolist()
+        stops, writing = largest_of_ranks([vote, float(writes)])
         if not writing:
             self._finish_save()
         if not stops:

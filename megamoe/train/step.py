@@ -246,7 +246,8 @@ class Passes:
         with engine.gathered(measured_parameters(model)):
             seconds = self.context.compute_timer.seconds
             copies = engine.layout.batch_ranks
-            record = self._sums.record(copies, part_metrics(model), seconds, engine.groups.stage)
+            squares = engine.gradient_squares()
+            record = self._sums.record(copies, part_metrics(model), seconds, engine.groups.stage, squares)
         record.mtp_weight = self._mtp.weight
         if self.stages > 1:
             record = merged_over_stages(record, engine.groups.pipeline)
@@ -258,7 +259,7 @@ class Passes:
 def _update(engine: Engine, record: StepRecord, lr: float) -> None:
     """Update the weights, unless the record has a problem, and write down what came of it."""
     scale, can_fall = engine.loss_scale, engine.loss_scale_can_fall
-    record.grad_norm = engine.step(lr, apply_update=record.problem is None)
+    record.grad_norm = engine.step(lr, record.problem is None, record.gradient_squares)
     if record.problem is None and engine.step_skipped:
         if engine.precision == "fp16":  # an overflow of the scaled gradients
             where = f" at loss scale {scale:g}"

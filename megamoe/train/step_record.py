@@ -50,6 +50,7 @@ class StepRecord:
     finite. message: printed by the loop. wanted_on_device: `wanted_E` of every layer, on the device. mtp: the
     mean cross entropy of each depth of multi-token prediction; mtp_weight: of each of them in the loss.
     compute_seconds_R: of each rank, its own time in the step before (`LocalComputeTimer`); 0: not measured.
+    gradient_squares: the sum of `Engine.gradient_squares` over the ranks, if there are any.
     """
 
     lm_sum: float = 0.0
@@ -65,6 +66,7 @@ class StepRecord:
     not_finite: dict[int, list[int]] = field(default_factory=dict)
     message: str = ""
     compute_seconds_R: list[float] = field(default_factory=list)
+    gradient_squares: float | None = None
 
     @property
     def lm_loss(self) -> float:
@@ -235,13 +237,14 @@ class StepSums:
         part_metrics: dict[str, Tensor] | None = None,
         compute_seconds: float = 0.0,
         stage: dist.ProcessGroup | None = None,
+        gradient_squares: Tensor | None = None,
     ) -> StepRecord:
         """Sum over all ranks in one collective, so that all know the same to the last bit.
 
         copies: how many ranks have each micro batch. stage: the ranks of this pipeline stage, over which is
         summed; None: all ranks. part_metrics: by name, fp64 [layers] on the device, the
         same on every rank (`Part.metrics`). compute_seconds: of this rank; each has a place of its own in the
-        sums. float64 carries counts exactly up to 2^53.
+        sums. gradient_squares: of this rank, an fp64 scalar. float64 carries counts exactly up to 2^53.
         """
         assert self._sums is not None
         device = self._sums.device
@@ -258,12 +261,13 @@ class StepSums:
         pieces += [] if self._mtp is None else [self._mtp]
         pieces += [numbers * (copies / ranks) for numbers in own.values()]
         pieces.append(_one_hot_by_rank(compute_seconds * copies, device))
+        pieces += [] if gradient_squares is None else [gradient_squares.view(1) * copies]
         packed = torch.cat(pieces if self._counts is None else [*pieces, self._counts.double()])
         dist.all_reduce(packed, group=stage)
         packed = packed / copies
         before = [3 + len(names), values.numel(), squares.numel()]
         before += [0 if self._mtp is None else len(self._mtp), *[len(layers)] * len(own)]
-        before.append(dist.get_world_size())
+        before += [dist.get_world_size(), int(gradient_squares is not None)]
         sizes = [*before, *self._sizes.values()]
         parts = iter(packed.cpu().split(sizes))
         micro_batches, lm_sum, tokens, *losses = next(parts).tolist()
@@ -271,7 +275,7 @@ class StepSums:
         of_values, of_squares = (next(parts).view(each.shape).tolist() for each in (values, squares))
         mtp_losses, mtp_tokens = next(parts).view(2, -1).tolist()
         of_parts = {name: next(parts).tolist() for name in own}
-        compute_seconds_R = next(parts).tolist()
+        compute_seconds_R, of_gradients = next(parts).tolist(), next(parts).tolist()
         records = dict(zip(layers, self._layers(of_values, of_squares, of_parts, parts), strict=True))
         counts_on_device = packed[sum(before) :].long().split(sizes[len(before) :])
         on_device = zip(layers, counts_on_device, strict=True)
@@ -284,6 +288,7 @@ class StepSums:
             mtp=[loss / max(n, 1.0) for loss, n in zip(mtp_losses, mtp_tokens, strict=True)],
             wanted_on_device={number: counts.split(self._lengths[number])[1] for number, counts in on_device},
             compute_seconds_R=compute_seconds_R,
+            gradient_squares=of_gradients[0] if of_gradients else None,
         )
 
     def _layers(

@@ -255,7 +255,7 @@ class Trainer:
         except UserError as error:
             problem = str(error)
         with self.context.compute_timer.paused():
-            raise_any_error_fast(problem, self.world.device)
+            raise_any_error_fast(problem)
         return batches
 
     def save(self) -> Path:

@@ -140,6 +140,23 @@ def test_nothing_is_left_of_a_process_that_is_not_finished_in_time(tmp_path: Pat
         started.wait()
 
 
+def test_a_failed_rank_is_told_by_its_own_error(tmp_path: Path) -> None:
+    """Neither by what the other ranks say of it, nor by the launcher's report."""
+    from gpu.ranks import last_lines
+
+    elastic = "E1124 17:31:53.492000 16204 torch/distributed/elastic/multiprocessing/api.py:1002]"
+    log = tmp_path / "training.log"
+    log.write_text(
+        "Traceback (most recent call last):\ntorch.OutOfMemoryError: CUDA out of memory.\n"
+        + "Connection closed by peer\n" * 20
+        + f"{elastic} failed (exitcode: 1) local_rank: 0 (pid: 16255)\n"
+        + "ChildFailedError: \nRoot Cause (first observed failure):\n" * 10
+    )
+    told = last_lines(log, lines=2)
+    once = "Connection closed by peer"
+    assert told == f"torch.OutOfMemoryError: CUDA out of memory. | {once} | {once} (all of it: training.log)"
+
+
 def test_findings_are_written_as_they_come(tmp_path: Path) -> None:
     from gpu.findings import Machine, Section
     from gpu.report import assumptions, load_section, summary

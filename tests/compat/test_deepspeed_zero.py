@@ -124,13 +124,15 @@ def test_gradients_have_an_owner(one_rank: None, grad_clip: float) -> None:
         inner = engine._engine
         assert is_zero1_in_bf16(inner.optimizer) and "step" not in vars(inner.optimizer)
         if own:
-            ScatteredGradients(inner, {}, grad_clip, Kernels())
+            engine._scattered = ScatteredGradients(inner, {}, grad_clip, Kernels())
         norms = []
         for scale in (1.0, float("nan"), 0.5):
             backward(engine, scale)
             if own and math.isfinite(scale):
                 assert inner.optimizer.fp32_groups_gradient_flat_partition[0].any()
-            norms.append(engine.step(LR))
+            squares = engine.gradient_squares()
+            assert (squares is not None) == own
+            norms.append(engine.step(LR, squares=None if squares is None else float(squares)))
             assert engine.step_skipped == math.isnan(scale)
         found.append((weights_of(engine), norms))
     (expected, norms), (weights, own_norms) = found

@@ -28,25 +28,51 @@ TOP_2: dict[str, Any] = {
     "moe__losses": {"switch_balance": 0.01, "z_loss": 0.001},
     "parallel__deepspeed": ds_config("zero1_bf16"),
 }
-# By name: the number of ranks, and the changes to `small`.
-BUDGETED: dict[str, tuple[int, dict[str, Any]]] = {
-    "all_experts_on_each_rank": (1, {**TOP_2, "moe__num_shared_experts": 1}),
-    "expert_parallel": (2, {**TOP_2, "parallel__expert": 2}),
+LIMITED_TO_GROUPS: dict[str, Any] = {
+    "masks": [{"name": "group_limit", "num_groups": 4, "keep": 2}],
+    "selector": {"name": "top_k", "k": 2},
+}
+TENSOR = {"parallel__tensor": 2, "parallel__sequence": True, "parallel__expert": 2}
+
+
+@dataclass(frozen=True)
+class Budgeted:
+    """A run whose first rank is counted.
+
+    changes: to `small`. replicas: of the model, each with its micro batches. stages: each has the layers.
+    """
+
+    ranks: int
+    changes: dict[str, Any]
+    replicas: int = 1
+    stages: int = 1
+
+
+BUDGETED = {
+    "all_experts_on_each_rank": Budgeted(1, {**TOP_2, "moe__num_shared_experts": 1}),
+    "expert_parallel": Budgeted(2, {**TOP_2, "parallel__expert": 2}, replicas=2),
+    "masked": Budgeted(
+        2,
+        {**TOP_2, "parallel__expert": 2, "moe__router": LIMITED_TO_GROUPS, "moe__num_experts": 8},
+        replicas=2,
+    ),
+    "tensor_parts": Budgeted(2, {**TOP_2, **TENSOR}),
+    "two_stages": Budgeted(2, {**TOP_2, "parallel__pipeline": 2}, stages=2),
 }
 
 
 def budget_runs(name: str) -> list[Run]:
     """The four runs of a budget."""
-    ranks, changes = BUDGETED[name]
+    case = BUDGETED[name]
     return [
         Run(
             small(
                 f"{name}_{layers}_{micro_batches}",
-                **changes,
-                model__num_layers=layers,
-                train__global_batch_size=2 * ranks * micro_batches,
+                **case.changes,
+                model__num_layers=layers * case.stages,
+                train__global_batch_size=2 * case.replicas * micro_batches,
             ),
-            ranks,
+            case.ranks,
         )
         for layers, micro_batches in ((LAYERS, 1), (LAYERS + 1, 1), (LAYERS, 2), (LAYERS + 1, 2))
     ]

@@ -32,7 +32,6 @@ COLLECTIVES = (
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
     *("send", "recv", "isend", "irecv"),
 )
-OBJECTS = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,6 @@ findings: list[Finding] = []
 new_groups: list[tuple[int, ...]] = []  # the ranks of every process group that was made, in order
 _nccl: set[Any] = set()  # the groups that stand for NCCL's
 _with_gloo: set[Any] = set()  # those of them that have gloo too, for objects
-_objects: list[str] = []  # the collectives of objects that are running
 device_uses: list[str] = []  # what selected the device
 _works: list[list[Any]] = []  # of the coalescing managers that are open
 
@@ -301,7 +299,6 @@ def _pretend_nccl() -> None:
         "is_nccl_available": _always(True),
         "_coalescing_manager": _coalescing,
         **{name: _checked(name, getattr(c10d, name)) for name in COLLECTIVES},
-        **{name: _of_objects(name, getattr(c10d, name)) for name in OBJECTS},
     }
 
     def object_device(group: Any = None) -> str:
@@ -311,22 +308,8 @@ def _pretend_nccl() -> None:
     _patch(dist, patches)
 
 
-def _of_objects(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Its tensors may be the host's where the group has gloo too."""
-
-    @functools.wraps(collective)
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        _objects.append(name)
-        try:
-            return collective(*args, **kwargs)
-        finally:
-            _objects.pop()
-
-    return noted
-
-
 def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuses CPU tensors where the group is NCCL's."""
+    """Refuses CPU tensors where the group is NCCL's alone."""
     import torch
     from torch.distributed import ProcessGroup
     from torch.distributed import distributed_c10d as c10d
@@ -341,8 +324,7 @@ def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         given = [*args, *kwargs.values()]
         groups = [value for value in given if isinstance(value, ProcessGroup)]
         group = groups[0] if groups else c10d._get_default_group()
-        may_be_host = bool(_objects) and group in _with_gloo
-        if group in _nccl and not may_be_host and any(map(is_host, given)):
+        if group in _nccl - _with_gloo and any(map(is_host, given)):
             findings.append(Finding("mixed", f"dist.{name}", "a CPU tensor for NCCL", _frames()))
             raise RuntimeError(f"dist.{name}: No backend type associated with device type cpu")
         work = collective(*args, **kwargs)

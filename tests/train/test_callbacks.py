@@ -91,7 +91,7 @@ def test_several_are_called_in_the_order_of_the_yaml(own_registry: None) -> None
     callbacks = Callbacks(config.train.callbacks)
     trainer: Any = type("OneRank", (), {"world": type("World", (), {"device": None})})
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megamoe.train.callbacks.raise_any_error_fast", lambda problem, device: None)
+        patch.setattr("megamoe.train.callbacks.raise_any_error_fast", lambda problem: None)
         callbacks.call("on_step_begin", trainer)
     assert message == [2, 1]
 

@@ -186,7 +186,7 @@ def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator
                 batch = next(stream)
             except UserError as error:
                 problem = str(error)
-            raise_any_error_fast(problem, trained.world.device)
+            raise_any_error_fast(problem)
             assert batch is not None
             yield place * layout.data + data_rank, batch.to(trained.world.device)
 

@@ -134,10 +134,10 @@ class CountedEngine(Engine):
         with self.counter.during("backward"), self.counter.parts.inside(PART_OF_GRADIENTS):
             super().finish_gradients()
 
-    def step(self, lr: float, apply_update: bool = True) -> float:
+    def step(self, lr: float, apply_update: bool = True, squares: float | None = None) -> float:
         """See `Engine`."""
         with self.counter.during("optimizer"), self.counter.parts.inside("optimizer"):
-            return super().step(lr, apply_update)
+            return super().step(lr, apply_update, squares)
 
     def name_states(self) -> None:
         """Say what weights, masters and moments are; the other states are buffers of gradients."""

@@ -113,7 +113,7 @@ class RunRouting:
         if self.replay is None:
             yield
             return
-        raise_any_error_fast(self._missing_evaluation(step, phase), self.world.device)
+        raise_any_error_fast(self._missing_evaluation(step, phase))
         with self.of(step, phase):
             found = len(self.rows[0].index_T) // self.length
             if found != samples:
@@ -178,7 +178,7 @@ class RunRouting:
             index_BS = batch.sample_index_B.cpu()[:, None] * self.length + position_S
             if self.rows[0].find(index_BS.flatten()) is None:
                 problem = f"{REPLAY}: {self.replay} lacks samples {batch.sample_index_B.tolist()}"
-        raise_any_error_fast(problem, self.world.device)
+        raise_any_error_fast(problem)
 
     def select(self, place: int, selector: Selector, scored: Scored, context: StepContext) -> Pairs:
         """Return the pairs of a micro batch in the layer number `place`, from 0."""
@@ -207,7 +207,7 @@ class RunRouting:
             problem = str(error)
         except OSError as error:
             problem = f"{RECORD}: {self.record} cannot be written: {error.strerror}"
-        raise_any_error_fast(problem, self.world.device)
+        raise_any_error_fast(problem)
 
     def _begin(self) -> None:
         assert self.record is not None

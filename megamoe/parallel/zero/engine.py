@@ -81,6 +81,7 @@ class Engine:
         self.groups = groups_of(plan.layout)
         self.step_skipped = False
         self._separate: SeparateGradients | None = None
+        self._scattered: ScatteredGradients | None = None
         self._is_last = False
         self.dtype = DTYPES[plan.precision]
         self.hidden_size = config.model.hidden_size
@@ -120,7 +121,7 @@ class Engine:
         elif ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
             kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
             section = filled.get("zero_optimization", {})
-            ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
+            self._scattered = ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
         self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
         if self.stage == 0 and world.size == 1:
             skip_gradient_buckets(self._engine)
@@ -248,15 +249,26 @@ class Engine:
         if self._loss_scaler is not None:
             self._loss_scaler.restore(state)
 
-    def step(self, lr: float, apply_update: bool = True) -> float:
+    def gradient_squares(self) -> Tensor | None:
+        """Return what this rank adds to the sum of squares that `step` needs, an fp64 scalar on the device.
+
+        None: `step` needs none, because the optimizer computes the norm itself. Call it after the last
+        backward pass.
+        """
+        return None if self._scattered is None else self._scattered.own_squares()
+
+    def step(self, lr: float, apply_update: bool = True, squares: float | None = None) -> float:
         """Clip, update the weights and clear the gradients; return the gradient norm before clipping.
 
-        Without `apply_update`, or if the norm is not finite, weights and moments do not change; see
-        `step_skipped`.
+        squares: the sum of `gradient_squares` over all ranks, where it is not None. Without `apply_update`,
+        or if the norm is not finite, weights and moments do not change; see `step_skipped`.
 
         Raises:
             CollectiveError: in fp16, if gradients overflow at the smallest loss scale.
         """
+        if self._scattered is not None:
+            assert squares is not None, "the sum of squares of the gradients is missing"
+            self._scattered.use_squares(squares)
         for group in self.inner_optimizer.param_groups:
             group["lr"] = lr * group["lr_scale"]
         if self._gradient_sync is not None:

@@ -48,6 +48,7 @@ class ScatteredGradients:
         self._complete: set[tuple[int, int]] = set()  # in the backward pass of the last micro batch
         self._sent: set[tuple[int, int]] = set()
         self._works: list[Any] = []
+        self._squares: float | None = None  # over all ranks, from `use_squares`
         give_gradients_to(self, engine)
 
     @staticmethod
@@ -80,12 +81,20 @@ class ScatteredGradients:
             work.wait()
         self._works.clear()
 
+    def own_squares(self) -> Tensor:
+        """Return the sum of squares of this rank's part, fp64, before the division by the number of ranks."""
+        return sum_of_squares(self._own, self._kernels)
+
+    def use_squares(self, squares: float) -> None:
+        """Take the sum of `own_squares` over all ranks for the next step, which then waits for nothing."""
+        self._squares = squares
+
     def step(self) -> None:
         """Update the weights with the clipped mean; a norm that is not finite leaves them as they are."""
-        parts = self._own
-        squares = sum_of_squares(parts, self._kernels)
-        dist.all_reduce(squares)
-        norm = math.sqrt(float(squares)) / self._world
+        assert self._squares is not None, "the sum of squares over the ranks comes first"
+        parts, squares = self._own, self._squares
+        self._squares = None
+        norm = math.sqrt(squares) / self._world
         if not math.isfinite(norm):
             finish_step(self._optimizer, norm, None)
         else:

@@ -78,13 +78,13 @@ def accumulated(**changes: Any) -> float:
         worst: list[float] = []
         step, scale = engine.step, engine.loss_scale
 
-        def watched(lr: float, apply_update: bool = False) -> float:
+        def watched(lr: float, apply_update: bool = False, squares: float | None = None) -> float:
             for parameter, exact in sums.items():
                 found = safe_get_full_grad(parameter)
                 assert found is not None
                 error = (found.double() - exact).abs().max() / exact.abs().max().clamp(min=1e-9 * scale)
                 worst.append(float(error))
-            return step(lr, apply_update)
+            return step(lr, apply_update, squares)
 
         engine.step = watched  # type: ignore[method-assign]
         trainer.step()

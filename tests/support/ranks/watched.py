@@ -137,10 +137,10 @@ class WatchedEngine(Engine):
         with self.watch.during("backward"):
             super().finish_gradients()
 
-    def step(self, lr: float, apply_update: bool = True) -> float:
+    def step(self, lr: float, apply_update: bool = True, squares: float | None = None) -> float:
         """See `Engine`."""
         with self.watch.during("optimizer"):
-            return super().step(lr, apply_update)
+            return super().step(lr, apply_update, squares)
 
     def held_beside_states(self) -> int:
         """Return the bytes of what the engine has made and holds: gradients, and buffers for them."""
