@@ -46,7 +46,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "read_timeout": 60,
             "retries": {"max_attempts": 4, "mode": "standard"},
         }
-    }
+    },
 }
 PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 NAME = re.compile(r"[a-z0-9_-]+")
