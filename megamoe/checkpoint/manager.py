@@ -30,6 +30,7 @@ from megamoe.checkpoint.format.folder import (
 from megamoe.checkpoint.format.meta import Meta, RandomLayout
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
+from megamoe.checkpoint.remote import Uploads
 from megamoe.checkpoint.state import EngineState, load_random
 from megamoe.checkpoint.writer import Save, Staging
 from megamoe.errors import UserError
@@ -76,15 +77,19 @@ def first_intact(
 class Checkpoints:
     """The checkpoints of one run, in `folder`. The newest `keep` of them are kept.
 
-    background: whether `begin` returns while the files are still being written. damaged: the checkpoints that
+    background: whether `begin` returns while the files are still being written. uploads: on the first rank,
+    where checkpoints are copied to object storage. damaged: the checkpoints that
     were found damaged; they are neither counted nor deleted. A checkpoint that a user renamed is not deleted
     either.
     """
 
-    def __init__(self, folder: Path, keep: int, background: bool = False) -> None:
+    def __init__(
+        self, folder: Path, keep: int, background: bool = False, uploads: Uploads | None = None
+    ) -> None:
         self.folder = folder
         self.keep = keep
         self.background = background
+        self.uploads = uploads
         self.damaged: set[Path] = set()
         self._save: Save | None = None
         self._staging = Staging()
@@ -154,6 +159,8 @@ class Checkpoints:
         sums = {name: digest for own in gather_from_ranks(save.sums) for name, digest in own.items()}
         problem = catch_error(lambda: self._publish(save, sums)) if dist.get_rank() == 0 else None
         self._raise_any_error(problem, save.folder)
+        if self.uploads is not None:
+            self.uploads.add(save.final)
         return save.final
 
     def _planned(self, local_chunks: list[LocalChunk]) -> Plan:
@@ -207,6 +214,8 @@ class Checkpoints:
         self.damaged.discard(save.final)
         good = [path for path in candidates(self.folder) if path not in self.damaged]
         old = [path for path in good[self.keep :] if path != save.final and has_run_name(path)]
+        if self.uploads is not None:
+            old = [path for path in old if not self.uploads.needs(path)]
         self._delete([*old, *([replaced] if replaced.exists() else [])])
 
     def _delete(self, paths: list[Path]) -> None:
@@ -223,6 +232,10 @@ class Checkpoints:
         """Wait until the thread has deleted the old checkpoints."""
         if self._deletion is not None:
             self._deletion.join()
+
+    def finish_uploads(self) -> str | None:
+        """Wait for the uploads; return why the newest checkpoint is not in the object storage, or None."""
+        return None if self.uploads is None else self.uploads.close()
 
     def _raise_any_error(self, problem: str | None, temporary: Path) -> None:
         """Raise UserError on every rank if any rank has a problem. Collective."""

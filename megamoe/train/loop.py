@@ -119,6 +119,7 @@ class Loop:
             self._begin_save()
         self._finish_save()
         trainer.callbacks.call("on_train_end", trainer)
+        raise_any_error(trainer.checkpoints.finish_uploads())
         return reason
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:

@@ -25,7 +25,7 @@ from megamoe.model.size import part_shapes
 #   launch    go on: it says what this launch does, not what the run is
 RULES = {
     **dict.fromkeys(("name", "output", "overwrite", "differences", "log", "moe.router.replay"), "launch"),
-    **dict.fromkeys(("checkpoint.resume", "checkpoint.allow_changes", "checkpoint.init"), "launch"),
+    **{f"checkpoint.{key}": "launch" for key in ("resume", "allow_changes", "init", "remote")},
     **dict.fromkeys(("train.exit_after_steps", "train.exit_after_minutes", "train.profiler"), "launch"),
     **dict.fromkeys(("seed", "model", "moe", "train.objective"), "same"),
     **{

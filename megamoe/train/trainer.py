@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megamoe.checkpoint import remote
 from megamoe.checkpoint.format.meta import Meta, read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
@@ -93,7 +94,7 @@ class Trainer:
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         saves = config.checkpoint
-        self.checkpoints = Checkpoints(self.folder.checkpoints, saves.keep, saves.background)
+        self.checkpoints = Checkpoints(self.folder.checkpoints, saves.keep, saves.background, self._uploads())
         saved = self._open_checkpoint(resume_from)
         self.progress = Progress() if saved is None else Progress.of(saved.meta)
         # The loader processes are forked here, before this process has CUDA and the model's memory.
@@ -151,6 +152,7 @@ class Trainer:
         if self.world.device.type == "cpu" and config.model.keep_freed_memory:
             keep_freed_memory()
         self.callbacks = Callbacks(config.train.callbacks)
+        remote.prepare(config, self.world.say, self.world.is_first)
         self.folder: RunFolder = choose_run_folder(config)
         resume_from = self.folder.resume_from
         if resume_from is not None:
@@ -292,6 +294,7 @@ class Trainer:
         """End the loader processes; another trainer may follow in the same process group."""
         self._stream.close()
         self.checkpoints.close()
+        self.checkpoints.finish_uploads()
 
     def _after_step(self, record: StepRecord) -> None:
         """Update what the layers learn without gradient."""
@@ -327,6 +330,20 @@ class Trainer:
             f"{message}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
             f"optimizer.{warmup}, and {way_out}"
         )
+
+    def _uploads(self) -> remote.Uploads | None:
+        """Return the uploads to object storage, on the first rank; the others learn of a problem."""
+        found: list[remote.Uploads | None] = [None]
+
+        def open_them() -> None:
+            continues = self.folder.continues
+            found[0] = remote.open_uploads(
+                self.config, self.folder.resume_from, self.world.say, continues=continues
+            )
+
+        if self.config.checkpoint.remote is not None:
+            raise_any_error(catch_error(open_them) if self.world.is_first else None)
+        return found[0]
 
     def _build_datasets(self) -> Datasets:
         schedule = self.run.schedule

@@ -142,19 +142,15 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str]]:
     """Yield problems; return the checksums by file name, none if the list cannot be read."""
     path = folder / SUMS
     try:
-        content = read_bytes(path).decode("ascii")
+        content = read_bytes(path)
         names = [entry.name for entry in os.scandir(folder)]
     except (OSError, ValueError) as error:
         yield f"{SUMS}: missing or damaged ({printable(reason(error))})"
         return {}
-    lines = content.split("\n")
-    matches = [LINE.fullmatch(line) for line in lines[:-1]]
-    if lines[-1] or not all(matches):
-        yield f"{SUMS}: damaged, expected lines of a SHA-256 and a file's name"
-        return {}
-    sums = {match[2]: match[1] for match in matches if match}
-    if list(sums) != sorted(sums) or len(sums) < len(matches) or META not in sums:
-        yield f"{SUMS}: damaged, expected each file once, in order"
+    try:
+        sums = parse_sums(content)
+    except ValueError as error:
+        yield f"{SUMS}: {error}"
         return {}
     # NFS gives a deleted file that is still open such a name.
     found = sorted(name for name in names if name != SUMS and not name.startswith(".nfs"))
@@ -166,6 +162,22 @@ def _listed(folder: Path) -> Generator[str, None, dict[str, str]]:
             yield f"{name}: missing"
         elif not is_plain(folder / name):
             yield f"{name}: not a plain file"
+    return sums
+
+
+def parse_sums(content: bytes) -> dict[str, str]:
+    """Return the checksums that SHA256SUMS lists, by file name.
+
+    Raises:
+        ValueError: if it is not such a list, each file once, in order.
+    """
+    lines = content.decode("ascii", "replace").split("\n")
+    matches = [LINE.fullmatch(line) for line in lines[:-1]]
+    if lines[-1] or not all(matches):
+        raise ValueError("damaged, expected lines of a SHA-256 and a file's name")
+    sums = {match[2]: match[1] for match in matches if match}
+    if list(sums) != sorted(sums) or len(sums) < len(matches) or META not in sums:
+        raise ValueError("damaged, expected each file once, in order")
     return sums
 
 

@@ -1,0 +1,449 @@
+"""A run's checkpoints in object storage: uploading in the background, finding, fetching, deleting old ones.
+
+REMOTE/RUN/step_00000300-4f2a91c0/   a checkpoint's files; SHA256SUMS is the last, and makes it complete
+REMOTE/RUN/latest                    the name of the newest complete one
+REMOTE/RUN/writer                    the launch that may write here, which is the one that started last
+REMOTE/RUN/metrics.jsonl             the run's record at the time of the newest upload
+
+Object storage cannot rename a folder at once. So a launch adds a suffix of its own to each name, and no two
+launches ever write the same object. Everything goes through fsspec, whose packages find the credentials.
+"""
+
+import contextlib
+import os
+import re
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megamoe.checkpoint.format import files
+from megamoe.checkpoint.format.files import SUMS
+from megamoe.checkpoint.format.folder import LATEST, candidates, remove
+from megamoe.config import RunConfig
+from megamoe.errors import UserError, printable
+from megamoe.io import replace_file, sync
+from megamoe.redaction import HIDDEN, IN_URL, VALUES
+from megamoe.resilience.heartbeat import tick
+from megamoe.resilience.processes import Launch
+
+KEY = "checkpoint.remote"
+WRITER, RECORD = "writer", "metrics.jsonl"
+FETCHING = ".fetching_"  # prefix of a checkpoint that is being fetched
+STREAMS = 4  # files that are sent or fetched at a time
+WAITS_S = (1.0, 3.0, 9.0, 27.0)  # before each further attempt
+LONGEST_NAME = 200  # bytes that are read of `latest` and `writer`
+# By scheme: time limits where the package lets a connection hang for long, and folders made as needed.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {"auto_mkdir": True},
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 20,
+            "read_timeout": 60,
+            "retries": {"max_attempts": 4, "mode": "standard"},
+        }
+    },
+}
+PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
+NAME = re.compile(r"[a-z0-9_-]+")
+Result = TypeVar("Result")
+
+
+class RemoteError(Exception):
+    """Object storage that does not answer, or refuses; the text is one line without secrets."""
+
+
+def check_url(url: str) -> None:
+    """Check the form of `checkpoint.remote`, and that its package is installed; nothing is connected.
+
+    Raises:
+        UserError: naming what is wrong.
+    """
+    scheme, separator, path = url.partition("://")
+    shown = IN_URL.sub(f"{HIDDEN}@", url)
+    if not separator or not path.strip("/"):
+        raise UserError(f"{KEY}: found {shown!r}, expected a URL such as s3://bucket/folder")
+    if IN_URL.search(url):
+        raise UserError(
+            f"{KEY}: {shown} has credentials in it, and would write them into the run's configuration; "
+            "give them to the environment instead (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+        )
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError:
+        package = PACKAGES.get(scheme, "")
+        way_out = f"pip install {package}" if package else "install fsspec's package for it"
+        raise UserError(f"{KEY}: {shown} needs a package that is not installed: {way_out}") from None
+    except ValueError:
+        raise UserError(
+            f"{KEY}: {shown}: fsspec does not know {scheme}://; expected s3://, gs:// or az://"
+        ) from None
+
+
+class RemoteFolder:
+    """The folder REMOTE/RUN. Every method may raise RemoteError after the attempts of WAITS_S."""
+
+    def __init__(self, remote: str, run: str) -> None:
+        import fsspec
+
+        self.url = f"{remote.rstrip('/')}/{run}"
+        scheme = self.url.partition("://")[0]
+        options = {"use_listings_cache": False, "skip_instance_cache": True, **OPTIONS.get(scheme, {})}
+        self._fs, self._path = fsspec.core.url_to_fs(self.url, **options)
+
+    def _place(self, *names: str) -> str:
+        return "/".join((self._path, *names))
+
+    def _attempt(self, action: Callable[[], Result], *, creates: bool = False) -> Result:
+        """Return what the action returns. FileNotFoundError passes, unless it `creates` an object."""
+        for wait_s in (*WAITS_S, None):
+            try:
+                return action()
+            except Exception as error:
+                if isinstance(error, FileNotFoundError) and not creates:
+                    raise
+                # A lack of rights or credentials does not pass; a full bucket may be emptied, and the next
+                # checkpoint tries again.
+                if (
+                    wait_s is None
+                    or isinstance(error, PermissionError)
+                    or "Credentials" in type(error).__name__
+                ):
+                    raise RemoteError(_line(error)) from error
+                time.sleep(wait_s)
+        raise AssertionError
+
+    def read(self, *names: str, most: int) -> bytes | None:
+        """Return the content of a small object, or None if there is none.
+
+        Raises:
+            RemoteError: also if it is larger than `most` bytes.
+        """
+        try:
+            content: bytes = self._attempt(lambda: self._fs.cat_file(self._place(*names), end=most + 1))
+        except FileNotFoundError:
+            return None
+        if len(content) > most:
+            raise RemoteError(f"{'/'.join(names)}: larger than {most:,} bytes")
+        return content
+
+    def write(self, content: bytes, *names: str) -> None:
+        """Write a small object in one request."""
+        self._attempt(lambda: self._fs.pipe_file(self._place(*names), content), creates=True)
+
+    def read_name(self, name: str) -> str:
+        """Return the text of `latest` or `writer`; empty if there is none."""
+        found = self.read(name, most=LONGEST_NAME) or b""
+        text = found.decode("utf-8", "replace").strip()
+        return text if NAME.fullmatch(text) else ""
+
+    def folders(self) -> dict[str, float]:
+        """Return the checkpoints' names, and when each was complete, in s; 0 for an incomplete one."""
+
+        def list_them() -> dict[str, float]:
+            found: dict[str, float] = {}
+            for path in self._fs.find(self._path):
+                name, _, file = path.removeprefix(self._path).lstrip("/").partition("/")
+                if name.startswith("step_") and file:
+                    found.setdefault(name, 0.0)
+                    if file == SUMS:
+                        found[name] = self._fs.modified(path).timestamp()
+            return found
+
+        try:
+            return self._attempt(list_them)
+        except FileNotFoundError:
+            return {}
+
+    def complete(self) -> list[str]:
+        """Return the names of complete checkpoints: what `latest` names, then the newest first."""
+        latest = self.read_name(LATEST)
+        found = {name: date for name, date in self.folders().items() if date}
+        return sorted(found, key=lambda name: (name != latest, -found[name]))
+
+    def put(self, local: Path, *names: str) -> None:
+        """Upload a file, and compare the size of the object with it."""
+        size = local.stat().st_size
+
+        def put_it() -> None:
+            self._fs.put_file(str(local), self._place(*names))
+            found = self._fs.info(self._place(*names))["size"]
+            if found != size:
+                raise OSError(f"{names[-1]}: {found:,} of {size:,} bytes arrived")
+
+        self._attempt(put_it, creates=True)
+
+    def get(self, local: Path, *names: str) -> None:
+        """Download an object into a new file."""
+        self._attempt(lambda: self._fs.get_file(self._place(*names), str(local)))
+
+    def delete(self, name: str) -> None:
+        """Delete a checkpoint, SHA256SUMS first, so that none is half deleted and looks complete."""
+        with contextlib.suppress(FileNotFoundError):
+            self._attempt(lambda: self._fs.rm_file(self._place(name, SUMS)))
+        with contextlib.suppress(FileNotFoundError):
+            self._attempt(lambda: self._fs.rm(self._place(name), recursive=True))
+
+
+def _line(error: Exception) -> str:
+    text = printable(str(error) or type(error).__name__, 200)
+    return VALUES.sub(HIDDEN, IN_URL.sub(f"{HIDDEN}@", text))
+
+
+def prepare(config: RunConfig, say: Callable[[str], None], is_first: bool) -> None:
+    """Fetch what `checkpoint.resume: auto` goes on from, if this machine has no checkpoint of the run.
+
+    A run that begins refuses a place where another one's checkpoints are (on the first rank).
+
+    Raises:
+        UserError: for that, for a wrong `checkpoint.remote`, and if the storage does not answer.
+    """
+    saves = config.checkpoint
+    if saves.remote is None:
+        return
+    check_url(saves.remote)
+    remote, folder = RemoteFolder(saves.remote, config.name), Path(config.output) / config.name
+    if saves.resume == "auto":
+        fetch_newest(remote, folder, say)
+    elif is_first and saves.resume == "never" and not config.overwrite and Launch.restarted(folder) is None:
+        with _told(remote):
+            found = remote.complete()
+        if found:
+            raise UserError(
+                f"{KEY}: {remote.url} holds {found[0]}: add --resume to go on with it, overwrite=true to "
+                "begin anew, or name=... for another one"
+            )
+
+
+def open_uploads(
+    config: RunConfig, last: Path | None, say: Callable[[str], None], *, continues: bool
+) -> "Uploads | None":
+    """Return the uploads of a run that is about to start, on the first rank, or None without a storage.
+
+    last: the newest checkpoint on this machine, which is uploaded if the storage lacks it. continues: the run
+    goes on; otherwise `overwrite` deletes the earlier run's checkpoints in the storage.
+
+    Raises:
+        UserError: if the storage does not answer.
+    """
+    saves = config.checkpoint
+    if saves.remote is None:
+        return None
+    remote = RemoteFolder(saves.remote, config.name)
+    uploads = Uploads(remote, Path(config.output) / config.name, saves.keep, say)
+    with _told(remote):
+        uploads.take_over()
+        if not continues and config.overwrite:
+            for name in remote.folders():
+                remote.delete(name)
+    if continues and last is not None:
+        uploads.add(last)
+    return uploads
+
+
+@contextlib.contextmanager
+def _told(remote: RemoteFolder) -> Iterator[None]:
+    try:
+        yield
+    except RemoteError as error:
+        raise UserError(
+            f"{KEY}: {remote.url} does not answer as expected: {error}; check the network and the "
+            "credentials, or start without it by checkpoint.remote=null"
+        ) from None
+
+
+def fetch_newest(remote: RemoteFolder, run_folder: Path, say: Callable[[str], None]) -> None:
+    """Fetch the newest intact remote checkpoint into a run's folder that has none; do nothing otherwise.
+
+    One process of those that see the folder does it, the others wait. A damaged one is reported, and the next
+    taken. The run's record is fetched with it.
+
+    Raises:
+        UserError: if the storage does not answer, or has checkpoints but no intact one.
+    """
+    from filelock import FileLock
+
+    checkpoints = run_folder / "checkpoints"
+    if candidates(checkpoints):
+        return
+    try:
+        run_folder.parent.mkdir(parents=True, exist_ok=True)
+        with _told(remote), FileLock(run_folder.with_name(f".{run_folder.name}.fetch.lock")):
+            if not candidates(checkpoints):
+                _fetch(remote, run_folder, say)
+    except OSError as error:
+        raise UserError(
+            f"{KEY}: {error.filename or run_folder} cannot be written: {error.strerror}"
+        ) from None
+
+
+def _fetch(remote: RemoteFolder, run_folder: Path, say: Callable[[str], None]) -> None:
+    checkpoints, problem = run_folder / "checkpoints", ""
+    for name in remote.complete():
+        step_name = name.partition("-")[0]
+        final, temporary = checkpoints / step_name, checkpoints / f"{FETCHING}{step_name}"
+        for left in checkpoints.glob(f"{FETCHING}*"):
+            remove(left)
+        temporary.mkdir(parents=True)
+        found = _fetch_files(remote, name, temporary)
+        if found is not None:
+            problem = f"{name}: {found}"
+            say(f"{KEY}: damaged: {problem}")
+            remove(temporary)
+            continue
+        record = run_folder / RECORD
+        if not record.exists():
+            partial = record.with_name(f"{FETCHING}{RECORD}")
+            with contextlib.suppress(FileNotFoundError):
+                remote.get(partial, RECORD)
+                os.replace(partial, record)
+        os.replace(temporary, final)
+        sync(checkpoints)
+        replace_file(checkpoints / LATEST, step_name.encode(), synced=True)
+        say(f"{KEY}: fetched {remote.url}/{name}")
+        return
+    if problem:
+        raise UserError(
+            f"{KEY}: {remote.url} has no intact checkpoint: {problem}; begin anew by overwrite=true "
+            "checkpoint.resume=never, or choose another name"
+        )
+
+
+def _fetch_files(remote: RemoteFolder, name: str, folder: Path) -> str | None:
+    """Fetch the files that SHA256SUMS lists; return what is wrong with them, if anything is."""
+    content = remote.read(name, SUMS, most=files.LARGEST_JSON)
+    try:
+        sums = files.parse_sums(content or b"")
+    except ValueError as error:
+        return f"{SUMS}: {error}"
+    (folder / SUMS).write_bytes(content or b"")
+
+    def fetch(file: str) -> str | None:
+        try:
+            remote.get(folder / file, name, file)
+        except FileNotFoundError:
+            return f"{file}: missing"
+        sync(folder / file)
+        return None
+
+    with ThreadPoolExecutor(STREAMS) as pool:
+        missing = next((it for it in pool.map(fetch, sums) if it), None)
+    return missing or next(files.problems(folder), None)
+
+
+class Uploads:
+    """Uploads complete checkpoints in a thread, one after the other; of those that wait, the newest alone.
+
+    Used by the first rank. A checkpoint that cannot be uploaded is reported in one line and stays where it
+    is; the next one is tried again.
+
+    keep: complete checkpoints that stay in the storage. say: takes a line.
+    """
+
+    def __init__(self, remote: RemoteFolder, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
+        self.remote = remote
+        self.keep = keep
+        self.launch = secrets.token_hex(4)
+        self._record = run_folder / RECORD
+        self._say = say
+        self._waiting: Path | None = None
+        self._current: Path | None = None
+        self._problem: str | None = None  # of the newest checkpoint
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def take_over(self) -> None:
+        """Become the launch that may write; one that wrote before finds out and stops."""
+        self.remote.write(self.launch.encode(), WRITER)
+
+    def add(self, checkpoint: Path) -> None:
+        """Upload a complete checkpoint as soon as the one before is done."""
+        with self._changed:
+            self._waiting, self._is_closed = checkpoint, False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def needs(self, checkpoint: Path) -> bool:
+        """Return whether a checkpoint is being uploaded or waits, so that it must not be deleted."""
+        with self._changed:
+            return checkpoint in (self._waiting, self._current)
+
+    def close(self) -> str | None:
+        """Wait for the uploads; return why the newest checkpoint is not in the storage, or None."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        while (thread := self._thread) is not None:
+            tick()
+            thread.join(1.0)
+        return self._problem
+
+    def _run(self) -> None:
+        for checkpoint in self._taken():
+            problem = None
+            try:
+                self._upload(checkpoint)
+            except Exception as error:  # training goes on whatever the storage's package raises
+                problem = f"{KEY}: {checkpoint} is not in {self.remote.url}: {_line(error)}"
+                self._say(f"{problem}; it stays where it is")
+            with self._changed:
+                self._problem, self._current = problem, None
+
+    def _taken(self) -> Iterator[Path]:
+        while True:
+            with self._changed:
+                while self._waiting is None:
+                    if self._is_closed:
+                        self._thread = None
+                        return
+                    self._changed.wait()
+                self._current, self._waiting = self._waiting, None
+                current = self._current
+            yield current
+
+    def _upload(self, checkpoint: Path) -> None:
+        listed = files.read_bytes(checkpoint / SUMS)
+        sums = files.parse_sums(listed)
+        latest = self.remote.read_name(LATEST)
+        if latest and self.remote.read(latest, SUMS, most=files.LARGEST_JSON) == listed:
+            return  # this is where the run goes on
+        name = f"{checkpoint.name}-{self.launch}"
+        with ThreadPoolExecutor(STREAMS) as pool:
+            list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
+        self._check_writer()
+        self.remote.put(checkpoint / SUMS, name, SUMS)
+        self.remote.write(name.encode(), LATEST)
+        if self._record.exists():
+            copied = self._record.with_name(f".{RECORD}.uploading")
+            try:
+                shutil.copyfile(self._record, copied)  # the run appends to it
+                self.remote.put(copied, RECORD)
+            finally:
+                copied.unlink(missing_ok=True)
+        self._check_writer()
+        self._delete_old(name)
+
+    def _check_writer(self) -> None:
+        writer = self.remote.read_name(WRITER)
+        if writer != self.launch:
+            raise RemoteError(f"another launch ({writer or 'unknown'}), which started later, writes there")
+
+    def _delete_old(self, newest: str) -> None:
+        """Delete complete checkpoints but the newest `keep`, and what ended launches have left incomplete."""
+        found = self.remote.folders()
+        complete = sorted(
+            (name for name in found if found[name]), key=lambda name: (name != newest, -found[name])
+        )
+        old = [*complete[self.keep :], *(name for name in found if not found[name])]
+        for name in old:
+            if name != newest:
+                self.remote.delete(name)

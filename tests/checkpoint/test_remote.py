@@ -1,0 +1,178 @@
+"""Checkpoints in object storage, which a local folder stands for: uploads, fetching, two writers, damage."""
+
+import json
+import shutil
+import threading
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megamoe.checkpoint import remote
+from megamoe.checkpoint.format.files import SUMS
+from megamoe.checkpoint.remote import RemoteFolder, Uploads, check_url
+from megamoe.errors import ExitCode, UserError
+from megamoe.train.loop import train
+from tests.support.checkpoint_files import assert_same_bits, read_tensors
+from tests.support.tiny import restored_process, tiny
+
+RUN = ("name=a", "checkpoint={every: 2, keep: 2}", "evaluation.batches=0")
+
+
+@pytest.fixture
+def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(remote, "WAITS_S", (0.0, 0.0))
+    return tmp_path / "storage"
+
+
+def run(output: Path, storage: Path, *overrides: str) -> list[dict[str, Any]]:
+    url = f"checkpoint.remote=file://{storage}"
+    with restored_process():
+        assert train(tiny(f"output={output}", *RUN, url, *overrides)) == ExitCode.FINISHED
+    return [json.loads(line) for line in (output / "a/metrics.jsonl").read_text().splitlines()]
+
+
+def steps(storage: Path) -> list[str]:
+    return sorted(path.name.partition("-")[0] for path in (storage / "a").glob("step_*"))
+
+
+def test_a_run_goes_on_on_an_empty_machine(tmp_path: Path, storage: Path) -> None:
+    whole = run(tmp_path / "whole", tmp_path / "other", "train.steps=6")
+    assert steps(tmp_path / "other") == ["step_00000004", "step_00000006"]  # the newest two, as on the disk
+    run(tmp_path / "first", storage, "train.steps=6", "train.exit_after_steps=4")
+    shutil.rmtree(tmp_path / "first")
+    rows = run(tmp_path / "second", storage, "train.steps=6", "checkpoint.resume=auto")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in whole]
+    last = "a/checkpoints/step_00000006"
+    assert_same_bits(read_tensors(tmp_path / "second" / last), read_tensors(tmp_path / "whole" / last))
+    assert steps(storage) == ["step_00000004", "step_00000006"]
+    latest = (storage / "a/latest").read_text()
+    listed = (storage / "a" / latest / SUMS).read_bytes()
+    assert listed == (tmp_path / "second" / last / SUMS).read_bytes()
+    # A run that has ended is there already: nothing is uploaded again.
+    before = {path: path.stat().st_mtime_ns for path in (storage / "a").glob("step_*/*")}
+    run(tmp_path / "second", storage, "train.steps=6", "checkpoint.resume=auto")
+    assert {path: path.stat().st_mtime_ns for path in (storage / "a").glob("step_*/*")} == before
+
+
+def test_a_damaged_checkpoint_is_told_and_the_next_is_taken(
+    tmp_path: Path, storage: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "first", storage)
+    newest = storage / "a" / (storage / "a/latest").read_text()
+    shard = next(newest.glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    rows = run(tmp_path / "second", storage, "checkpoint.resume=auto")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    told = capfd.readouterr().out
+    assert f"damaged: {newest.name}: {shard.name}: damaged, its SHA-256" in told
+    assert "fetched" in told and not list((tmp_path / "second/a/checkpoints").glob(".fetching_*"))
+    for left in (storage / "a").glob("step_*"):
+        next(left.glob("*.safetensors")).unlink()
+    with pytest.raises(UserError, match="no intact checkpoint: .*missing"):
+        run(tmp_path / "third", storage, "checkpoint.resume=auto")
+
+
+def test_what_is_there_is_not_replaced_unasked(tmp_path: Path, storage: Path) -> None:
+    run(tmp_path / "first", storage, "train.steps=2")
+    before = (storage / "a/latest").read_text()
+    with pytest.raises(UserError, match=r"checkpoint.remote: .* holds step_00000002-\w+: add --resume"):
+        run(tmp_path / "second", storage)
+    assert (storage / "a/latest").read_text() == before
+    run(tmp_path / "second", storage, "overwrite=true", "train.steps=4")
+    assert steps(storage) == ["step_00000002", "step_00000004"]
+    assert before not in {path.name for path in (storage / "a").iterdir()}
+
+
+def made(folder: Path, text: str = "{}") -> Path:
+    """A folder that looks like a checkpoint to the uploads."""
+    folder.mkdir(parents=True)
+    (folder / "checkpoint.json").write_text(text)
+    (folder / SUMS).write_text(f"{sha256(text.encode()).hexdigest()}  checkpoint.json\n")
+    return folder
+
+
+def test_the_launch_that_started_last_writes(tmp_path: Path, storage: Path) -> None:
+    told: list[str] = []
+    place = RemoteFolder(f"file://{storage}", "a")
+    first, second = (Uploads(place, tmp_path, 1, told.append) for _ in range(2))
+    first.take_over()
+    second.take_over()
+    second.add(made(tmp_path / "step_00000002"))
+    assert second.close() is None and steps(storage) == ["step_00000002"]
+    first.add(made(tmp_path / "step_00000004", "{ }"))
+    problem = first.close()
+    assert problem is not None and f"another launch ({second.launch})" in problem and len(told) == 1
+    assert place.read_name("latest") == f"step_00000002-{second.launch}"
+    # What the first has left incomplete goes with the next checkpoint.
+    assert len(steps(storage)) == 2
+    second.add(made(tmp_path / "step_00000006", "{  }"))
+    assert second.close() is None and steps(storage) == ["step_00000006"]
+
+
+def test_of_those_that_wait_the_newest_is_uploaded(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, told = RemoteFolder(f"file://{storage}", "a"), list[str]()
+    uploads = Uploads(place, tmp_path, 5, told.append)
+    uploads.take_over()
+    paths = [made(tmp_path / f"step_0000000{step}", "{" + " " * step + "}") for step in range(4)]
+    began, go_on, upload = threading.Event(), threading.Event(), Uploads._upload
+
+    def slow(uploads: Uploads, checkpoint: Path) -> None:
+        began.set()
+        assert go_on.wait(30)
+        upload(uploads, checkpoint)
+
+    monkeypatch.setattr(Uploads, "_upload", slow)
+    uploads.add(paths[0])
+    assert began.wait(30)
+    for path in paths[1:]:
+        uploads.add(path)
+    assert [uploads.needs(path) for path in paths] == [True, False, False, True]
+    go_on.set()
+    assert uploads.close() is None and not told
+    assert steps(storage) == [paths[0].name, paths[3].name]
+    assert not any(map(uploads.needs, paths))
+
+
+def test_a_failed_upload_is_one_line_and_training_goes_on(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    put, calls = RemoteFolder.put, list[str]()
+
+    def fails(self: RemoteFolder, local: Path, *names: str) -> None:
+        calls.append(names[0])
+        if names[0].startswith("step_00000002"):
+            raise remote.RemoteError("the bucket is full: https://user:word@host")
+        put(self, local, *names)
+
+    monkeypatch.setattr(RemoteFolder, "put", fails)
+    run(tmp_path / "first", storage)
+    told = capfd.readouterr().out
+    assert told.count("is not in file://") == 1 and "user:word" not in told
+    assert steps(storage) == ["step_00000004"]
+    # The last one counts: without it the run ends with the line, and its checkpoint stays on the disk.
+    monkeypatch.setattr(RemoteFolder, "put", lambda *unused: fails(unused[0], unused[1], "step_00000002"))
+    with pytest.raises(UserError, match="step_00000004 is not in file://"):
+        run(tmp_path / "second", storage, "overwrite=true")
+    assert (tmp_path / "second/a/checkpoints/step_00000004" / SUMS).is_file()
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("bucket/runs", "expected a URL such as s3://bucket/folder"),
+        ("s3://", "expected a URL"),
+        ("s3://AKIAKEY:secret@bucket/runs", "has credentials in it"),
+        ("nowhere://bucket/runs", "does not know nowhere://"),
+    ],
+)
+def test_a_wrong_url_is_one_line_without_secrets(url: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as error:
+        check_url(url)
+    assert "secret" not in str(error.value) and "\n" not in str(error.value)

@@ -1,0 +1,156 @@
+"""Checkpoints in a real S3 server on this machine: faults on the way, and runs that are killed and wiped."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("s3fs", reason="the extra `s3` is not installed")
+pytest.importorskip("moto", reason="moto's S3 server is not installed")
+
+from megamoe.checkpoint import remote
+from megamoe.checkpoint.remote import RemoteFolder
+from megamoe.errors import ExitCode, UserError
+from megamoe.train.loop import train
+from tests.support.checkpoint_files import assert_same_bits, read_tensors
+from tests.support.fakes.s3 import BUCKET, Faults, s3_server
+from tests.support.ranks.pool import Pool, RankError
+from tests.support.ranks.runs import ds_config, small_run
+from tests.support.tiny import restored_process, tiny
+
+pytestmark = pytest.mark.full
+URL = f"s3://{BUCKET}/some/where"
+RUN = ("name=a", "checkpoint={every: 2, keep: 2}", "evaluation.batches=0")
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
+    monkeypatch.setattr(remote, "WAITS_S", (0.1, 0.1, 0.1, 0.1))
+    with s3_server(monkeypatch) as found:
+        yield found
+
+
+def run(output: Path, *overrides: str) -> list[dict[str, Any]]:
+    with restored_process():
+        assert (
+            train(tiny(f"output={output}", *RUN, f"checkpoint.remote={URL}", *overrides)) == ExitCode.FINISHED
+        )
+    return [json.loads(line) for line in (output / "a/metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize(("kind", "share"), [("", 0.0), ("slow", 0.5), ("busy", 0.2), ("cut", 0.2)])
+def test_a_run_goes_on_on_an_empty_machine(tmp_path: Path, faults: Faults, kind: str, share: float) -> None:
+    whole = run(tmp_path / "whole", "name=a", "train.steps=6", "checkpoint.remote=null")
+    faults.kind, faults.share = kind, share
+    run(tmp_path / "first", "train.steps=6", "train.exit_after_steps=4")
+    shutil.rmtree(tmp_path / "first")
+    rows = run(tmp_path / "second", "train.steps=6", "checkpoint.resume=auto")
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in whole]
+    last = "a/checkpoints/step_00000006"
+    assert_same_bits(read_tensors(tmp_path / "second" / last), read_tensors(tmp_path / "whole" / last))
+    assert bool(faults.failed) == bool(kind)
+
+
+def test_a_full_bucket_is_one_line_and_the_checkpoints_stay(
+    tmp_path: Path, faults: Faults, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run(tmp_path / "first", "train.steps=2")
+    faults.kind, faults.share = "full", 1.0
+    with pytest.raises(UserError, match="checkpoint.remote: .* does not answer as expected"):
+        run(tmp_path / "first", "train.steps=4", "checkpoint.resume=auto")
+    faults.share = 0.0
+    put = RemoteFolder.put
+
+    def fills(self: RemoteFolder, local: Path, *names: str) -> None:
+        faults.share = 1.0
+        put(self, local, *names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemoteFolder, "put", fills)
+        with pytest.raises(UserError, match="step_00000004 is not in s3://"):
+            run(tmp_path / "first", "train.steps=4", "checkpoint.resume=auto")
+    assert (tmp_path / "first/a/checkpoints/step_00000004/SHA256SUMS").is_file()
+    told = capfd.readouterr()
+    assert "testing-secret" not in told.out + told.err
+    faults.share = 0.0  # with room again, a resume uploads what is missing
+    run(tmp_path / "first", "train.steps=4", "checkpoint.resume=auto")
+    assert RemoteFolder(URL, "a").read_name("latest").startswith("step_00000004-")
+    config = (tmp_path / "first/a/config.yaml").read_text()
+    assert URL in config and "testing" not in config
+
+
+def test_missing_credentials_are_one_line(
+    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    with pytest.raises(UserError, match="checkpoint.remote: .*credentials") as error:
+        run(tmp_path / "first")
+    assert "\n" not in str(error.value)
+
+
+def train_until(output: Path, steps: int, death: tuple[int, float] | None) -> None:
+    """Job: the run, or what is left of it. death: the rank that dies, and s after its first step."""
+    from megamoe.train import trainer
+
+    if death is not None and death[0] == int(os.environ["RANK"]):
+        step = trainer.train_step
+
+        def first_step(*args: Any, **kwargs: Any) -> Any:
+            trainer.train_step = step
+            threading.Timer(death[1], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+            return step(*args, **kwargs)
+
+        trainer.train_step = first_step
+    changes: dict[str, Any] = {
+        "parallel__expert": 2,
+        "parallel__deepspeed": ds_config("zero1_fp32"),
+        "model__hidden_dropout": 0.1,
+        "train__global_batch_size": 4,
+        "checkpoint": {"every": 4, "resume": "auto", "remote": URL},
+        "evaluation__batches": 0,
+        "log": {"report": False},
+    }
+    train(small_run(output, train__steps=steps, **changes))
+
+
+def test_a_run_that_is_killed_and_wiped_ends_as_one_that_is_not(
+    pool: Pool, tmp_path: Path, faults: Faults
+) -> None:
+    """Twenty kills, after each of which the disk is empty; one request in 20 fails."""
+    steps, kills, generator, killed = 120, 20, random.Random(7), 0
+    settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+    pool.run(with_environment, settings, tmp_path / "whole", steps, None, ranks=2)
+    storage = RemoteFolder(URL, "small")
+    for name in storage.folders():
+        storage.delete(name)
+    faults.kind, faults.share = "busy", 0.05
+    output = tmp_path / "killed"
+    for _ in range(kills):
+        death = (generator.randrange(2), generator.uniform(0, 1.5))
+        try:
+            pool.run(with_environment, settings, output, steps, death, ranks=2)
+        except RankError as error:
+            assert "exit code -9" in str(error), error
+            killed += 1
+        shutil.rmtree(output)
+    pool.run(with_environment, settings, output, steps, None, ranks=2)
+    assert killed >= 0.6 * kills
+    last = Path("small", "checkpoints", f"step_{steps:08d}")
+    assert_same_bits(read_tensors(output / last), read_tensors(tmp_path / "whole" / last))
+
+
+def with_environment(
+    settings: dict[str, str], output: Path, steps: int, death: tuple[int, float] | None
+) -> None:
+    """Job: `train_until` in ranks that were started before the server."""
+    os.environ.update(settings)
+    train_until(output, steps, death)
