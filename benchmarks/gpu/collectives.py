@@ -30,7 +30,7 @@ def run(machine: Machine, section: Section) -> None:
         raise Skip("one device: there is nothing to exchange")
     kind = "quick" if machine.quick else "cuda"
     given = {"sizes": list(SIZES[kind]), "reduced": REDUCED[kind], "product": PRODUCT[kind]}
-    found = on_ranks(machine, machine.count, "collectives", given, TIMEOUT_S)
+    found = on_ranks(machine, machine.count, "collectives", given, machine.limit(TIMEOUT_S))
     section.add("sums of the all-reduce", "right" if found["right"] else "wrong", holds=bool(found["right"]))
     for name, size, bandwidth in found["bandwidths"]:
         section.add(f"{name}, {size / 1e6:.1f} MB", bandwidth, "GB/s", note="bus bandwidth")

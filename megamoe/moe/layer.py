@@ -14,6 +14,7 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.config.shapes import routed_experts, shared_ffn_size
 from megamoe.errors import UserError
+from megamoe.kernels.autograd import Function
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch.choice import build_dispatcher
 from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
@@ -261,26 +262,31 @@ class MoELayer(nn.Module):
             if closed_E is not None:
                 load_E = load_E.masked_fill(closed_E.to(load_E.device), -1)
         with torch.no_grad():
-            for part in self._learning_parts():
+            for part in self._learning_parts:
                 part.after_step(load_E, self.context)
 
     def parameters_after_step(self) -> list[nn.Parameter]:
         """The parameters that `after_step` may read: those of the parts that define it."""
-        learning = [part for part in self._learning_parts() if type(part).after_step is not Part.after_step]
+        learning = [part for part in self._learning_parts if type(part).after_step is not Part.after_step]
         return [parameter for part in learning for parameter in part.parameters()]
 
     def measured_parts(self) -> dict[str, Part]:
         """Return the parts that declare metrics, by their names in the layer (`router.scorer`)."""
-        parts = {name: part for name, part in self.named_modules() if isinstance(part, Part)}
-        return {name: part for name, part in parts.items() if type(part).metrics is not Part.metrics}
+        return {name: part for name, part in self._parts.items() if type(part).metrics is not Part.metrics}
 
     def constraints(self) -> list[Constraint]:
         """Return the projections of all parts, see `Part.constraints`."""
-        return [constraint for part in self._learning_parts() for constraint in part.constraints()]
+        return [constraint for part in self._learning_parts for constraint in part.constraints()]
 
+    @functools.cached_property
+    def _parts(self) -> dict[str, Part]:
+        """Its parts by their names in it, which do not change once it is built."""
+        return {name: part for name, part in self.named_modules() if isinstance(part, Part)}
+
+    @functools.cached_property
     def _learning_parts(self) -> list[Part]:
         frozen = set(self.router.modules()) if "router" in self.frozen else set()
-        return [part for part in self.modules() if isinstance(part, Part) and part not in frozen]
+        return [part for part in self._parts.values() if part not in frozen]
 
     def _weighted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value * self.loss_weights[name] for name, value in values.items()}
@@ -304,7 +310,7 @@ def attach_losses(
     return attached
 
 
-class _AttachLosses(torch.autograd.Function):
+class _AttachLosses(Function):
     @staticmethod
     def forward(
         ctx: Any, output: Tensor, weights: list[float], context: StepContext, *values: Tensor

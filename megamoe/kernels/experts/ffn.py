@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.experts.grouped_gemm import (
     LaterGradients,
@@ -30,7 +30,7 @@ def add_expert_bias(rows_NG: Tensor, bias_EG: Tensor, expert_N: Tensor) -> Tenso
     return output_NG
 
 
-class _ExpertBias(torch.autograd.Function):
+class _ExpertBias(Function):
     """PyTorch's own backward of a row lookup adds atomically on CUDA, in an order that varies.
 
     Here the biases' gradient is a product, [E, N] of zeros and ones times [N, G].
@@ -73,7 +73,7 @@ def steep_silu(gate: Tensor) -> Tensor:
     return gate * torch.sigmoid(STEEPNESS * gate)
 
 
-class _ClampedSwiGLU(torch.autograd.Function):
+class _ClampedSwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, rows_N2F: Tensor) -> Tensor:
         ctx.save_for_backward(rows_N2F)
@@ -137,7 +137,7 @@ def plain_swiglu_experts(
     return grouped_product(rows_NF, down_EHF, counts_E, kernels, later)
 
 
-class _Experts(torch.autograd.Function):
+class _Experts(Function):
     """The kernels' forward and backward pass. It saves the weights themselves, for the reason of
     `_GroupedProduct`.
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.experts.order import ends_of
 
@@ -115,7 +115,7 @@ def group_pairs(
     return GroupedPairs(RowTokens(token_N, num_tokens, place_N, ends_T), moved_N, order_N, counts_E)
 
 
-class _GroupPairs(torch.autograd.Function):
+class _GroupPairs(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -150,7 +150,7 @@ def permute(values_N: Tensor, order: Order) -> Tensor:
     return permuted_N
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(Function):
     """A permutation.
 
     Its gradient is the inverse permutation, and needs no sum as that of general indexing does.
@@ -176,7 +176,7 @@ def gather(hidden_TH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
     return rows_NH
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
         ctx.rows, ctx.kernels = rows, kernels
@@ -198,7 +198,7 @@ def sum_rows(rows_NH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
     return output_TH
 
 
-class _SumRows(torch.autograd.Function):
+class _SumRows(Function):
     @staticmethod
     def forward(ctx: Any, rows_NH: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
         ctx.rows = rows
@@ -235,7 +235,7 @@ def plain_combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
     return output_TH.index_add(0, rows.token_N, weighted_NH).to(rows_NH.dtype)
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows_NH: Tensor, weight_N: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(rows_NH, weight_N)
@@ -283,7 +283,7 @@ def plain_swiglu(rows_N2F: Tensor) -> Tensor:
     return functional.silu(gate) * value
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, rows_N2F: Tensor, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(rows_N2F)
