@@ -48,7 +48,9 @@ def run(machine: Machine, section: Section) -> None:
             overrides = [f"parallel.expert={expert}", *of_setting, *(SMALL if machine.quick else ())]
             name = f"{ranks} ranks, EP {expert}, {setting}"
             try:
-                found = on_ranks(machine, ranks, "training", {"overrides": overrides}, machine.limit(TIMEOUT_S))
+                found = on_ranks(
+                    machine, ranks, "training", {"overrides": overrides}, machine.limit(TIMEOUT_S)
+                )
             except Failed as error:
                 section.add(name, str(error), holds=False)
                 continue
