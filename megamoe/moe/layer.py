@@ -100,6 +100,12 @@ class MoELayer(nn.Module):
         self.sends_rows = not isinstance(self.dispatcher, LocalDispatch)
         self.experts = _routed_experts(config, shape, expert_ids, groups)
         self.computes_experts_again = "moe" in shape.computed_again
+        self.weighs_inside = config.weights_in_activation
+        if self.weighs_inside and not self.dispatcher.moves_weights:
+            raise UserError(
+                f"moe.weights_in_activation: the exchange {type(self.dispatcher).__name__} does not send the "
+                "weights to the experts; set it to false, or parallel.exchange to direct or by_node"
+            )
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
         self.zero = _zero_experts(config, shape)
@@ -167,11 +173,13 @@ class MoELayer(nn.Module):
             rows_NH, counts_E = self.dispatcher.finish(state)
         with self._stage("experts"):
             dropout = self._expert_dropout(computed, state, context)
-            rows_NH = self._of_experts(rows_NH, counts_E, dropout, later)
+            weight_N = self.dispatcher.row_weights(state) if self.weighs_inside else None
+            rows_NH = self._of_experts(rows_NH, counts_E, dropout, later, weight_N)
             if dropout is not None:
                 rows_NH = dropout.on_output(rows_NH)
         with self._stage("combine"):
-            output_TH = self.dispatcher.combine(rows_NH, state)
+            combine = self.dispatcher.add_up if self.weighs_inside else self.dispatcher.combine
+            output_TH = combine(rows_NH, state)
             if self.to_hidden is not None:
                 output_TH = self.to_hidden(output_TH)
             if self.zero is not None:
@@ -189,11 +197,18 @@ class MoELayer(nn.Module):
         return self.experts.put_off_gradients()
 
     def _of_experts(
-        self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None, later: Any
+        self,
+        rows_NH: Tensor,
+        counts_E: Tensor,
+        dropout: ExpertDropout | None,
+        later: Any,
+        weight_N: Tensor | None,
     ) -> Tensor:
+        weights = () if weight_N is None else (weight_N,)
         if not self.computes_experts_again:
-            return self.experts(rows_NH, counts_E, dropout, later)
-        output_NH: Tensor = recomputed(self.experts, [], rows_NH, counts_E, dropout)
+            return self.experts(rows_NH, counts_E, dropout, later, *weights)
+        nothing_later = (None,) if weights else ()
+        output_NH: Tensor = recomputed(self.experts, [], rows_NH, counts_E, dropout, *nothing_later, *weights)
         return output_NH
 
     def _stage(self, name: str) -> AbstractContextManager[None]:

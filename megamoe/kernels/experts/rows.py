@@ -5,6 +5,7 @@ other is one fused pass over the memory, forward and backward: by the compiled l
 kernels on CUDA. All of them sum in fp32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -275,6 +276,64 @@ def swiglu(rows_N2F: Tensor, kernels: Kernels) -> Tensor:
         return plain_swiglu(rows_N2F)
     rows_NF: Tensor = _SwiGLU.apply(rows_N2F, chosen)
     return rows_NF
+
+
+def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, kernels: Kernels) -> Tensor:
+    """Return `swiglu` times each row's weight; weight_N: fp32, with a gradient."""
+    chosen = kernels.triton_for(rows_N2F)
+    if chosen is None or rows_N2F.shape[1] % 2:
+        return weighted(lambda rows: swiglu(rows, kernels), rows_N2F, weight_N)
+    rows_NF: Tensor = _WeightedSwiGLU.apply(rows_N2F, weight_N.contiguous(), chosen)
+    return rows_NF
+
+
+def weighted(activate: Callable[[Tensor], Tensor], rows_NG: Tensor, weight_N: Tensor) -> Tensor:
+    """Return activate(rows) times each row's weight, [N, F] in the rows' dtype, multiplied in fp32.
+
+    The backward pass computes the activation again, so that nothing of it is kept.
+    """
+    rows_NF: Tensor = _Weighted.apply(rows_NG, weight_N, activate)
+    return rows_NF
+
+
+class _Weighted(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight_N: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(rows, weight_N)
+        ctx.activate = activate
+        return (activate(rows).float() * weight_N[:, None]).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight_N = ctx.saved_tensors
+        with torch.enable_grad():
+            given = rows.detach().requires_grad_()
+            active = ctx.activate(given)
+        received = gradient.float()
+        sent = (received * weight_N[:, None]).to(active.dtype)
+        (to_rows,) = torch.autograd.grad(active, given, sent)
+        return to_rows, (received * active.detach().float()).sum(1), None
+
+
+class _WeightedSwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, rows_N2F: Tensor, weight_N: Tensor, kernels: "TritonKernels") -> Tensor:
+        ctx.save_for_backward(rows_N2F, weight_N)
+        ctx.kernels = kernels
+        count, width = rows_N2F.shape
+        rows_NF = rows_N2F.new_empty(count, width // 2)
+        kernels.weighted_swiglu(rows_N2F, weight_N, count, width // 2, rows_NF)
+        return rows_NF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_N2F, weight_N = ctx.saved_tensors
+        to_rows_N2F, to_weight_N = torch.empty_like(rows_N2F), torch.empty_like(weight_N)
+        given = (gradient_NF.contiguous(), rows_N2F, weight_N, *gradient_NF.shape)
+        ctx.kernels.weighted_swiglu_backward(*given, to_rows_N2F, to_weight_N)
+        return to_rows_N2F, to_weight_N, None
 
 
 def plain_swiglu(rows_N2F: Tensor) -> Tensor:
