@@ -17,6 +17,7 @@ SIZES = {"cuda": (1 << 20, 1 << 24, 1 << 26, 1 << 28), "quick": (1 << 16, 1 << 2
 REDUCED = {"cuda": 36_000_000, "quick": 1 << 16}  # in fp32
 PRODUCT = {"cuda": 8192, "quick": 128}
 TIMEOUT_S = 50.0
+TIMEOUT_MINUTES = 10  # of a collective: longer, so that a rank that hangs is told by the limit
 
 
 def run(machine: Machine, section: Section) -> None:
@@ -30,7 +31,7 @@ def run(machine: Machine, section: Section) -> None:
         raise Skip("one device: there is nothing to exchange")
     kind = "quick" if machine.quick else "cuda"
     given = {"sizes": list(SIZES[kind]), "reduced": REDUCED[kind], "product": PRODUCT[kind]}
-    found = on_ranks(machine, machine.count, "collectives", given, TIMEOUT_S)
+    found = on_ranks(machine, machine.count, "collectives", given, machine.limit(TIMEOUT_S))
     section.add("sums of the all-reduce", "right" if found["right"] else "wrong", holds=bool(found["right"]))
     for name, size, bandwidth in found["bandwidths"]:
         section.add(f"{name}, {size / 1e6:.1f} MB", bandwidth, "GB/s", note="bus bandwidth")
@@ -51,7 +52,7 @@ def run(machine: Machine, section: Section) -> None:
 def on_rank(given: dict[str, Any]) -> dict[str, Any]:
     """Measure on this rank; the same numbers of bytes on every rank."""
     world = launch.find_world()
-    launch.start(world, timeout_minutes=1)
+    launch.start(world, timeout_minutes=TIMEOUT_MINUTES)
     try:
         bandwidths = [each for size in given["sizes"] for each in _bandwidths(world, size)]
         bandwidths.append(_reduction(world, given["reduced"]))

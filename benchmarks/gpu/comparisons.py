@@ -60,5 +60,5 @@ def _measured(machine: Machine, benchmark: str, arguments: list[str]) -> Any:
     """Return what a benchmark writes as JSON. Its bars are a CPU's and are not looked at."""
     with tempfile.NamedTemporaryFile("r", suffix=".json") as file:
         command = [f"benchmarks/{benchmark}", *arguments, "--json", file.name]
-        start(machine, 1, command, TIMEOUT_S, accepted=(0, 1))
+        start(machine, 1, command, machine.limit(TIMEOUT_S), accepted=(0, 1))
         return json.load(file)

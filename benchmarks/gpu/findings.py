@@ -12,6 +12,9 @@ from megamoe.apps.plan.assumptions import ASSUMED, Rate
 Status = Literal["passed", "failed", "measured", "skipped", "error"]
 
 
+SLOWER = 4  # a rehearsal shares its machine with other work
+
+
 @dataclass(frozen=True)
 class Machine:
     """Where a section runs.
@@ -26,6 +29,10 @@ class Machine:
     quick: bool
     logs: str = ""
     section: str = "check"
+
+    def limit(self, seconds: float) -> float:
+        """Return the most seconds that a process may take which has so many on a GPU."""
+        return SLOWER * seconds if self.quick else seconds
 
     def next_log(self, name: str) -> Path:
         """Return a path in the folder of logs that is not yet used."""

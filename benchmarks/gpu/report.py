@@ -13,7 +13,7 @@ from gpu import attention, collectives, comparisons, environment, extensions, ke
 from gpu.findings import Finding, Machine, Section
 from megamoe.apps.plan.assumptions import Rate
 
-SLOWER = 10
+SLOWER = 10  # a section of a rehearsal, which shares its machine with other work
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class Task:
     seconds: float
 
     def limit(self, machine: Machine) -> float:
-        """Return the most seconds on this machine: a rehearsal shares it with other work."""
+        """Return the most seconds on this machine."""
         return SLOWER * self.seconds if machine.quick else self.seconds
 
 

@@ -48,12 +48,14 @@ def run(machine: Machine, section: Section) -> None:
             overrides = [f"parallel.expert={expert}", *of_setting, *(SMALL if machine.quick else ())]
             name = f"{ranks} ranks, EP {expert}, {setting}"
             try:
-                found = on_ranks(machine, ranks, "training", {"overrides": overrides}, TIMEOUT_S)
+                found = on_ranks(
+                    machine, ranks, "training", {"overrides": overrides}, machine.limit(TIMEOUT_S)
+                )
             except Failed as error:
                 section.add(name, str(error), holds=False)
                 continue
             _report(section, name, ranks, found)
-            _beside_the_model(section, name, ranks, overrides, found)
+            _beside_the_model(machine, section, name, ranks, overrides, found)
 
 
 def _report(section: Section, name: str, ranks: int, found: dict[str, Any]) -> None:
@@ -75,10 +77,10 @@ def _report(section: Section, name: str, ranks: int, found: dict[str, Any]) -> N
 def run_host(machine: Machine, section: Section) -> None:
     """Report the time of a step with so few tokens that the host's time is what it takes."""
     overrides = ["parallel.expert=1", *SETTINGS["tuned"], *(SMALL if machine.quick else FEW_TOKENS)]
-    found = on_ranks(machine, 1, "training", {"overrides": overrides}, 55)
+    found = on_ranks(machine, 1, "training", {"overrides": overrides}, machine.limit(55))
     seconds = statistics.median(found["seconds"])
     section.add("a step of few tokens on one rank", 1e3 * seconds, "ms", note=f"median of {STEPS}")
-    figures = _simulated(1, overrides)
+    figures = _simulated(machine, 1, overrides)
     expected = figures["host_seconds"]
     ratio = seconds / expected
     section.add(
@@ -89,19 +91,20 @@ def run_host(machine: Machine, section: Section) -> None:
         section.expect(kind, 0, "", min(1.0, ratio * ASSUMED.of(kind)), note)
 
 
-def _simulated(ranks: int, overrides: list[str]) -> Any:
+def _simulated(machine: Machine, ranks: int, overrides: list[str]) -> Any:
     """Return the figures of the same step by the simulation."""
     command = ["benchmarks/roofline.py", "--config", CONFIG, "--ranks", str(ranks), "--json", *overrides]
-    return json.loads(start(Machine("cpu", 1, True), 1, command, TIMEOUT_S).splitlines()[-1])
+    limit = machine.limit(TIMEOUT_S)
+    return json.loads(start(Machine("cpu", 1, True), 1, command, limit).splitlines()[-1])
 
 
 def _beside_the_model(
-    section: Section, name: str, ranks: int, overrides: list[str], found: dict[str, Any]
+    machine: Machine, section: Section, name: str, ranks: int, overrides: list[str], found: dict[str, Any]
 ) -> None:
     """Add what the simulation says of the same step: FLOPs, parts and memory."""
     seconds = statistics.median(found["seconds"])
     try:
-        figures = _simulated(ranks, overrides)
+        figures = _simulated(machine, ranks, overrides)
     except (Failed, ValueError) as error:
         section.add(f"{name}: simulated", str(error)[:300], note="no utilisation without it")
         return

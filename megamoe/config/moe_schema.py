@@ -138,6 +138,10 @@ class MoELayerConfig(Section):
     """activation of the experts, shared ones included; default: `model.activation`"""
     expert_bias: bool = False
     """biases of both linear layers of each routed expert, as in gpt-oss"""
+    weights_in_activation: bool = False
+    """multiply by the router's weights inside the experts, between their two products: the experts' outputs
+    are then not kept for the backward pass; the weights travel to the experts, and rounding differs
+    """
     zero_experts: ZeroExpertsConfig = field(default_factory=ZeroExpertsConfig)
     """experts that compute nothing; see docs/parts.md#experts-without-computation"""
     latent_size: Size | None = None

@@ -4,9 +4,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def summed_rms_norm(
     return both
 
 
-class _SummedRMSNorm(torch.autograd.Function):
+class _SummedRMSNorm(Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, added: Tensor | None, weight_H: Tensor, eps: float, library: "TritonKernels"
@@ -82,7 +82,7 @@ class _SummedRMSNorm(torch.autograd.Function):
         return to_hidden, to_hidden if ctx.has_added else None, to_weight_H, None, None
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight_H: Tensor, eps: float, library: RowKernels) -> Tensor:
         count, width = hidden.numel() // len(weight_H), len(weight_H)

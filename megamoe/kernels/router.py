@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import Library
 
@@ -29,7 +29,7 @@ def scores(hidden_TH: Tensor, weight_EH: Tensor, kernels: Kernels) -> Tensor:
     return scores_TE
 
 
-class _Scores(torch.autograd.Function):
+class _Scores(Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, weight_EH: Tensor, kernels: "TritonKernels") -> Tensor:
         ctx.save_for_backward(hidden_TH, weight_EH)
@@ -66,7 +66,7 @@ def renormalised_weights(
     return weights_TK
 
 
-class _Renormalised(torch.autograd.Function):
+class _Renormalised(Function):
     @staticmethod
     def forward(
         ctx: Any, probs_TE: Tensor, expert_TK: Tensor, smallest: float, scale: float, kernels: "TritonKernels"
@@ -97,7 +97,7 @@ def softmax(scores_TE: Tensor, kernels: Kernels) -> Tensor:
     return probs_TE
 
 
-class _Softmax(torch.autograd.Function):
+class _Softmax(Function):
     @staticmethod
     def forward(ctx: Any, scores_TE: Tensor, library: Library) -> Tensor:
         probs_TE = torch.empty_like(scores_TE)
@@ -156,7 +156,7 @@ def masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float, kernels: Kernel
     return result_TE
 
 
-class _Masked(torch.autograd.Function):
+class _Masked(Function):
     @staticmethod
     def forward(ctx: Any, values_TE: Tensor, kept_TE: Tensor, otherwise: float, library: Library) -> Tensor:
         ctx.save_for_backward(kept_TE)
@@ -208,7 +208,7 @@ def plain_mean_squared_log_sum(scores_TE: Tensor) -> Tensor:
     return (total_T.log() + top_T1.squeeze(-1)).square().sum() / max(len(scores_TE), 1)
 
 
-class _MeanSquaredLogSum(torch.autograd.Function):
+class _MeanSquaredLogSum(Function):
     @staticmethod
     def forward(ctx: Any, scores_TE: Tensor, kernels: "TritonKernels") -> Tensor:
         mean, log_sum_T = scores_TE.new_empty(()), scores_TE.new_empty(len(scores_TE))
@@ -246,7 +246,7 @@ def plain_balance(probs_TE: Tensor, counts_E: Tensor) -> Tensor:
     return num_experts * (fraction_E * probs_TE.sum(dim=0)).sum() / max(num_tokens, 1)
 
 
-class _Balance(torch.autograd.Function):
+class _Balance(Function):
     @staticmethod
     def forward(ctx: Any, probs_TE: Tensor, counts_E: Tensor, kernels: "TritonKernels") -> Tensor:
         loss, factor_E = probs_TE.new_empty(()), probs_TE.new_empty(probs_TE.shape[1])

@@ -14,6 +14,7 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.config.shapes import routed_experts, shared_ffn_size
 from megamoe.errors import UserError
+from megamoe.kernels.autograd import Function
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch.choice import build_dispatcher
 from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
@@ -99,6 +100,12 @@ class MoELayer(nn.Module):
         self.sends_rows = not isinstance(self.dispatcher, LocalDispatch)
         self.experts = _routed_experts(config, shape, expert_ids, groups)
         self.computes_experts_again = "moe" in shape.computed_again
+        self.weighs_inside = config.weights_in_activation
+        if self.weighs_inside and not self.dispatcher.moves_weights:
+            raise UserError(
+                f"moe.weights_in_activation: the exchange {type(self.dispatcher).__name__} does not send the "
+                "weights to the experts; set it to false, or parallel.exchange to direct or by_node"
+            )
         self.dropout = config.expert_output_dropout, config.expert_activation_dropout
         self.shared = _shared_experts(config, shape)
         self.zero = _zero_experts(config, shape)
@@ -166,11 +173,13 @@ class MoELayer(nn.Module):
             rows_NH, counts_E = self.dispatcher.finish(state)
         with self._stage("experts"):
             dropout = self._expert_dropout(computed, state, context)
-            rows_NH = self._of_experts(rows_NH, counts_E, dropout, later)
+            weight_N = self.dispatcher.row_weights(state) if self.weighs_inside else None
+            rows_NH = self._of_experts(rows_NH, counts_E, dropout, later, weight_N)
             if dropout is not None:
                 rows_NH = dropout.on_output(rows_NH)
         with self._stage("combine"):
-            output_TH = self.dispatcher.combine(rows_NH, state)
+            combine = self.dispatcher.add_up if self.weighs_inside else self.dispatcher.combine
+            output_TH = combine(rows_NH, state)
             if self.to_hidden is not None:
                 output_TH = self.to_hidden(output_TH)
             if self.zero is not None:
@@ -188,11 +197,18 @@ class MoELayer(nn.Module):
         return self.experts.put_off_gradients()
 
     def _of_experts(
-        self, rows_NH: Tensor, counts_E: Tensor, dropout: ExpertDropout | None, later: Any
+        self,
+        rows_NH: Tensor,
+        counts_E: Tensor,
+        dropout: ExpertDropout | None,
+        later: Any,
+        weight_N: Tensor | None,
     ) -> Tensor:
+        weights = () if weight_N is None else (weight_N,)
         if not self.computes_experts_again:
-            return self.experts(rows_NH, counts_E, dropout, later)
-        output_NH: Tensor = recomputed(self.experts, [], rows_NH, counts_E, dropout)
+            return self.experts(rows_NH, counts_E, dropout, later, *weights)
+        nothing_later = (None,) if weights else ()
+        output_NH: Tensor = recomputed(self.experts, [], rows_NH, counts_E, dropout, *nothing_later, *weights)
         return output_NH
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
@@ -261,26 +277,31 @@ class MoELayer(nn.Module):
             if closed_E is not None:
                 load_E = load_E.masked_fill(closed_E.to(load_E.device), -1)
         with torch.no_grad():
-            for part in self._learning_parts():
+            for part in self._learning_parts:
                 part.after_step(load_E, self.context)
 
     def parameters_after_step(self) -> list[nn.Parameter]:
         """The parameters that `after_step` may read: those of the parts that define it."""
-        learning = [part for part in self._learning_parts() if type(part).after_step is not Part.after_step]
+        learning = [part for part in self._learning_parts if type(part).after_step is not Part.after_step]
         return [parameter for part in learning for parameter in part.parameters()]
 
     def measured_parts(self) -> dict[str, Part]:
         """Return the parts that declare metrics, by their names in the layer (`router.scorer`)."""
-        parts = {name: part for name, part in self.named_modules() if isinstance(part, Part)}
-        return {name: part for name, part in parts.items() if type(part).metrics is not Part.metrics}
+        return {name: part for name, part in self._parts.items() if type(part).metrics is not Part.metrics}
 
     def constraints(self) -> list[Constraint]:
         """Return the projections of all parts, see `Part.constraints`."""
-        return [constraint for part in self._learning_parts() for constraint in part.constraints()]
+        return [constraint for part in self._learning_parts for constraint in part.constraints()]
 
+    @functools.cached_property
+    def _parts(self) -> dict[str, Part]:
+        """Its parts by their names in it, which do not change once it is built."""
+        return {name: part for name, part in self.named_modules() if isinstance(part, Part)}
+
+    @functools.cached_property
     def _learning_parts(self) -> list[Part]:
         frozen = set(self.router.modules()) if "router" in self.frozen else set()
-        return [part for part in self.modules() if isinstance(part, Part) and part not in frozen]
+        return [part for part in self._parts.values() if part not in frozen]
 
     def _weighted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
         return {name: value * self.loss_weights[name] for name, value in values.items()}
@@ -304,7 +325,7 @@ def attach_losses(
     return attached
 
 
-class _AttachLosses(torch.autograd.Function):
+class _AttachLosses(Function):
     @staticmethod
     def forward(
         ctx: Any, output: Tensor, weights: list[float], context: StepContext, *values: Tensor

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.kernels.autograd import Function
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import gather_rows, rank_in, size_of
 from megamoe.moe.routing import Routing
@@ -75,7 +76,7 @@ class TokenSharding:
         return routing.of_tokens(own.start, own.stop - own.start)
 
 
-class _GatherRows(torch.autograd.Function):
+class _GatherRows(Function):
     """All-gather of rows in order of rank; in backward, the sum over ranks of the gradient of this rank's
     rows.
     """

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from megamoe.compat.torch_compat import next_node_number, raise_node_numbers
+from megamoe.kernels.autograd import Function
 
 
 class Turns:
@@ -145,7 +146,7 @@ def without_turns() -> Iterator[None]:
         _own.turn = turn
 
 
-class _EndOfTurn(torch.autograd.Function):
+class _EndOfTurn(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, begin: Callable[[int], None], place: int) -> Tensor:
         ctx.begin, ctx.place = begin, place

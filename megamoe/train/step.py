@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megamoe.data.batches import Batch, positions
 from megamoe.kernels.attention.documents import Documents, SourceLengths
+from megamoe.kernels.autograd import Function
 from megamoe.metrics.names import GRAD_NORM
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.context import Padding, SourceTokens
@@ -381,7 +382,7 @@ def of_stage(engine: Engine, received_SBH: Tensor | None, chunk: int) -> dict[st
     return {} if engine.layout.pipeline == 1 else {"hidden_SBH": received_SBH, "chunk": chunk}
 
 
-class _GivenGradient(torch.autograd.Function):
+class _GivenGradient(Function):
     """A zero whose backward sends `gradient` into `output`, whatever the zero is scaled by."""
 
     @staticmethod

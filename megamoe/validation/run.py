@@ -158,6 +158,13 @@ def _shared_problems(config: RunConfig) -> Iterator[Problem]:
             "(moe.expert_sublayers) return what they add to the token, which has no identity; set the "
             "sub-layers to 1",
         )
+    if moe.weights_in_activation and (moe.expert_bias or moe.expert_sublayers > 1):
+        lacks = "moe.expert_bias" if moe.expert_bias else "moe.expert_sublayers above 1"
+        yield Problem(
+            "moe.weights_in_activation",
+            f"found true, but with {lacks} an expert's output is not a multiple of its activation; set it to "
+            "false",
+        )
     if moe.latent_size is not None and moe.expert_sublayers > 1:
         yield Problem(
             "moe.latent_size",

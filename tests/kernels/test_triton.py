@@ -19,6 +19,7 @@ LONG = [
     "only_the_gradients_that_are_wanted",
     "every_grouped_product",
     "every_expert",
+    "every_weighted_expert",
     "every_rms_norm",
     "every_norm_of_a_sum",
     "every_rotary",
@@ -31,7 +32,7 @@ LONG = [
     "all_outputs_and_gradients_are_those_of_float64",
     "outputs_and_gradients_are_the_plain_ones",
 ]
-PRODUCTS = ["forward", "to_rows", "to_weight", "up", "down_backward"]
+PRODUCTS = ["forward", "to_rows", "to_weight", "up", "down_backward", "weighted_up", "weighted_down_backward"]
 TENSOR_CORES = {80: ["mma.sync"], 90: ["wgmma.mma"], 100: ["tcgen05.mma"]}
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program can have
 # Of one thread. A program of W warps needs 32 W times as many, of the 65,536 of a multiprocessor.
@@ -42,7 +43,7 @@ OF_FP32 = ["router_scores", "router_to_weight", "z_loss", "z_loss_backward", "ba
 # A thread loads one index of 64 bits at a time.
 OF_INDICES = ["pairs_ends", "pairs_count", "pairs_add_up", "pairs_place"]
 FEW_REGISTERS = 64  # of the other kernels: eight programs of four warps at a time
-MOST_SPILLED = {"down_backward": 16}  # bytes
+MOST_SPILLED = {"down_backward": 16, "weighted_down_backward": 64}  # bytes
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from torch.nn.attention.varlen import varlen_attn
 
 from megamoe.kernels.attention.documents import Documents, Run, SourceLengths, apply_rotary_in_documents
 from megamoe.kernels.attention.rotary import Rotary, angles_of, apply_rotary, apply_rotary_qk, gradients_of
 from megamoe.kernels.attention.variants import PLAIN, Variant, varied_attention
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.library import Library
 
@@ -274,7 +274,7 @@ def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     return slices
 
 
-class _Split(torch.autograd.Function):
+class _Split(Function):
     @staticmethod
     def forward(ctx: Any, mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
         ctx.sizes = sizes
@@ -298,7 +298,7 @@ def _joined(slices: tuple[Tensor, ...], sizes: list[int]) -> Tensor:
     return first.as_strided((*first.shape[:-1], sum(sizes)), stride)
 
 
-class _Attention(torch.autograd.Function):
+class _Attention(Function):
     @staticmethod
     def forward(
         ctx: Any,

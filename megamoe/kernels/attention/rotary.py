@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 
 
@@ -233,7 +233,7 @@ def plain_rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) ->
     return turned.to(heads_SBND.dtype)
 
 
-class _ApplyRotaryQK(torch.autograd.Function):
+class _ApplyRotaryQK(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -270,7 +270,7 @@ def gradients_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Ten
     return to_query, to_key, to_value
 
 
-class _ApplyRotary(torch.autograd.Function):
+class _ApplyRotary(Function):
     @staticmethod
     def forward(
         ctx: Any, heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, library: RowKernels

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from megamoe.kernels.attention.documents import Documents
+from megamoe.kernels.autograd import Function, once_differentiable
 
 CHUNK = 256  # queries
 
@@ -84,7 +84,7 @@ def masked_attention(
     return _over_values(shares_BGPSL.to(value_BGLE.dtype), value_BGLE).flatten(1, 2)
 
 
-class _VariedAttention(torch.autograd.Function):
+class _VariedAttention(Function):
     @staticmethod
     def forward(
         ctx: Any,

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.experts.grouped_gemm import (
     LaterGradients,
@@ -15,7 +15,8 @@ from megamoe.kernels.experts.grouped_gemm import (
     grouped_product,
     product_library,
 )
-from megamoe.kernels.experts.rows import swiglu
+from megamoe.kernels.experts.rows import swiglu, weighted_swiglu
+from megamoe.kernels.library import Library
 
 
 def experts_of_rows(counts_E: Tensor, num_rows: int) -> Tensor:
@@ -30,7 +31,7 @@ def add_expert_bias(rows_NG: Tensor, bias_EG: Tensor, expert_N: Tensor) -> Tenso
     return output_NG
 
 
-class _ExpertBias(torch.autograd.Function):
+class _ExpertBias(Function):
     """PyTorch's own backward of a row lookup adds atomically on CUDA, in an order that varies.
 
     Here the biases' gradient is a product, [E, N] of zeros and ones times [N, G].
@@ -73,7 +74,7 @@ def steep_silu(gate: Tensor) -> Tensor:
     return gate * torch.sigmoid(STEEPNESS * gate)
 
 
-class _ClampedSwiGLU(torch.autograd.Function):
+class _ClampedSwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, rows_N2F: Tensor) -> Tensor:
         ctx.save_for_backward(rows_N2F)
@@ -100,28 +101,34 @@ def swiglu_experts(
     counts_E: Tensor,
     kernels: Kernels,
     later: LaterGradients | None = None,
+    weight_N: Tensor | None = None,
 ) -> Tensor:
     """Apply its expert to each row: down * SwiGLU(up * row), [N, H] to [N, H]; G = 2F, gate over value.
 
     counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0. later: computes the
-    weights' gradients; not where one pass of kernels computes all gradients (`is_one_pass`).
+    weights' gradients; not where one pass of kernels computes all gradients (`is_one_pass`). weight_N: fp32,
+    multiplies SwiGLU's rows and thereby the output's; its gradient needs no output.
 
     Raises:
         ValueError: if the weights do not fit the rows or each other, or the counts do not fit the rows, as in
             `grouped_product`.
     """
     rows_NH = rows_NH.contiguous()
-    library = _library_for(rows_NH, up_EGH, down_EHF, kernels)
+    library = _library_for(rows_NH, up_EGH, down_EHF, kernels, weight_N is not None)
     if library is None:
-        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels, later)
+        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels, later, weight_N)
     ends_E = checked_ends(rows_NH, up_EGH, counts_E)
-    output_NH: Tensor = _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, library, kernels)
+    if weight_N is not None:
+        weight_N = weight_N.contiguous()
+    output_NH: Tensor = _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, weight_N, library, kernels)
     return output_NH
 
 
-def is_one_pass(rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, kernels: Kernels) -> bool:
+def is_one_pass(
+    rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, kernels: Kernels, is_weighted: bool = False
+) -> bool:
     """Return whether `swiglu_experts` is one pass of kernels, which does not keep the activated rows."""
-    return _library_for(rows_NH.contiguous(), up_EGH, down_EHF, kernels) is not None
+    return _library_for(rows_NH.contiguous(), up_EGH, down_EHF, kernels, is_weighted) is not None
 
 
 def plain_swiglu_experts(
@@ -131,13 +138,15 @@ def plain_swiglu_experts(
     counts_E: Tensor,
     kernels: Kernels,
     later: LaterGradients | None = None,
+    weight_N: Tensor | None = None,
 ) -> Tensor:
     """Compute `swiglu_experts` in its three steps."""
-    rows_NF = swiglu(grouped_product(rows_NH, up_EGH, counts_E, kernels, later), kernels)
+    rows_NG = grouped_product(rows_NH, up_EGH, counts_E, kernels, later)
+    rows_NF = swiglu(rows_NG, kernels) if weight_N is None else weighted_swiglu(rows_NG, weight_N, kernels)
     return grouped_product(rows_NF, down_EHF, counts_E, kernels, later)
 
 
-class _Experts(torch.autograd.Function):
+class _Experts(Function):
     """The kernels' forward and backward pass. It saves the weights themselves, for the reason of
     `_GroupedProduct`.
 
@@ -146,20 +155,31 @@ class _Experts(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, up: Tensor, down: Tensor, ends: Tensor, library: RowKernels, kernels: Kernels
+        ctx: Any,
+        rows: Tensor,
+        up: Tensor,
+        down: Tensor,
+        ends: Tensor,
+        weight_N: Tensor | None,
+        library: RowKernels,
+        kernels: Kernels,
     ) -> Tensor:
         hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
         active = rows.new_empty(len(rows) if library.keeps_activated(rows.dtype) else 0, down.shape[2])
         sides = (rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
-        library.experts(*sides, hidden, active, output)
-        ctx.save_for_backward(rows, up, down, ends, hidden)
+        if weight_N is None:
+            library.experts(*sides, hidden, active, output)
+        else:
+            assert not isinstance(library, Library)
+            library.experts(*sides, hidden, active, output, weight_N)
+        ctx.save_for_backward(rows, up, down, ends, hidden, weight_N)
         ctx.library, ctx.kernels, ctx.was_written = library, kernels, False
         return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        rows, up, down, ends, hidden = ctx.saved_tensors
+        rows, up, down, ends, hidden, weight_N = ctx.saved_tensors
         library: RowKernels = ctx.library
         if ctx.was_written:
             counts = torch.diff(ends, prepend=ends.new_zeros(1))
@@ -169,9 +189,16 @@ class _Experts(torch.autograd.Function):
         wanted = zip((rows, up, down), ctx.needs_input_grad, strict=False)
         gradients = [torch.empty_like(side) if needed else None for side, needed in wanted]
         sides = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
-        arguments = (*sides, ends, *_sizes(down), hidden.data, active, *gradients)
-        library.experts_backward(*arguments)
-        return *gradients, None, None, None
+        arguments = (*sides, ends, *_sizes(down), hidden.data, active)
+        to_weight_N = None
+        if weight_N is None:
+            library.experts_backward(*arguments, *gradients)
+        else:
+            assert not isinstance(library, Library)
+            to_weight_N = torch.empty_like(weight_N)
+            to_rows, to_up, to_down = gradients
+            library.experts_backward(*arguments, to_rows, to_up, to_down, weight_N, to_weight_N)
+        return *gradients, None, to_weight_N, None, None
 
 
 def _sizes(down: Tensor) -> tuple[int, int, int]:
@@ -179,9 +206,12 @@ def _sizes(down: Tensor) -> tuple[int, int, int]:
     return experts, hidden_size, ffn_size
 
 
-def _library_for(rows: Tensor, up: Tensor, down: Tensor, kernels: Kernels) -> RowKernels | None:
-    """Return the kernels that support these tensors, else None."""
+def _library_for(
+    rows: Tensor, up: Tensor, down: Tensor, kernels: Kernels, is_weighted: bool = False
+) -> RowKernels | None:
+    """Return the kernels that support these tensors, else None; the compiled ones know no weights."""
     alike = rows.dtype == up.dtype == down.dtype
     fits = alike and up.shape == (len(down), 2 * down.shape[2], down.shape[1])
     library = product_library(rows, up.shape, kernels)
+    fits &= not (is_weighted and isinstance(library, Library))
     return library if fits and product_library(rows, down.shape, kernels) is not None else None

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from megamoe.compat.torch_compat import has_bf16_products
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 
 ALIGNMENT = 16  # bytes
@@ -51,7 +51,7 @@ class LaterGradients:
         self.pending[place] = gradient
 
 
-class _Later(torch.autograd.Function):
+class _Later(Function):
     @staticmethod
     def forward(ctx: Any, later: LaterGradients, *weights: Tensor) -> Tensor:
         ctx.later = later
@@ -113,7 +113,7 @@ def takes_any_count(rows_NI: Tensor, weights_EOI: Sequence[Tensor], kernels: Ker
     return all(product_library(rows_NI, weight.shape, kernels) is not None for weight in weights_EOI)
 
 
-class _GroupedProduct(torch.autograd.Function):
+class _GroupedProduct(Function):
     """The grouped product with its gradients. It saves the weight, not a transposed view of it.
 
     ZeRO 3 frees a weight's memory after the forward pass and fills it again before the backward pass. A view
@@ -137,7 +137,7 @@ class _GroupedProduct(torch.autograd.Function):
         return rows, weight, None, None
 
 
-class _LaterProduct(torch.autograd.Function):
+class _LaterProduct(Function):
     """The same, but the weight's gradient is left to `LaterGradients`."""
 
     @staticmethod

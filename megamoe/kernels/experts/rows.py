@@ -5,14 +5,15 @@ other is one fused pass over the memory, forward and backward: by the compiled l
 kernels on CUDA. All of them sum in fp32.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.experts.order import ends_of
 
@@ -115,7 +116,7 @@ def group_pairs(
     return GroupedPairs(RowTokens(token_N, num_tokens, place_N, ends_T), moved_N, order_N, counts_E)
 
 
-class _GroupPairs(torch.autograd.Function):
+class _GroupPairs(Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -150,7 +151,7 @@ def permute(values_N: Tensor, order: Order) -> Tensor:
     return permuted_N
 
 
-class _Permute(torch.autograd.Function):
+class _Permute(Function):
     """A permutation.
 
     Its gradient is the inverse permutation, and needs no sum as that of general indexing does.
@@ -176,7 +177,7 @@ def gather(hidden_TH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
     return rows_NH
 
 
-class _Gather(torch.autograd.Function):
+class _Gather(Function):
     @staticmethod
     def forward(ctx: Any, hidden_TH: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
         ctx.rows, ctx.kernels = rows, kernels
@@ -198,7 +199,7 @@ def sum_rows(rows_NH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
     return output_TH
 
 
-class _SumRows(torch.autograd.Function):
+class _SumRows(Function):
     @staticmethod
     def forward(ctx: Any, rows_NH: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
         ctx.rows = rows
@@ -235,7 +236,7 @@ def plain_combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
     return output_TH.index_add(0, rows.token_N, weighted_NH).to(rows_NH.dtype)
 
 
-class _Combine(torch.autograd.Function):
+class _Combine(Function):
     @staticmethod
     def forward(ctx: Any, rows_NH: Tensor, weight_N: Tensor, rows: RowTokens, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(rows_NH, weight_N)
@@ -277,13 +278,71 @@ def swiglu(rows_N2F: Tensor, kernels: Kernels) -> Tensor:
     return rows_NF
 
 
+def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, kernels: Kernels) -> Tensor:
+    """Return `swiglu` times each row's weight; weight_N: fp32, with a gradient."""
+    chosen = kernels.triton_for(rows_N2F)
+    if chosen is None or rows_N2F.shape[1] % 2:
+        return weighted(lambda rows: swiglu(rows, kernels), rows_N2F, weight_N)
+    rows_NF: Tensor = _WeightedSwiGLU.apply(rows_N2F, weight_N.contiguous(), chosen)
+    return rows_NF
+
+
+def weighted(activate: Callable[[Tensor], Tensor], rows_NG: Tensor, weight_N: Tensor) -> Tensor:
+    """Return activate(rows) times each row's weight, [N, F] in the rows' dtype, multiplied in fp32.
+
+    The backward pass computes the activation again, so that nothing of it is kept.
+    """
+    rows_NF: Tensor = _Weighted.apply(rows_NG, weight_N, activate)
+    return rows_NF
+
+
+class _Weighted(Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight_N: Tensor, activate: Callable[[Tensor], Tensor]) -> Tensor:
+        ctx.save_for_backward(rows, weight_N)
+        ctx.activate = activate
+        return (activate(rows).float() * weight_N[:, None]).to(rows.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows, weight_N = ctx.saved_tensors
+        with torch.enable_grad():
+            given = rows.detach().requires_grad_()
+            active = ctx.activate(given)
+        received = gradient.float()
+        sent = (received * weight_N[:, None]).to(active.dtype)
+        (to_rows,) = torch.autograd.grad(active, given, sent)
+        return to_rows, (received * active.detach().float()).sum(1), None
+
+
+class _WeightedSwiGLU(Function):
+    @staticmethod
+    def forward(ctx: Any, rows_N2F: Tensor, weight_N: Tensor, kernels: "TritonKernels") -> Tensor:
+        ctx.save_for_backward(rows_N2F, weight_N)
+        ctx.kernels = kernels
+        count, width = rows_N2F.shape
+        rows_NF = rows_N2F.new_empty(count, width // 2)
+        kernels.weighted_swiglu(rows_N2F, weight_N, count, width // 2, rows_NF)
+        return rows_NF
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor, None]:
+        rows_N2F, weight_N = ctx.saved_tensors
+        to_rows_N2F, to_weight_N = torch.empty_like(rows_N2F), torch.empty_like(weight_N)
+        given = (gradient_NF.contiguous(), rows_N2F, weight_N, *gradient_NF.shape)
+        ctx.kernels.weighted_swiglu_backward(*given, to_rows_N2F, to_weight_N)
+        return to_rows_N2F, to_weight_N, None
+
+
 def plain_swiglu(rows_N2F: Tensor) -> Tensor:
     """Compute `swiglu` by PyTorch's operators."""
     gate, value = rows_N2F.chunk(2, dim=-1)
     return functional.silu(gate) * value
 
 
-class _SwiGLU(torch.autograd.Function):
+class _SwiGLU(Function):
     @staticmethod
     def forward(ctx: Any, rows_N2F: Tensor, kernels: RowKernels) -> Tensor:
         ctx.save_for_backward(rows_N2F)

@@ -40,6 +40,8 @@ class TritonKernels:
     group_pairs = staticmethod(rows.group_pairs)
     swiglu = staticmethod(ffn.swiglu)
     swiglu_backward = staticmethod(ffn.swiglu_backward)
+    weighted_swiglu = staticmethod(ffn.weighted_swiglu)
+    weighted_swiglu_backward = staticmethod(ffn.weighted_swiglu_backward)
     experts = staticmethod(ffn.experts)
     experts_backward = staticmethod(ffn.experts_backward)
     forward = staticmethod(products.forward)

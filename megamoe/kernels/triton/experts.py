@@ -4,6 +4,7 @@ kernels.
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,6 +17,7 @@ from megamoe.kernels.triton.common import (
     inside,
     row_block,
     store_block,
+    tile_for,
 )
 from megamoe.kernels.triton.products import add_product, find_rows, launch, multiply, weigh
 
@@ -25,7 +27,7 @@ def swiglu(rows_N2F: Tensor, count: int, width: int, out_NF: Tensor) -> None:
     """Compute gate * sigmoid(gate) * value: [N, 2F] of gate | value to [N, F]."""
     if out_NF.numel():
         block = row_block(width)
-        _swiglu[(count, cdiv(width, block))](rows_N2F, width, out_NF, BLOCK=block)
+        _swiglu[(count, cdiv(width, block))](rows_N2F, width, out_NF, None, BLOCK=block)
 
 
 @kernel_operator("swiglu_backward", mutates={"to_rows_N2F"}, bytes_moved=each_once)
@@ -39,8 +41,33 @@ def swiglu_backward(
         _swiglu_backward[grid](gradient_NF, rows_N2F, width, to_rows_N2F, BLOCK=block)
 
 
+@kernel_operator("weighted_swiglu", mutates={"out_NF"}, bytes_moved=each_once)
+def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, count: int, width: int, out_NF: Tensor) -> None:
+    """Compute `swiglu` times each row's weight, fp32."""
+    if out_NF.numel():
+        block = row_block(width)
+        _swiglu[(count, cdiv(width, block))](rows_N2F, width, out_NF, weight_N, BLOCK=block)
+
+
+@kernel_operator("weighted_swiglu_backward", mutates={"to_rows_N2F", "to_weight_N"}, bytes_moved=each_once)
+def weighted_swiglu_backward(
+    gradient_NF: Tensor,
+    rows_N2F: Tensor,
+    weight_N: Tensor,
+    count: int,
+    width: int,
+    to_rows_N2F: Tensor,
+    to_weight_N: Tensor,
+) -> None:
+    """Compute the gradients of both halves and of the weights, fp32."""
+    if count:
+        block = row_block(width)
+        arguments = (gradient_NF, rows_N2F, weight_N, width, to_rows_N2F, to_weight_N)
+        _weighted_swiglu_backward[(count,)](*arguments, BLOCK=block)
+
+
 @triton.jit
-def _swiglu(rows, width, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _swiglu(rows, width, out, weight, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     """Each program handles one row, BLOCK columns of each half."""
     n = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -48,9 +75,10 @@ def _swiglu(rows, width, out, BLOCK: tl.constexpr):  # type: ignore[no-untyped-d
     gates = rows + 2 * n * width + column
     gate = tl.load(gates, mask=inside, other=0).to(tl.float32)
     value = tl.load(gates + width, mask=inside, other=0).to(tl.float32)
-    tl.store(
-        out + n * width + column, (gate * tl.sigmoid(gate) * value).to(out.dtype.element_ty), mask=inside
-    )
+    active = gate * tl.sigmoid(gate) * value
+    if weight is not None:
+        active *= tl.load(weight + n)
+    tl.store(out + n * width + column, active.to(out.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -70,9 +98,34 @@ def _swiglu_backward(gradient, rows, width, to_rows, BLOCK: tl.constexpr):  # ty
     tl.store(to_gates + width, (sent * gate * share).to(to_rows.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def _weighted_swiglu_backward(  # type: ignore[no-untyped-def]
+    gradient, rows, weight, width, to_rows, to_weight, BLOCK: tl.constexpr
+):
+    """Each program handles one row, BLOCK columns of each half at a time."""
+    n = tl.program_id(0).to(tl.int64)
+    factor = tl.load(weight + n)
+    products = tl.zeros([BLOCK], tl.float32)
+    for left in range(0, width, BLOCK):
+        column = left + tl.arange(0, BLOCK)
+        inside = column < width
+        gates = rows + 2 * n * width + column
+        to_gates = to_rows + 2 * n * width + column
+        gate = tl.load(gates, mask=inside, other=0).to(tl.float32)
+        value = tl.load(gates + width, mask=inside, other=0).to(tl.float32)
+        received = tl.load(gradient + n * width + column, mask=inside, other=0).to(tl.float32)
+        share = tl.sigmoid(gate)
+        products += received * gate * share * value
+        sent = factor * received
+        to_gate = sent * value * share * (1 + gate * (1 - share))
+        tl.store(to_gates, to_gate.to(to_rows.dtype.element_ty), mask=inside)
+        tl.store(to_gates + width, (sent * gate * share).to(to_rows.dtype.element_ty), mask=inside)
+    tl.store(to_weight + n, tl.sum(products, axis=0))
+
+
 def _forward_bytes(*arguments: Any, result: None) -> int:
     """The activated rows are written and read."""
-    return each_once(*arguments, result=result) + bytes_of(arguments[-2])
+    return each_once(*arguments, result=result) + bytes_of(arguments[8])
 
 
 def _forward_flops(rows_NH: Tensor, *others: Any, result: None) -> int:
@@ -98,11 +151,16 @@ def experts(
     hidden_NG: Tensor,
     active_NF: Tensor,
     out_NH: Tensor,
+    weight_N: Tensor | None = None,
 ) -> None:
-    """Compute hidden = up rows (gate | value), active = SwiGLU(hidden), out = down active. G = 2 F."""
+    """Compute hidden = up rows (gate | value), active = SwiGLU(hidden), out = down active. G = 2 F.
+
+    weight_N: fp32; active is multiplied by it.
+    """
     if not len(rows_NH):
         return
-    launch(_up, "up", rows_NH, up_EGH, ends_E, count, hidden_size, ffn_size, hidden_NG, active_NF)
+    given = (rows_NH, up_EGH, ends_E, count, hidden_size, ffn_size)
+    launch(_up, "up", *given, hidden_NG, active_NF, weight_N)
     sizes = (count, ffn_size, hidden_size)
     multiply(active_NF, down_EHF, ends_E, *sizes, out_NH, weight_is_out_in=True)
 
@@ -111,9 +169,9 @@ def _cost_of_backward(
     sent_NH: Tensor, rows_NH: Tensor, up_EGH: Tensor, down_EHF: Tensor, ends_E: Tensor, *others: Any
 ) -> tuple[int, int]:
     """Return (bytes, FLOPs) of the product for the activated rows and of the gradients that are wanted."""
-    _, hidden_size, ffn_size, hidden_NG, active_NF, to_rows_NH, to_up_EGH, to_down_EHF = others
+    _, hidden_size, ffn_size, hidden_NG, active_NF, to_rows_NH, to_up_EGH, to_down_EHF, *weights = others
     product = 2 * len(rows_NH) * hidden_size * ffn_size
-    moved = bytes_of(sent_NH, down_EHF, ends_E, hidden_NG, hidden_NG, active_NF)
+    moved = bytes_of(sent_NH, down_EHF, ends_E, hidden_NG, hidden_NG, active_NF, *weights)
     flops = product
     if to_down_EHF is not None:
         moved, flops = moved + bytes_of(sent_NH, active_NF, to_down_EHF), flops + product
@@ -126,7 +184,7 @@ def _cost_of_backward(
 
 @kernel_operator(
     "experts_backward",
-    mutates={"hidden_NG", "active_NF", "to_rows_NH", "to_up_EGH", "to_down_EHF"},
+    mutates={"hidden_NG", "active_NF", "to_rows_NH", "to_up_EGH", "to_down_EHF", "to_weight_N"},
     bytes_moved=lambda *arguments, result: _cost_of_backward(*arguments)[0],
     flops=lambda *arguments, result: _cost_of_backward(*arguments)[1],
     launches=4,
@@ -145,12 +203,23 @@ def experts_backward(
     to_rows_NH: Tensor | None,
     to_up_EGH: Tensor | None,
     to_down_EHF: Tensor | None,
+    weight_N: Tensor | None = None,
+    to_weight_N: Tensor | None = None,
 ) -> None:
     """Compute the gradients that are not None. It writes the gradient of `hidden_NG` over it, and
-    active_NF."""
+    active_NF.
+
+    weight_N, to_weight_N: fp32, both or neither; see `experts`.
+    """
     if len(rows_NH):
-        sizes = (count, hidden_size, ffn_size)
-        launch(_down_backward, "down_backward", sent_NH, down_EHF, ends_E, *sizes, hidden_NG, active_NF)
+        given = (sent_NH, down_EHF, ends_E, count, hidden_size, ffn_size)
+        part_NA = None
+        if weight_N is not None:
+            tiles = cdiv(ffn_size, tile_for("down_backward", sent_NH).columns)
+            part_NA = weight_N.new_empty(len(weight_N), tiles)
+        launch(_down_backward, "down_backward", *given, hidden_NG, active_NF, weight_N, part_NA)
+        if part_NA is not None and to_weight_N is not None:
+            torch.sum(part_NA, 1, out=to_weight_N)
     if to_down_EHF is not None:
         weigh(sent_NH, active_NF, ends_E, count, ffn_size, hidden_size, to_down_EHF)
     if to_rows_NH is not None:
@@ -184,6 +253,7 @@ def _up(  # type: ignore[no-untyped-def]
     width,
     hidden,
     active,
+    weight,
     EXPERTS: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
@@ -215,6 +285,8 @@ def _up(  # type: ignore[no-untyped-def]
         store_half(both + width, row, column, count, width, value)
         gate = gate.to(tl.float32)
         product = gate * tl.sigmoid(gate) * value.to(tl.float32)
+        if weight is not None:
+            product *= tl.load(weight + first + row, mask=row < count, other=0)[:, None]
         store_block(active + first * width, row, column, count, width, product)
 
 
@@ -228,13 +300,18 @@ def _down_backward(  # type: ignore[no-untyped-def]
     width,
     hidden,
     active,
+    weight,
+    parts,
     EXPERTS: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Each program computes COLUMNS of the activated rows' gradient and what follows from it."""
+    """Each program computes COLUMNS of the activated rows' gradient and what follows from it.
+
+    parts: of the weights' gradients, a number of each row and program; with `weight` alone.
+    """
     expert, first, count, left = find_rows(ends, experts, width, EXPERTS, ROWS, COLUMNS)
     if expert < experts:
         row = tl.arange(0, ROWS)
@@ -252,7 +329,14 @@ def _down_backward(  # type: ignore[no-untyped-def]
         gate = load_half(both, row, column, count, width).to(tl.float32)
         value = load_half(both + width, row, column, count, width).to(tl.float32)
         share = tl.sigmoid(gate)
+        activated = gate * share * value
+        if weight is not None:
+            place = (first + row) * tl.cdiv(width, COLUMNS) + left // COLUMNS
+            tl.store(parts + place, tl.sum(received * activated, axis=1), mask=row < count)
+            factor = tl.load(weight + first + row, mask=row < count, other=0)[:, None]
+            received *= factor
+            activated *= factor
         to_gate = received * value * share * (1 + gate * (1 - share))
         store_half(both, row, column, count, width, to_gate)
         store_half(both + width, row, column, count, width, received * gate * share)
-        store_block(active + first * width, row, column, count, width, gate * share * value)
+        store_block(active + first * width, row, column, count, width, activated)

@@ -98,7 +98,7 @@ def launch(
     experts: int,
     inner: int,
     columns: int,
-    *outputs: Tensor,
+    *outputs: Tensor | None,
     **constants: Any,
 ) -> None:
     """Launch a kernel that multiplies rows by their expert's weight, with a program for each tile.

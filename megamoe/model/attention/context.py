@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megamoe.kernels.autograd import Function
+
 
 @dataclass(frozen=True)
 class ContextShard:
@@ -68,7 +70,7 @@ class ContextShard:
         return self.to_heads(side_SB1D.expand(-1, -1, self.size, -1))
 
 
-class _Exchange(torch.autograd.Function):
+class _Exchange(Function):
     @staticmethod
     def forward(ctx: Any, sides: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
         ctx.shard, ctx.to_heads = shard, to_heads

@@ -18,9 +18,9 @@ from megatron.core.tensor_parallel import (
     vocab_parallel_cross_entropy,
 )
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from megamoe.config.schema import ModelConfig
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.cross_entropy import Sums, Target, statistics, write_gradient
 from megamoe.model.attention.core import BlockConfig
@@ -86,7 +86,7 @@ def smoothing_of(share: float, vocabulary: int) -> float:
     return share * vocabulary / (vocabulary - 1) if share else 0.0
 
 
-class _TokenLosses(torch.autograd.Function):
+class _TokenLosses(Function):
     """The loss of each token from the statistics of all ranks' words."""
 
     @staticmethod

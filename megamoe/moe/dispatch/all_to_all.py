@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.compat.torch_compat import assert_on_device
-from megamoe.kernels.experts.rows import Order, RowTokens, combine, permute
+from megamoe.kernels.experts.rows import Order, RowTokens, combine, permute, sum_rows
 from megamoe.moe.dispatch.dispatcher import (
     Dispatcher,
     ExpertPlaces,
@@ -62,6 +62,7 @@ class AllToAllDispatch(Dispatcher):
     """
 
     takes_places = True
+    moves_weights = True
 
     def __init__(self, config: Any, places: ExpertPlaces) -> None:
         super().__init__(config, places)
@@ -196,6 +197,26 @@ class AllToAllDispatch(Dispatcher):
 
     def combine(self, rows_MH: Tensor, state: DirectState) -> Tensor:
         """See `Dispatcher`."""
+        rows_NH = self._send_back(rows_MH, state)
+        return combine(rows_NH, state.weight_N, state.rows, self.kernels)[: state.num_tokens]
+
+    def row_weights(self, state: DirectState) -> Tensor:
+        """See `Dispatcher`; the same exchanges once more."""
+        if state.by_expert_M is None:
+            return state.weight_N
+        weights = state.weight_N[:, None]
+        if state.sent_R is not None:
+            assert self.expert is not None and state.received_R is not None
+            weights = Transfer(state.sent_R, state.received_R, self.expert).run(weights)
+        return permute(self._to_slices(weights, state)[:, 0], state.by_expert_M)
+
+    def add_up(self, rows_MH: Tensor, state: DirectState) -> Tensor:
+        """See `Dispatcher`."""
+        rows_NH = self._send_back(rows_MH, state)
+        return sum_rows(rows_NH, state.rows, self.kernels)[: state.num_tokens]
+
+    def _send_back(self, rows_MH: Tensor, state: DirectState) -> Tensor:
+        """Return the experts' outputs to the ranks of their tokens, in the order of `state.rows`."""
         if state.by_expert_M is not None:
             rows_MH = permute(rows_MH, state.by_expert_M.back())
         if state.gathered_X is not None:
@@ -205,4 +226,4 @@ class AllToAllDispatch(Dispatcher):
             rows_MH = rows_MH.view(self.num_slices, own_X[0], rows_MH.shape[1]).sum(0)
         if state.sent_R is not None:
             rows_MH = self._transfer(state.received_R, state.sent_R).run(rows_MH)
-        return combine(rows_MH, state.weight_N, state.rows, self.kernels)[: state.num_tokens]
+        return rows_MH

@@ -53,6 +53,8 @@ class ByNodeDispatch(Dispatcher):
     `pairs_sent` and `pairs_received`, of each node; the others are of the ranks in the node.
     """
 
+    moves_weights = True
+
     @classmethod
     def build(cls, config: Any, places: ExpertPlaces) -> Dispatcher:
         """Return the exchange by node, or the direct one if all experts are on one node."""
@@ -153,7 +155,19 @@ class ByNodeDispatch(Dispatcher):
     def combine(self, rows_MH: Tensor, state: NodeState) -> Tensor:
         """See `Dispatcher`; the sum of each node is rounded to the model's dtype before it returns."""
         assert state.inside is not None
-        rows_UH = self.inside.combine(rows_MH, state.inside)
+        return self._between_nodes(self.inside.combine(rows_MH, state.inside), state)
+
+    def row_weights(self, state: NodeState) -> Tensor:
+        """See `Dispatcher`; to the nodes they have travelled with the pairs."""
+        assert state.inside is not None
+        return self.inside.row_weights(state.inside)
+
+    def add_up(self, rows_MH: Tensor, state: NodeState) -> Tensor:
+        """See `Dispatcher`, and `combine`."""
+        assert state.inside is not None
+        return self._between_nodes(self.inside.add_up(rows_MH, state.inside), state)
+
+    def _between_nodes(self, rows_UH: Tensor, state: NodeState) -> Tensor:
         if state.rows is None or state.sent is None:
             return rows_UH
         back = Transfer(state.rows.received, state.rows.sent, self.between, takes_turns=True)

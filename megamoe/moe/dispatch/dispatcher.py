@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.kernels.experts.rows import RowTokens, combine, gather, group_pairs
+from megamoe.kernels.experts.rows import RowTokens, combine, gather, group_pairs, sum_rows
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.routing import Pairs, Routing
 
@@ -38,11 +38,13 @@ class Dispatcher:
     the tokens, the experts and the weights of the pairs. Shapes: T tokens of this rank, N pairs of them, M
     rows for the experts of this rank, H the hidden size.
 
-    takes_places: whether `start` knows `Routing.places`. node_use: whether `places.groups` has the groups by
-    node: never, where that saves enough, or always.
+    takes_places: whether `start` knows `Routing.places`. moves_weights: whether it has `row_weights` and
+    `add_up`, which `moe.weights_in_activation` needs in the place of `combine`. node_use: whether
+    `places.groups` has the groups by node: never, where that saves enough, or always.
     """
 
     takes_places: bool = False
+    moves_weights: bool = False
     node_use: Literal["none", "if_worth", "always"] = "none"
 
     def __init__(self, config: Any, places: ExpertPlaces) -> None:
@@ -76,6 +78,16 @@ class Dispatcher:
         """
         raise NotImplementedError
 
+    def row_weights(self, state: Any) -> Tensor:
+        """Return the pairs' weights for the rows of `finish`, fp32 [M] in their order, with gradients."""
+        raise NotImplementedError
+
+    def add_up(self, rows_MH: Tensor, state: Any) -> Tensor:
+        """Compute `combine` of rows that already have their weights; nothing is kept for the backward
+        pass.
+        """
+        raise NotImplementedError
+
     def dispatch(self, hidden_TH: Tensor, routing: Routing) -> tuple[Tensor, Tensor, Any]:
         """Return the rows and counts of `finish`, and the state."""
         state = self.start(hidden_TH, routing)
@@ -99,6 +111,8 @@ class SortedPairs:
 
 class LocalDispatch(Dispatcher):
     """All experts are here: one stable sort of the pairs by expert."""
+
+    moves_weights = True
 
     def __init__(self, config: None = None, places: ExpertPlaces | None = None) -> None:
         super().__init__(config, places or ExpertPlaces(0, ParallelGroups()))
@@ -126,6 +140,14 @@ class LocalDispatch(Dispatcher):
     def combine(self, rows_MH: Tensor, state: SortedPairs) -> Tensor:
         """See `Dispatcher`."""
         return combine(rows_MH, state.weight_N, state.rows, self.kernels)[: state.num_tokens]
+
+    def row_weights(self, state: SortedPairs) -> Tensor:
+        """See `Dispatcher`."""
+        return state.weight_N
+
+    def add_up(self, rows_MH: Tensor, state: SortedPairs) -> Tensor:
+        """See `Dispatcher`."""
+        return sum_rows(rows_MH, state.rows, self.kernels)[: state.num_tokens]
 
 
 def rows_of_places(

@@ -8,11 +8,10 @@ beside them. Gradients always travel in their own dtype.
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.rows import RowTokens, gather, sum_rows
 from megamoe.moe.dispatch.fp8 import from_fp8, to_fp8
@@ -109,7 +108,7 @@ def _placeholder(like: Tensor, rows: int) -> Tensor:
     return like.new_empty(()).expand(rows, *like.shape[1:])
 
 
-class _Start(torch.autograd.Function):
+class _Start(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, encoded: Tensor | None, transfer: Transfer) -> Tensor:
         ctx.transfer = transfer
@@ -121,7 +120,7 @@ class _Start(torch.autograd.Function):
         return ctx.transfer.wait(), None, None
 
 
-class _Finish(torch.autograd.Function):
+class _Finish(Function):
     @staticmethod
     def forward(ctx: Any, placeholder: Tensor, transfer: Transfer, is_encoded: bool) -> Tensor:
         ctx.transfer = transfer
@@ -138,7 +137,7 @@ class _Finish(torch.autograd.Function):
         return gradients[0], None, None
 
 
-class _GatherNothing(torch.autograd.Function):
+class _GatherNothing(Function):
     """The placeholder of gathered rows; its gradient is that of the gather."""
 
     @staticmethod
@@ -152,7 +151,7 @@ class _GatherNothing(torch.autograd.Function):
         return sum_rows(gradient_NH.contiguous(), ctx.tokens, ctx.kernels), None, None
 
 
-class _Decode(torch.autograd.Function):
+class _Decode(Function):
     """Values of encoded rows; the gradient passes to the placeholder unchanged."""
 
     @staticmethod

@@ -12,7 +12,7 @@ from torch.nn import functional
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.ffn import clamped_swiglu, plain_clamped_swiglu, steep_silu
-from megamoe.kernels.experts.rows import swiglu
+from megamoe.kernels.experts.rows import swiglu, weighted, weighted_swiglu
 
 CLAMPED = "swiglu_clamped"  # see `kernels.clamped_swiglu`
 Pointwise = Callable[[Tensor], Tensor]
@@ -35,8 +35,14 @@ def pointwise(activation: Activation) -> Pointwise:
     return (GATED | UNGATED)[activation]
 
 
-def activate(rows: Tensor, activation: Activation, kernels: Kernels) -> Tensor:
-    """[..., F], or [..., 2F] of [gate | value] halves -> [..., F]."""
+def activate(
+    rows: Tensor, activation: Activation, kernels: Kernels, weight_N: Tensor | None = None
+) -> Tensor:
+    """[..., F], or [..., 2F] of [gate | value] halves -> [..., F]; weight_N: of each row, fp32."""
+    if weight_N is not None:
+        if activation == "swiglu":
+            return weighted_swiglu(rows, weight_N, kernels)
+        return weighted(lambda given: activate(given, activation, kernels), rows, weight_N)
     if activation == CLAMPED:
         return clamped_swiglu(rows)
     return swiglu(rows, kernels) if activation == "swiglu" else activate_plainly(rows, activation)

@@ -152,10 +152,12 @@ class GroupedExperts(nn.Module):
         counts_E: Tensor,
         dropout: ExpertDropout | None = None,
         later: LaterGradients | None = None,
+        weight_N: Tensor | None = None,
     ) -> Tensor:
         """[N, H] rows grouped by expert and their counts, int64 [E_local] -> [N, H].
 
-        later: of `put_off_gradients`; not used where one pass of kernels computes all gradients.
+        later: of `put_off_gradients`; not used where one pass of kernels computes all gradients. weight_N:
+        fp32, of each row; it multiplies the activation, and thereby the output of experts without biases.
         """
         multiple = self.products.row_multiple
         padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
@@ -164,13 +166,15 @@ class GroupedExperts(nn.Module):
         # The one wait of a layer, if the counts are on a device.
         host_E = counts_E.cpu() if self.products.host_counts else counts_E
         if multiple == 1:
-            return self._ffn(rows_NH, counts_E, host_E, dropout, later)
+            return self._ffn(rows_NH, counts_E, host_E, dropout, later, weight_N)
         place_N, padded_E = padded_places(counts_E, multiple, len(rows_NH))
         host_E = padded_counts(host_E, multiple)
         num_rows = int(host_E.sum())
         padded = rows_NH.new_zeros(num_rows, rows_NH.shape[1]).index_copy(0, place_N, rows_NH)
         spread = None if dropout is None else dropout.spread(place_N, num_rows)
-        return self._ffn(padded, padded_E, host_E, spread, later).index_select(0, place_N)
+        if weight_N is not None:
+            weight_N = weight_N.new_zeros(num_rows).index_copy(0, place_N, weight_N)
+        return self._ffn(padded, padded_E, host_E, spread, later, weight_N).index_select(0, place_N)
 
     def _ffn(
         self,
@@ -179,21 +183,23 @@ class GroupedExperts(nn.Module):
         product_counts_E: Tensor,
         dropout: ExpertDropout | None,
         later: LaterGradients | None,
+        weight_N: Tensor | None,
     ) -> Tensor:
         """product_counts_E: the counts where the products read them."""
         expert_N = None if self.up_bias is None else experts_of_rows(counts_E, len(rows_NH))
         # The fused form knows SwiGLU without biases alone; all others take the three steps below.
         own_form = self.activation == "swiglu" and dropout is None and expert_N is None
         own_form &= self.products.make is None
-        if own_form and (not self.drops or is_one_pass(rows_NH, self.up, self.down, self.kernels)):
-            return swiglu_experts(rows_NH, self.up, self.down, counts_E, self.kernels, later)
+        sides = rows_NH, self.up, self.down
+        if own_form and (not self.drops or is_one_pass(*sides, self.kernels, weight_N is not None)):
+            return swiglu_experts(*sides, counts_E, self.kernels, later, weight_N)
         options = {} if later is None else {"later": later}
         rows_NG = self.up_product(rows_NH, self.up, product_counts_E, **options)
         if self.up_bias is not None and expert_N is not None:
             rows_NG = add_expert_bias(rows_NG, self.up_bias, expert_N)
 
         def activated(rows: Tensor) -> Tensor:
-            rows_NF = activate(rows, self.activation, self.kernels)
+            rows_NF = activate(rows, self.activation, self.kernels, weight_N)
             if dropout is None:
                 return rows_NF
             return dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.kernels.autograd import Function
 from megamoe.moe.masks.expert_groups import by_group
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing, count
@@ -78,7 +79,7 @@ def choice_probability(level: list[Tensor], k: int) -> Tensor:
     return probability
 
 
-class _ChoiceProbability(torch.autograd.Function):
+class _ChoiceProbability(Function):
     """Phi((clean_i - kth_excluding(scores, k, i)) / std_i), for which autograd would keep ten temporaries.
 
     The k-th largest of the others is the k-th largest of all; for the k chosen it is the (k+1)-th.

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.kernels.autograd import Function
 from megamoe.kernels.router import largest
 from megamoe.moe import rng
 from megamoe.moe.part import Example, StepContext
@@ -101,7 +102,7 @@ class SparseMixer(FixedK):
         return drawn_T1, weight_T1
 
 
-class _ScaledValue(torch.autograd.Function):
+class _ScaledValue(Function):
     """Value times factor; the gradient is that of the value itself."""
 
     @staticmethod

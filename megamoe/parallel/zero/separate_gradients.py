@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.compat.torch_compat import read_parameters_by, set_node_number
+from megamoe.kernels.autograd import Function
 
 
 class SeparateGradients:
@@ -87,7 +88,7 @@ class _OwnPass(threading.local):
         return parameter if self.stand_in is None else self.stand_in(parameter)
 
 
-class _End(torch.autograd.Function):
+class _End(Function):
     @staticmethod
     def forward(ctx: Any, zero: Tensor, finish: Callable[[], None]) -> Tensor:
         ctx.finish = finish

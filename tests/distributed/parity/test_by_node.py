@@ -72,6 +72,7 @@ def modes() -> dict[str, Case]:
         "shared experts": Case(of(num_shared_experts=2)),
         "dropout": Case(of(expert_output_dropout=0.2, expert_activation_dropout=0.1)),
         "experts again": Case(of(), again="moe"),
+        "weights inside": Case(of(num_shared_experts=1, weights_in_activation=True), again="moe"),
         "layer again": Case(of(num_shared_experts=1), again="moe_layer"),
         "fp8": Case(of(), fp8=True),
         "fp8, layer again": Case(of(num_shared_experts=1), again="moe_layer", fp8=True),

@@ -44,6 +44,7 @@ AHEAD: dict[str, Any] = {
     "model__multi_token_prediction": {"depth": 2, "weight": 0.5},
     "model__hidden_size": 32,
     "train__label_smoothing": 0.1,
+    "moe__weights_in_activation": True,
     "moe__router": {
         "scorer": {"name": "linear", "jitter": 0.1},
         "score_function": {"name": "sigmoid", "bias_update": 0.01},

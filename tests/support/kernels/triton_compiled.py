@@ -62,13 +62,23 @@ LAUNCHES: dict[str, Launch] = {
     "combine": Launch(rows._combine, "xiifsx", fixed(BLOCK=LARGEST_BLOCK)),
     "combine_odd": Launch(rows._combine, "xiifax", fixed(BLOCK=LARGEST_BLOCK)),
     "combine_backward": Launch(rows._combine_backward, "xxifsxf", fixed(BLOCK=LARGEST_BLOCK)),
-    "swiglu": Launch(experts._swiglu, "xsx", fixed(BLOCK=LARGEST_BLOCK)),
+    "swiglu": Launch(experts._swiglu, "xsx", fixed(BLOCK=LARGEST_BLOCK, weight=None)),
+    "weighted_swiglu": Launch(experts._swiglu, "xsxf", fixed(BLOCK=LARGEST_BLOCK)),
+    "weighted_swiglu_backward": Launch(
+        experts._weighted_swiglu_backward, "xxfsxf", fixed(BLOCK=LARGEST_BLOCK)
+    ),
     "swiglu_backward": Launch(experts._swiglu_backward, "xxsx", fixed(BLOCK=LARGEST_BLOCK)),
     "forward": Launch(products._product, "xxisssx", product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=True)),
     "to_rows": Launch(products._product, "xxisssx", product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=False)),
     "to_weight": Launch(products._to_weight, "xxissx", product("to_weight")),
-    "up": Launch(experts._up, "xxisssxx", product("up", EXPERTS=MANY)),
-    "down_backward": Launch(experts._down_backward, "xxisssxx", product("down_backward", EXPERTS=MANY)),
+    "up": Launch(experts._up, "xxisssxx", product("up", EXPERTS=MANY, weight=None)),
+    "weighted_up": Launch(experts._up, "xxisssxxf", product("up", EXPERTS=MANY)),
+    "down_backward": Launch(
+        experts._down_backward, "xxisssxx", product("down_backward", EXPERTS=MANY, weight=None, parts=None)
+    ),
+    "weighted_down_backward": Launch(
+        experts._down_backward, "xxisssxxff", product("down_backward", EXPERTS=MANY)
+    ),
     "rms_norm": Launch(block._rms_norm, "xxasrxf", fixed(**ROW, added=None, sum=None)),
     "summed_rms_norm": Launch(block._rms_norm, "xxxasrxxf", fixed(**ROW)),
     "rms_norm_backward": Launch(block._rms_norm_backward, "xxxfasxf", fixed(**ROW, sent_to_sum=None)),

@@ -66,6 +66,32 @@ def check_every_expert() -> None:
     check_experts(EVERY_CASE)
 
 
+def check_weighted_experts(cases: list[tuple[str, torch.dtype]] = OF_EXPERTS) -> None:
+    """Weights inside, in one pass and in three steps: outputs and gradients are those of weights outside."""
+    for case, dtype in cases:
+        counts, drawn = CASES[case][0], test_experts.make(*CASES[case])
+        sides = [side.detach().to(dtype).requires_grad_() for side in drawn]
+        weight_N = (draw(sum(counts), 1, seed=9)[:, 0] + 1.5).requires_grad_()
+        sent = draw(*sides[0].shape, seed=7).to(dtype)
+        wide = [side.detach().double().requires_grad_() for side in (*sides, weight_N)]
+        outputs = []
+        for rows, up, down in zip(wide[0].split(counts), wide[1], wide[2], strict=True):
+            gate, value = (rows @ up.T).chunk(2, dim=-1)
+            outputs.append((functional.silu(gate) * value) @ down.T)
+        outside = torch.cat(outputs) * wide[3][:, None]
+        expected = [outside, *torch.autograd.grad(outside, wide, sent.double())]
+        rows, up, down = sides
+        for compute in (swiglu_experts, plain_swiglu_experts):
+            output = compute(rows, up, down, torch.tensor(counts), ON_TRITON, None, weight_N)
+            found = [output, *torch.autograd.grad(output, (*sides, weight_N), sent)]
+            tolerance = TOLERANCES[dtype] * (2 if dtype == torch.float32 else 6)
+            assert_all_close_to(found, expected, tolerance)
+
+
+def check_every_weighted_expert() -> None:
+    check_weighted_experts(EVERY_CASE)
+
+
 def check_the_graph_can_be_gone_back_through_again() -> None:
     with on_triton():
         test_experts.test_the_graph_can_be_gone_back_through_again(None)
@@ -146,13 +172,13 @@ def check_more_than_two_billion_numbers() -> None:
         assert torch.equal(wide[row:, 32:], few[:, 32:])
         both = draw(1, width, 32, seed=3)
         with programs_from(row // 32 * 16):
-            experts._up[(1,)](narrow, both, ends, 1, 32, width // 2, wide, half, EXPERTS=1, **tile)
+            experts._up[(1,)](narrow, both, ends, 1, 32, width // 2, wide, half, None, EXPERTS=1, **tile)
         gate, value = (narrow[row:].double() @ both[0].double().T).chunk(2, dim=1)
         assert_close_to(wide[row:, :32], gate[:, :32], 3e-6)
         assert_close_to(half[row:, :32], (functional.silu(gate) * value)[:, :32], 3e-6)
         with programs_from(row // 32 * 16):
             arguments = (narrow, draw(1, 32, width // 2, seed=4), ends, 1, 32, width // 2)
-            experts._down_backward[(1,)](*arguments, wide, half, EXPERTS=1, **tile)
+            experts._down_backward[(1,)](*arguments, wide, half, None, None, EXPERTS=1, **tile)
         sent = narrow[row:].double() @ draw(1, 32, width // 2, seed=4)[0].double()
         assert_close_to(wide[row:, width // 2 :][:, :32], (sent * functional.silu(gate))[:, :32], 3e-6)
         many, size = 2**13 + 1, 2**9
