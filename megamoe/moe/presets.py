@@ -200,12 +200,23 @@ _register(
 )
 _register(
     "deepseek_v4_moe",
-    "DeepSeek-AI 2026, DeepSeek-V4: the routing of its learned layers; those that a table routes have the "
-    "scorer token_table and the selector table",
+    "DeepSeek-AI 2026, DeepSeek-V4: a table of token ids chooses in the first three MoE layers; groups: [] "
+    "leaves the others' router in all layers",
     num_shared_experts=1,
     score_function={"name": "sqrt_softplus", "bias_update": 0.001},
     selector={"name": "top_k", "k": 6, "weights": "renormalised", "scale": 1.5},
     losses={"switch_balance": {"weight": 0.0001, "scope": "sequence"}},
+    groups=[
+        {
+            "layers": "first 3",
+            "router": {
+                "scorer": "token_table",
+                "score_function": {"bias_update": 0.0},
+                "selector": {"name": "table", "k": 6, "weights": "renormalised", "scale": 1.5},
+            },
+            "losses": {},
+        }
+    ],
 )
 _register(
     "dense_to_sparse",

@@ -33,7 +33,7 @@ SMALL = (
     "moe.expert_ffn_hidden_size=24",
 )
 NO_CAPACITY = "moe.router.capacity=none"
-REFUSED = {"stable_moe": "moe.router.scorer.name stable"}
+REFUSED = {"stable_moe": "moe.router.scorer.name stable", "deepseek_v4_moe": "layers that differ"}
 PRESETS = sorted(path.stem for path in (ROOT / "examples/presets").glob("*.yaml"))
 QUICK = ("x_moe_hypersphere", "deepseek_v3")
 # Beside the presets: what models and routers can be.
