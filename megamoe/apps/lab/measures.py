@@ -18,6 +18,7 @@ from megamoe.metrics import names
 LARGEST_RESULT = 1 << 28  # bytes
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 20, 6.0
 Found = dict[str, dict[str, dict[int, float]]]  # by measure, row and seed
+Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by curve and row: step and value
 
 
 def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
@@ -38,13 +39,45 @@ def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
             if measure.stage is None:
                 value = _of_run(measure, run, runner, training)
             else:
-                task = tasks.stages.get((measure.stage, row, seed))
-                if task is not None and runner.is_done(task):
-                    kind = plan.study.stages[measure.stage].kind
-                    value = _at(_json(task.folder / RESULT[kind]), measure, f"measures.{name}")
+                value = _of_stage(plan, tasks, runner, name, row, seed)
             if value is not None:
                 value = math.exp(min(value, 700.0)) if measure.exponential else value
                 found[name][row][seed] = value * measure.scale
+    return found
+
+
+def _of_stage(plan: Plan, tasks: Tasks, runner: Runner, name: str, row: str, seed: int) -> float | None:
+    """Return a measure of a stage; None if no stage of it is complete with this row."""
+    measure = plan.study.measures[name]
+    for stage in measure.stages:
+        task = tasks.stages.get((stage, row, seed))
+        if task is None or not runner.is_done(task):
+            continue
+        if measure.metric is None:
+            return _at(
+                _json(task.folder / RESULT[plan.study.stages[stage].kind]), measure, f"measures.{name}"
+            )
+        runs = [read_run(path.parent) for path in sorted(task.folder.glob("seed_*/metrics.jsonl"))]
+        values = [value for run in runs if (value := _taken(measure, run)) is not None]
+        return statistics.fmean(values) if values else None
+    return None
+
+
+def curves(plan: Plan, tasks: Tasks, runner: Runner) -> Curves:
+    """Return the curves of the study: at each step the mean over the complete runs that recorded it."""
+    found: Curves = {name: {} for name in plan.study.curves}
+    for name, curve in plan.study.curves.items():
+        for row in plan.configs:
+            at: dict[int, list[float]] = {}
+            for seed in plan.seeds:
+                training = tasks.training[row, seed]
+                if runner.is_done(training):
+                    for step, value in zip(
+                        *series(read_run(training.folder).rows, curve.metric), strict=True
+                    ):
+                        at.setdefault(step, []).append(float(value))
+            if at:
+                found[name][row] = [(step, statistics.fmean(values)) for step, values in sorted(at.items())]
     return found
 
 
@@ -70,13 +103,23 @@ def lowest_by(
 def _of_run(measure: Measure, run: Run, runner: Runner, task: Task) -> float | None:
     if measure.fact is not None:
         return FACTS[measure.fact](run, runner, task)
+    return _taken(measure, run)
+
+
+def _taken(measure: Measure, run: Run) -> float | None:
     assert measure.metric is not None
     recorded = [float(value) for value in series(run.rows, measure.metric)[1] if _is_number(value)]
     if not recorded:
         return None
     if measure.take == "spikes":
         return float(spikes(recorded))
-    takes = {"last": recorded[-1], "lowest": min(recorded), "highest": max(recorded)}
+    takes = {
+        "first": recorded[0],
+        "last": recorded[-1],
+        "lowest": min(recorded),
+        "highest": max(recorded),
+        "rise": recorded[-1] - min(recorded),
+    }
     return statistics.fmean(recorded) if measure.take == "mean" else takes[measure.take]
 
 

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from megamoe.apps.lab.pictures import draw
 from megamoe.apps.lab.study import Plan
 from megamoe.apps.lab.tasks import Tasks
 from megamoe.apps.report.comparison import comparison_sections
@@ -20,7 +21,6 @@ from megamoe.io import replace_file
 PAGE, RESULTS, REPORT = "index.md", "results.json", "report.html"
 Table = list[list[str]]
 SIGNS = {"seen": "seen", "not seen": "**not seen**", "within noise": "within noise"}
-WIDTH, ROW_HEIGHT = 7.0, 0.32  # of a picture, in inches
 
 
 def write_results(plan: Plan, tasks: Tasks, results: dict[str, Any], folder: Path) -> list[Path]:
@@ -30,7 +30,7 @@ def write_results(plan: Plan, tasks: Tasks, results: dict[str, Any], folder: Pat
         OSError: if one cannot be written.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = _pictures(plan, results, folder)
+    pictures = draw(plan, results, folder)
     text = markdown(plan, results, [path.name for path in pictures])
     written = {
         folder / RESULTS: json.dumps(results, indent=1, allow_nan=True) + "\n",
@@ -51,6 +51,9 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     if results["claims"]:
         parts += ["## Claims", _markdown(claims_table(results)), _rule(results)]
     parts += ["## Numbers", _markdown(rows_table(plan, results)), _legend(plan)]
+    others = paper_table(results)
+    if len(others) > 1:
+        parts += ["## Numbers of the paper that are not measured here", _markdown(others)]
     parts += [f"![{name.removesuffix('.svg')}]({name})" for name in pictures]
     failed = [line for row in results["rows"].values() for line in row["failed"]]
     if failed:
@@ -98,6 +101,18 @@ def rows_table(plan: Plan, results: dict[str, Any]) -> Table:
     return rows
 
 
+def paper_table(results: dict[str, Any]) -> Table:
+    """Return a row for each row of which the paper has numbers that the study does not measure."""
+    names = list(dict.fromkeys(name for row in results["rows"].values() for name in row["paper"]))
+    rows = [["row", *names]]
+    for name, row in results["rows"].items():
+        if row["paper"]:
+            rows.append(
+                [name, *(f"{row['paper'][each]:g}" if each in row["paper"] else "" for each in names)]
+            )
+    return rows
+
+
 def _legend(plan: Plan) -> str:
     lines = [f"- `{name}`: {measure.text}" for name, measure in plan.study.measures.items() if measure.text]
     lines += [
@@ -121,10 +136,17 @@ def _tuning(results: dict[str, Any]) -> str:
     if rule is None:
         return "Nothing was tuned: every row has the settings of the study."
     values = ", ".join(map(str, rule["values"]))
-    return (
+    told = (
         f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']} ended "
         f"with the lowest `{rule['by']}`, on data that the table does not report."
     )
+    ends = (rule["values"][0], rule["values"][-1])
+    at_end = [name for name, row in results["rows"].items() if row.get("tuned") in ends]
+    if at_end:
+        told += (
+            f" The best one may lie beyond them, because the first or last was taken: {', '.join(at_end)}."
+        )
+    return told
 
 
 def _spread(found: dict[str, Any], digits: int) -> str:
@@ -162,43 +184,3 @@ def _html(plan: Plan, tasks: Tasks, results: dict[str, Any]) -> str:
     subtitle = f"{plan.study.source} · size {plan.size_name} · seeds {', '.join(map(str, plan.seeds))}"
     sections = comparison_sections([run for run in runs if run.rows])
     return document(plan.study.title, main_of(plan.study.title, subtitle, parts, sections))
-
-
-def _pictures(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw each measure of the claims: a dot for each seed, a bar for the mean, and the paper's number."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = list(dict.fromkeys(name for _, claim in plan.claims for name, _ in claim.operands()))
-    paths = []
-    for name in shown or list(plan.study.measures)[:1]:
-        rows = {row: found for row, found in results["rows"].items() if found["measures"][name]["seeds"]}
-        if not rows:
-            continue
-        figure, axes = pyplot.subplots(figsize=(WIDTH, 1.0 + ROW_HEIGHT * len(rows)), layout="constrained")
-        for place, found in enumerate(rows.values()):
-            values = found["measures"][name]
-            seeds = [*values["seeds"].values()]
-            axes.plot(seeds, [place] * len(seeds), "o", color="#2c6fbb", alpha=0.6, markersize=5)
-            axes.plot([values["mean"]], [place], "|", color="#1f2430", markersize=16, markeredgewidth=2)
-            if name in found["published"] and len(rows) > 1 and _near(found["published"][name], rows, name):
-                axes.plot([found["published"][name]], [place], "x", color="#d9632b", markersize=6)
-        axes.set_yticks(range(len(rows)), [*rows])
-        axes.invert_yaxis()
-        axes.grid(axis="x", color="#e8eaef")
-        axes.set_xlabel(plan.study.measures[name].text or name)
-        path = folder / f"{name}.svg"
-        pyplot.rcParams["svg.hashsalt"] = name  # the same picture has the same bytes
-        figure.savefig(path, metadata={"Date": None})
-        pyplot.close(figure)
-        paths.append(path)
-    return paths
-
-
-def _near(published: float, rows: dict[str, Any], name: str) -> bool:
-    """Whether the paper's number lies where the measured ones do."""
-    means = [found["measures"][name]["mean"] for found in rows.values()]
-    span = max(means) - min(means)
-    return bool(min(means) - span <= published <= max(means) + span)

@@ -10,7 +10,7 @@ from typing import Any
 
 import megamoe
 from megamoe.apps.lab.claims import decide
-from megamoe.apps.lab.measures import measured
+from megamoe.apps.lab.measures import curves, measured
 from megamoe.apps.lab.runner import DONE, Runner
 from megamoe.apps.lab.study import Plan
 from megamoe.apps.lab.tasks import Tasks
@@ -25,13 +25,14 @@ def results_of(
 
     rows: of each row its text, the values by measure and seed, their mean and sample standard deviation, the
     paper's numbers, and what failed. claims: text, place, test, verdict, and each comparison's differences
-    over the seeds with mean and 95 % interval.
+    over the seeds with mean and 95 % interval. curves: step and mean over the seeds, by curve and row.
     """
     found = measured(plan, tasks, runner)
     rows = {
         row: {
             "text": plan.study.rows[row].text,
             "published": plan.study.rows[row].published,
+            "paper": plan.study.rows[row].paper,
             "measures": {name: _over_seeds(of_rows[row]) for name, of_rows in found.items()},
             "failed": _failed(tasks, runner, row, plan.seeds),
             **({"tuned": tuned[row]} if row in tuned else {}),
@@ -51,6 +52,7 @@ def results_of(
         "seeds": plan.seeds,
         "rows": rows,
         "claims": claims,
+        "curves": curves(plan, tasks, runner),
         "tuning": None if plan.size.tuning is None else asdict(plan.size.tuning),
         "made": _environment(command),
     }

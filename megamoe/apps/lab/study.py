@@ -58,16 +58,19 @@ class Row:
     set: Settings = field(default_factory=dict)  # keys of the run over the bases
     finetune: Settings = field(default_factory=dict)  # keys of the task, for this row alone
     published: dict[Name, float] = field(default_factory=dict)  # the paper's number of a measure
+    paper: dict[str, float] = field(default_factory=dict)  # its numbers of what is not measured here
     text: str = ""  # what the row is, for the table
 
 
 @dataclass
 class Finetune:
-    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it."""
+    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it;
+    seeds: of the fine-tuning of each model; default: the model's own."""
 
     __pydantic_config__ = STRICT
     task: PathText
     set: Settings = field(default_factory=dict)
+    seeds: list[Seed] | None = None
 
 
 @dataclass
@@ -84,11 +87,12 @@ class Translate:
 @dataclass
 class Analyze:
     """tools/analyze_routing.py. of: the last checkpoint, all of a run, or the last ones of all seeds of a
-    row."""
+    row. after: a stage that fine-tunes: instead, the models that it has tuned from one."""
 
     __pydantic_config__ = STRICT
     analyses: list[str]
     of: Literal["last", "all", "seeds"] = "last"
+    after: Name | None = None
     samples: PositiveInt | None = None
 
 
@@ -104,9 +108,10 @@ class Evaluate:
 
 @dataclass
 class Stage:
-    """What is done with each trained model: one of the four."""
+    """What is done with each trained model: one of the four. rows: of these rows; default: of all."""
 
     __pydantic_config__ = STRICT
+    rows: list[Name] | None = None
     finetune: Finetune | None = None
     translate: Translate | None = None
     analyze: Analyze | None = None
@@ -123,23 +128,39 @@ class Measure:
     """A number of each row and seed.
 
     metric: a key of metrics.jsonl. take: which of the run's values; `spikes` counts those far above the ones
-    before (`measures.spikes`). fact: instead, a number about the run, see `measures.FACTS`. stage, path:
-    instead, a number in the JSON of a stage: keys and indices with slashes, * for the mean over all without
-    those in `without`. exponential: of a loss: the perplexity. text: what it is, with its unit.
+    before (`measures.spikes`), `rise` is the last minus the lowest. fact: instead, a number about the run,
+    see `measures.FACTS`. stage, path: instead, a number in the JSON of a stage, of several stages the first
+    that is done with the row: keys and indices with slashes, * for the mean over all without those in
+    `without`. stage, metric: of the runs of a stage that fine-tunes, the mean. exponential: of a loss: the
+    perplexity. text: what it is, with its unit.
     """
 
     __pydantic_config__ = STRICT
     metric: str | None = None
-    take: Literal["last", "lowest", "highest", "mean", "spikes"] = "last"
+    take: Literal["first", "last", "lowest", "highest", "mean", "rise", "spikes"] = "last"
     fact: Literal["flops_per_token", "training_flops", "memory", "parameters", "active_parameters"] | None = (
         None
     )
-    stage: str | None = None
+    stage: Name | list[Name] | None = None
     path: str | None = None
     without: list[str] = field(default_factory=list)
     exponential: bool = False
     scale: float = 1.0
     digits: Annotated[int, Field(ge=0, le=8)] = 3
+    text: str = ""
+
+    @property
+    def stages(self) -> list[str]:
+        """The stages that may have it, in order."""
+        return [self.stage] if isinstance(self.stage, str) else self.stage or []
+
+
+@dataclass
+class Curve:
+    """A picture of a metric over the steps, a line for each row: the mean over the seeds."""
+
+    __pydantic_config__ = STRICT
+    metric: str
     text: str = ""
 
 
@@ -161,7 +182,8 @@ class Tuning:
 
 @dataclass
 class Size:
-    """How large the study's runs are. time: what it takes, as text. ranks: of each run, by torchrun."""
+    """How large the study's runs are. time: what it takes, as text. samples: of every stage, instead of its
+    own. ranks: of each run, by torchrun."""
 
     __pydantic_config__ = STRICT
     seeds: Annotated[list[Seed], Field(min_length=1)]
@@ -169,6 +191,7 @@ class Size:
     set: Settings = field(default_factory=dict)
     finetune: Settings = field(default_factory=dict)
     rows: list[Name] | None = None  # of the study's; default: all
+    samples: PositiveInt | None = None
     tuning: Tuning | None = None
     ranks: PositiveInt = 1
 
@@ -188,6 +211,7 @@ class Study:
     needs: str = ""  # the command that prepares the data
     set: Settings = field(default_factory=dict)
     stages: dict[Name, Stage] = field(default_factory=dict)
+    curves: dict[Name, Curve] = field(default_factory=dict)
     claims: list["ClaimText"] = field(default_factory=list)
 
 
@@ -280,21 +304,8 @@ def _rows(study: Study, size: Size) -> dict[str, Row]:
 
 def _checked(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, Claim]]:
     """Check what the study's keys say of each other; return the claims whose rows are all of this size."""
-    for name, stage in study.stages.items():
-        given = [kind for kind in STAGES if getattr(stage, kind) is not None]
-        if len(given) != 1:
-            raise ValueError(
-                f"stages.{name}: found {given or 'nothing'}, expected one of {', '.join(STAGES)}"
-            )
-    for name, measure in study.measures.items():
-        given_by = [it for it in (measure.metric, measure.fact, measure.stage) if it is not None]
-        if len(given_by) != 1:
-            raise ValueError(f"measures.{name}: expected one of metric, fact, and stage with path")
-        if measure.stage is not None and measure.stage not in study.stages:
-            known = ", ".join(study.stages) or "none"
-            raise ValueError(f"measures.{name}: stage {measure.stage!r} is not among the stages: {known}")
-        if measure.stage is not None and not measure.path:
-            raise ValueError(f"measures.{name}: a stage needs a path in its JSON, such as 0/perplexity")
+    _check_stages(study)
+    _check_measures(study)
     for name, row in study.rows.items():
         for measured in row.published:
             if measured not in study.measures:
@@ -312,6 +323,39 @@ def _checked(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, Claim]
         if all(row_name in rows for _, row_name in claim.operands()):
             found.append((text, claim))
     return found
+
+
+def _check_stages(study: Study) -> None:
+    for name, stage in study.stages.items():
+        given = [kind for kind in STAGES if getattr(stage, kind) is not None]
+        if len(given) != 1:
+            raise ValueError(
+                f"stages.{name}: found {given or 'nothing'}, expected one of {', '.join(STAGES)}"
+            )
+        for row in stage.rows or []:
+            if row not in study.rows:
+                raise ValueError(f"stages.{name}.rows: no row {row!r}; expected {', '.join(study.rows)}")
+        after = stage.analyze.after if stage.analyze is not None else None
+        earlier = list(study.stages)[: list(study.stages).index(name)]
+        if after is not None and (after not in earlier or study.stages[after].finetune is None):
+            raise ValueError(f"stages.{name}.analyze.after: {after!r} is no earlier stage that fine-tunes")
+
+
+def _check_measures(study: Study) -> None:
+    for name, measure in study.measures.items():
+        of_run = measure.metric is not None and measure.stage is None
+        if of_run + (measure.fact is not None) + (measure.stage is not None) != 1:
+            raise ValueError(f"measures.{name}: expected one of metric, fact, and stage with path or metric")
+        for stage in measure.stages:
+            if stage not in study.stages:
+                known = ", ".join(study.stages) or "none"
+                raise ValueError(f"measures.{name}: stage {stage!r} is not among the stages: {known}")
+            if measure.metric is not None and study.stages[stage].finetune is None:
+                raise ValueError(f"measures.{name}: stage {stage!r} does not fine-tune, so it has no metric")
+        if measure.stage is not None and (measure.path is None) == (measure.metric is None):
+            raise ValueError(
+                f"measures.{name}: a stage needs a path in its JSON, such as 0/perplexity, or a metric"
+            )
 
 
 def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[str]) -> dict[str, Any]:

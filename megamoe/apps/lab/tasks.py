@@ -62,11 +62,14 @@ class Tasks:
 
     def chains(self) -> list[list[Task]]:
         """Return each training run with the stages that need only it, in order: the work of one job."""
-        chains = {task.name: [task] for task in self.by_name.values() if not task.needs}
-        for task in self.by_name.values():
-            if len(task.needs) == 1:
-                chains[task.needs[0]].append(task)
-        return [*chains.values()]
+        chains: dict[str, list[Task]] = {}  # of each task that is in one; equal lists are the same object
+        for task in self.by_name.values():  # a task follows those that it needs
+            if not task.needs:
+                chains[task.name] = [task]
+            elif len(task.needs) == 1 and task.needs[0] in chains:
+                chains[task.name] = chains[task.needs[0]]
+                chains[task.name].append(task)
+        return [chain for name, chain in chains.items() if chain[0].name == name]
 
 
 def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[Task]]]:
@@ -95,10 +98,12 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any]) -> Tasks:
         for seed in plan.seeds:
             tasks.training[row, seed] = tasks.add(_training(plan, output, row, f"{row}-{seed}", tree, seed))
     for name, stage in plan.study.stages.items():
-        for row in plan.configs:
+        for row in plan.configs if stage.rows is None else [row for row in stage.rows if row in plan.configs]:
             over_seeds = stage.analyze is not None and stage.analyze.of == "seeds"
             for seed in plan.seeds[:1] if over_seeds else plan.seeds:
                 runs = [tasks.training[row, it] for it in (plan.seeds if over_seeds else [seed])]
+                if stage.analyze is not None and stage.analyze.after is not None:
+                    runs = [tasks.stages[stage.analyze.after, row, seed]]
                 tasks.stages[name, row, seed] = tasks.add(
                     _of_stage(plan, output, (name, stage), row, runs, seed)
                 )
@@ -138,7 +143,8 @@ def _of_stage(
     checkpoints_of = None
     if stage.finetune is not None:
         settings = merge(merge(stage.finetune.set, plan.size.finetune), plan.study.rows[row].finetune)
-        given = [f"task.{key}={json.dumps(value)}" for key, value in {**settings, "seeds": [seed]}.items()]
+        settings = {**settings, "seeds": stage.finetune.seeds or [seed]}
+        given = [f"task.{key}={json.dumps(value)}" for key, value in settings.items()]
         task_file = plan.path.parent / stage.finetune.task
         arguments = ["finetune", "--task", str(task_file), "--checkpoint", *paths, "--output", str(folder)]
         arguments += [*given, *plan.task_overrides]
@@ -146,12 +152,16 @@ def _of_stage(
         chosen = stage.translate
         arguments = ["translate", *paths, "--from", chosen.source, "--to", chosen.target, "--score"]
         arguments += ["--beams", str(chosen.beams), "--json", str(result)]
-        arguments += [] if chosen.samples is None else ["--samples", str(chosen.samples)]
+        arguments += _samples(plan, chosen.samples)
     elif stage.analyze is not None:
         analyses = stage.analyze
         checkpoints_of = runs[0].folder if analyses.of == "all" else None
+        if analyses.after is not None:
+            tuned = plan.study.stages[analyses.after].finetune
+            assert tuned is not None
+            paths = [str(runs[0].folder / f"seed_{each}") for each in tuned.seeds or [seed]]
         arguments = ["analyze", "--analyses", ",".join(analyses.analyses), "--output", str(folder)]
-        arguments += [] if analyses.samples is None else ["--samples", str(analyses.samples)]
+        arguments += _samples(plan, analyses.samples)
         arguments += [] if checkpoints_of is not None else paths
     else:
         assert stage.evaluate is not None
@@ -160,9 +170,14 @@ def _of_stage(
         ]
         arguments = ["evaluate", *paths, "--json", str(result)]
         arguments += [each for sweep in sweeps for each in ("--sweep", sweep)]
-        arguments += [] if stage.evaluate.samples is None else ["--samples", str(stage.evaluate.samples)]
+        arguments += _samples(plan, stage.evaluate.samples)
     # Not the folders: rows that share their runs share what is done with them.
     decides = [each for each in arguments if not each.startswith(str(output))]
     identity = digest(decides, [run.identity for run in runs])
     needs = tuple(run.name for run in runs)
     return Task(f"{name}-{row}-{seed}", folder, (*COMMANDS, *arguments), identity, needs, checkpoints_of)
+
+
+def _samples(plan: Plan, of_stage: int | None) -> list[str]:
+    samples = plan.size.samples or of_stage
+    return [] if samples is None else ["--samples", str(samples)]
