@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | mlm-small | translation-small | papers-small | test | test-full | test-slurm | gpu-check | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | papers-small | test | test-quick | test-full | test-slurm | gpu-check | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues mlm-small translation-small papers-data papers-small test test-full test-slurm test-slurm-short gpu-check lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small papers-data papers-small test test-quick test-full test-slurm test-slurm-short gpu-check lint clean FORCE
 
 setup: $(STAMP)
 
@@ -137,6 +137,11 @@ PYTEST := $(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not full"
+
+# The tests nearest to what differs from the branch main, or from SINCE, within a minute.
+SINCE := main
+test-quick: $(STAMP)
+	$(PY) tests/touched.py --since $(SINCE)
 
 test-full: $(STAMP)
 	$(PYTEST)

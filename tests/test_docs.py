@@ -78,6 +78,11 @@ def test_a_tensor_is_found_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert torch.equal(runpy.run_path("by_hand.py")["whole"], tensor)
 
 
+def test_the_picture_of_the_packages_is_drawn_from_the_imports() -> None:
+    written = runpy.run_path(str(ROOT / "docs/site/package_map.py"))
+    assert written["PICTURE"].read_text() == written["picture"](), "run python docs/site/package_map.py"
+
+
 def test_the_readmes_yaml_is_a_run() -> None:
     run, mixture = (parse_config(yaml.safe_load(block)).moe for block in blocks_of("README.md", "yaml"))
     assert (run.num_experts, run.router.selector.options.k) == (8, 2)
