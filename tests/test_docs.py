@@ -5,6 +5,7 @@ import re
 import runpy
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -123,7 +124,8 @@ def keys_and_options() -> set[str]:
         re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/configuration.md").read_text(), flags=re.MULTILINE)
     )
     for kind in ("score_function", "selector", "capacity"):
-        for part in registry.list_parts(kind).values():
+        parts: list[Any] = list(registry.list_parts(kind).values())
+        for part in parts:
             keys |= {f"moe.router.{kind}.{field.name}" for field in dataclasses.fields(part.Config)}
     return keys | {f"moe.losses.{name}" for name in registry.list_parts("loss")}
 
