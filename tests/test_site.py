@@ -1,5 +1,5 @@
-"""The documentation as a site (`make docs`): every page is reachable, every public docstring is there, and nothing
-is loaded from the web. The build takes a minute or two and needs the extra `docs`, so that is a full test.
+"""The documentation as a site (`make docs`): every page is reachable, every public docstring is there, and
+nothing is loaded from the web. The build takes minutes and needs the extra `docs`, so that is a full test.
 """
 
 import ast
