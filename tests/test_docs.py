@@ -1,6 +1,7 @@
 """The documentation is correct: keys, links, ways on, and the examples of the pages."""
 
 import dataclasses
+import importlib
 import re
 import runpy
 import subprocess
@@ -12,6 +13,7 @@ import torch
 import yaml
 
 from megamoe import registry
+from megamoe.cli import COMMANDS
 from megamoe.config import load_config, parse_config
 from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
@@ -184,3 +186,36 @@ def test_example_commands_have_legal_layouts_and_batch_sizes(
     monkeypatch.chdir(ROOT)
     run = load_config(config, overrides)
     assert not list(validate(run, ranks, resolve_parallel(run, ranks)))
+
+
+COMMAND = re.compile(r"(?:tools/|^|[` ])(\w+)\.py((?:(?!\.py\b)[^\n`|#&;])*)", re.MULTILINE)
+WITH_SUBCOMMANDS = ("checkpoint", "convert")
+
+
+def options_in_commands() -> dict[tuple[str, ...], set[tuple[str, str]]]:
+    """For each command, or subcommand, the options that pages give it: (option, page)."""
+    commands = {"pretrain_gpt_moe": "train"}
+    for path in (ROOT / "tools").glob("*.py"):
+        commands[path.stem] = re.findall(r'run\("([\w-]+)"\)', path.read_text())[0]
+    found: dict[tuple[str, ...], set[tuple[str, str]]] = {}
+    for page in PAGES:
+        for script, words in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
+            options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", words))
+            if script in commands and options:
+                name = commands[script]
+                first = (words.split()[0],) if name in WITH_SUBCOMMANDS else ()
+                if not first or not first[0].startswith("-"):
+                    found.setdefault((name, *first), set()).update((option, page.name) for option in options)
+    return found
+
+
+@pytest.mark.full
+def test_options_in_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    used = options_in_commands()
+    assert sum(map(len, used.values())) > 100
+    for (name, *subcommand), options in used.items():
+        with pytest.raises(SystemExit):
+            importlib.import_module(COMMANDS[name][0]).main([*subcommand, "--help"])
+        told = capsys.readouterr().out
+        missing = [(o, page) for o, page in options if not re.search(rf"(?<![\w-]){o}(?![\w-])", told)]
+        assert not missing, (name, missing)

@@ -1,4 +1,4 @@
-"""The files of a public project agree with the code: versions, workflow, hooks, templates, the release script."""
+"""The files of a public project agree with the code: versions, workflow, hooks, templates, release script."""
 
 import re
 import subprocess
