@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | mlm-small | translation-small | papers-small | test | test-full | test-slurm | gpu-check | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | papers-small | test | test-quick | test-slowest | test-full | test-slurm | gpu-check | docs | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues mlm-small translation-small papers-data papers-small test test-full test-slurm test-slurm-short gpu-check lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small papers-data papers-small test test-quick test-slowest test-full test-slurm test-slurm-short gpu-check docs lint clean FORCE
 
 setup: $(STAMP)
 
@@ -138,6 +138,16 @@ PYTEST := $(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST) -m "not full"
 
+# The tests nearest to what differs from the branch main, or from SINCE, within a minute.
+SINCE := main
+test-quick: $(STAMP)
+	$(PY) tests/touched.py --since $(SINCE)
+
+# The same as `make test`, with a list of the slowest tests; it fails if one takes longer than MOST_SECONDS.
+MOST_SECONDS := 60
+test-slowest: $(STAMP)
+	$(PYTEST) -m "not full" --durations=25 --most-seconds $(MOST_SECONDS)
+
 test-full: $(STAMP)
 	$(PYTEST)
 
@@ -152,6 +162,11 @@ test-slurm-short: $(STAMP)
 # On a machine with GPUs: a report in gpu_check/ within some ten minutes.
 gpu-check: $(STAMP)
 	$(PY) benchmarks/gpu_check.py
+
+# The site of the documentation, in build/docs/: open index.html. Any warning is an error. The extra is installed first.
+docs: $(STAMP)
+	@$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PIP_INSTALL) -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --clean
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

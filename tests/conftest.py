@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -40,6 +41,40 @@ FIRST = (
         "apps/generation",
     ),
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--most-seconds`: of `make test-slowest`."""
+    parser.addoption("--most-seconds", type=float, help="fail if a test takes longer, its fixtures included")
+
+
+class SlowTests:
+    """Fails the session if a test took longer than its budget."""
+
+    def __init__(self, budget_s: float) -> None:
+        self.budget_s, self.seconds = budget_s, Counter[str]()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Add the time of set-up, test and tear-down."""
+        self.seconds[report.nodeid] += report.duration  # type: ignore[assignment]
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        """Set the exit code."""
+        if any(seconds > self.budget_s for seconds in self.seconds.values()):
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
+        """Name the tests that are over the budget."""
+        for test, seconds in self.seconds.most_common():
+            if seconds > self.budget_s:
+                terminalreporter.write_line(f"{seconds:.1f} s, budget {self.budget_s:g} s: {test}", red=True)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the times, if asked to; with xdist in the process that has all reports."""
+    budget_s = config.getoption("--most-seconds")
+    if budget_s is not None and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(SlowTests(budget_s))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megamoe"
 FILES = sorted(PACKAGE.rglob("*.py"))
 SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
-OTHERS = sorted([*(ROOT / "tests").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")])
+OTHERS = sorted(path for name in ("tests", "benchmarks", "docs") for path in (ROOT / name).rglob("*.py"))
 PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
 FOUNDATION = {"config", "errors", "registry", "io", "host_memory", "redaction"}

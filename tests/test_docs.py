@@ -1,17 +1,21 @@
-"""The documentation is correct: keys, links, and the README's examples."""
+"""The documentation is correct: keys, links, ways on, and the examples of the pages."""
 
+import dataclasses
+import importlib
 import re
 import runpy
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import yaml
 
 from megamoe import registry
+from megamoe.cli import COMMANDS
 from megamoe.config import load_config, parse_config
-from megamoe.moe.part import Dims, StepContext
-from megamoe.moe.router import build_part
+from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.validation.run import validate
@@ -19,7 +23,12 @@ from tests.support import checkpoint
 from tests.support.moe.build import make_hidden, make_layer
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *sorted(ROOT.glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "examples").rglob("README.md")),
+    ROOT / "tests/README.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -78,10 +87,16 @@ def test_a_tensor_is_found_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             assert torch.equal(runpy.run_path("by_hand.py")["whole"], tensor)
 
 
-def test_the_readmes_yaml_is_a_run() -> None:
-    run, mixture = (parse_config(yaml.safe_load(block)).moe for block in blocks_of("README.md", "yaml"))
+def test_the_picture_of_the_packages_is_drawn_from_the_imports() -> None:
+    written = runpy.run_path(str(ROOT / "docs/site/package_map.py"))
+    assert written["PICTURE"].read_text() == written["picture"](), "run python docs/site/package_map.py"
+
+
+def test_the_first_page_shows_a_run_and_the_page_of_parts_a_mixture() -> None:
+    (run,) = (parse_config(yaml.safe_load(block)).moe for block in blocks_of("docs/index.md", "yaml"))
     assert (run.num_experts, run.router.selector.options.k) == (8, 2)
-    check_parts(mixture, expert_parallel=1)
+    mixtures = [block for block in blocks_of("docs/parts.md", "yaml") if "level: cluster" in block]
+    (mixture,) = (parse_config(yaml.safe_load(block)).moe for block in mixtures)
     path = ROOT / "examples/presets/threshold_on_hypersphere_in_clusters.yaml"
     assert mixture.router == load_config(path).moe.router
 
@@ -92,15 +107,54 @@ def test_the_readme_names_every_preset() -> None:
     assert sorted(names) == sorted(registry.list_presets())
 
 
-def test_the_readmes_router_is_a_plugin(tmp_path: Path) -> None:
-    block = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
-    assert block is not None
-    # Under a name of its own: the example of the same name may be registered already.
-    (tmp_path / "own.py").write_text(block[1].replace('"distance"', '"readme_distance"'))
-    (tmp_path / "run.yaml").write_text("plugins: [own.py]\nmoe: {router: {scorer: readme_distance}}\n")
-    config = load_config(tmp_path / "run.yaml")
-    scorer = build_part(config.moe.router.scorer, Dims(hidden_size=4, num_experts=3))
-    assert scorer(torch.randn(5, 4), StepContext()).shape == (5, 3)
+def test_the_readme_fits_two_screens() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 80 and text.count("\n|---") == 2 and text.count("![") == 1
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_page_has_a_way_on(page: Path) -> None:
+    if page.parent == ROOT and page.name not in ("README.md", "CONTRIBUTING.md"):
+        return
+    ways = re.findall(r"^Next: (.+(?:\n.+)*)", page.read_text(), flags=re.MULTILINE)
+    assert ways and all("](" in way for way in ways)
+
+
+def keys_and_options() -> set[str]:
+    """Every key of the page of keys, and the options of parts below their stage."""
+    keys = set(
+        re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/configuration.md").read_text(), flags=re.MULTILINE)
+    )
+    for kind in ("score_function", "selector", "capacity"):
+        parts: list[Any] = list(registry.list_parts(kind).values())
+        for part in parts:
+            keys |= {f"moe.router.{kind}.{field.name}" for field in dataclasses.fields(part.Config)}
+    return keys | {f"moe.losses.{name}" for name in registry.list_parts("loss")}
+
+
+def test_keys_beside_the_flags_of_megatron_exist() -> None:
+    rows = re.findall(
+        r"^\| `--.+ \| (.+) \|$", (ROOT / "docs/from_megatron.md").read_text(), flags=re.MULTILINE
+    )
+    named = {key for row in rows for key in re.findall(r"`([a-z_]+\.[\w.]+)", row)}
+    assert len(rows) > 50 and named - keys_and_options() == set()
+
+
+def test_commits_named_as_examples_exist() -> None:
+    pages = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/howto").glob("*.md"))]
+    named = {(page.name, sha) for page in pages for sha in re.findall(r"`([0-9a-f]{8})`", page.read_text())}
+    assert len(pages) == 6 and {name for name, _ in named} == {page.name for page in pages}
+    known = ["git", "cat-file", "--batch-check=%(objecttype)"]
+    asked = "".join(f"{sha}\n" for _, sha in sorted(named))
+    done = subprocess.run(known, cwd=ROOT, input=asked, capture_output=True, text=True)
+    if done.returncode or shallow():
+        pytest.skip("no history of git here")
+    assert done.stdout.split() == ["commit"] * len(named)
+
+
+def shallow() -> bool:
+    command = ["git", "rev-parse", "--is-shallow-repository"]
+    return "true" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout
 
 
 def test_the_tests_named_on_the_page_of_faults_exist() -> None:
@@ -118,10 +172,11 @@ def commands_on_ranks() -> list[tuple[int, str, list[str]]]:
     pattern = re.compile(
         r"^torchrun .*--nproc-per-node (\d+) .*pretrain_gpt_moe\.py --config (\S+)(.*)$", re.M
     )
-    pages = [ROOT / "README.md", ROOT / "pretrain_gpt_moe.py", *sorted((ROOT / "docs").glob("*.md"))]
+    pages = [*PAGES, ROOT / "pretrain_gpt_moe.py"]
     texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages]
     found = [match for text in texts for match in pattern.findall(text)]
-    return [(int(ranks), config, overrides.split()) for ranks, config, overrides in found]
+    # The tutorial's own configurations are tested beside it.
+    return [(int(n), config, words.split()) for n, config, words in found if (ROOT / config).exists()]
 
 
 @pytest.mark.parametrize(("ranks", "config", "overrides"), commands_on_ranks())
@@ -131,3 +186,36 @@ def test_example_commands_have_legal_layouts_and_batch_sizes(
     monkeypatch.chdir(ROOT)
     run = load_config(config, overrides)
     assert not list(validate(run, ranks, resolve_parallel(run, ranks)))
+
+
+COMMAND = re.compile(r"(?:tools/|^|[` ])(\w+)\.py((?:(?!\.py\b)[^\n`|#&;])*)", re.MULTILINE)
+WITH_SUBCOMMANDS = ("checkpoint", "convert")
+
+
+def options_in_commands() -> dict[tuple[str, ...], set[tuple[str, str]]]:
+    """For each command, or subcommand, the options that pages give it: (option, page)."""
+    commands = {"pretrain_gpt_moe": "train"}
+    for path in (ROOT / "tools").glob("*.py"):
+        commands[path.stem] = re.findall(r'run\("([\w-]+)"\)', path.read_text())[0]
+    found: dict[tuple[str, ...], set[tuple[str, str]]] = {}
+    for page in PAGES:
+        for script, words in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
+            options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", words))
+            if script in commands and options:
+                name = commands[script]
+                first = (words.split()[0],) if name in WITH_SUBCOMMANDS else ()
+                if not first or not first[0].startswith("-"):
+                    found.setdefault((name, *first), set()).update((option, page.name) for option in options)
+    return found
+
+
+@pytest.mark.full
+def test_options_in_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
+    used = options_in_commands()
+    assert sum(map(len, used.values())) > 100
+    for (name, *subcommand), options in used.items():
+        with pytest.raises(SystemExit):
+            importlib.import_module(COMMANDS[name][0]).main([*subcommand, "--help"])
+        told = capsys.readouterr().out
+        missing = [(o, page) for o, page in options if not re.search(rf"(?<![\w-]){o}(?![\w-])", told)]
+        assert not missing, (name, missing)

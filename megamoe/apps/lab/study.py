@@ -272,7 +272,7 @@ def load_plan(path: Path, size: str, seeds: int | None, overrides: list[str]) ->
 
     Raises:
         UserError: for a file that cannot be read, an unknown key, row, measure or stage, or a claim that
-        cannot be read.
+            cannot be read.
     """
     study = load_study(path)
     if size not in study.sizes:

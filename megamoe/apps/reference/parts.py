@@ -1,6 +1,6 @@
 """List every part and every preset that a configuration can name, with options, defaults and sources.
 
-python tools/list_parts.py [--kind loss] [--plugin my_router.py] [--markdown]
+python tools/list_parts.py --kind loss --plugin my_router.py [--markdown]
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The commands of README and docs/huggingface.md, one after the other, as a reader would run them."""
+"""The commands of docs/huggingface.md, one after the other, as a reader would run them."""
 
 import json
 import os
@@ -39,11 +39,6 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_readme_has_the_five_commands_of_the_page() -> None:
-    assert commands_of("README.md") == commands_of("docs/huggingface.md")
-    assert len(commands_of("README.md")) == 5
-
-
 @pytest.mark.full
 def test_the_commands_run(tmp_path: Path) -> None:
     import transformers
@@ -52,7 +47,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
     with_tokenizer(tmp_path / "models/small")
     (tmp_path / "text.jsonl").write_text(f"{json.dumps({'text': TEXT})}\n" * DOCUMENTS, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for command in commands_of("README.md"):
+    for command in commands_of("docs/huggingface.md"):
         if "lm_eval.py" in command and find_spec("lm_eval") is None:  # the extra `eval`
             continue
         assert "|python_choice|" in run(command, tmp_path) or "lm_eval.py" not in command
