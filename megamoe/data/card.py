@@ -60,7 +60,10 @@ class TokenizerCard:
 
 @dataclass(frozen=True)
 class SourceCard:
-    """One file that was read; `sha256` is of the file as it lies on disk."""
+    """One file, or some row groups of one, that was read.
+
+    `sha256` is of the file as it lies on disk; of a table (`tables.py`), of the documents that were taken.
+    """
 
     name: str
     size: int
@@ -74,6 +77,14 @@ class FileCard:
 
     size: int
     sha256: str
+
+
+@dataclass(frozen=True)
+class StepCard:
+    """A step of a pipeline, such as a filter, and what it counted: documents in and out, reasons."""
+
+    name: str
+    counts: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -96,6 +107,9 @@ class DataCard:
     bin: FileCard
     idx: FileCard
     largest_token: int | None = None  # id that occurs; None: the card is from before it was noted
+    skipped: dict[str, int] = field(default_factory=dict)  # by reason, beside the empty ones
+    shuffled: int | None = None  # the seed that the documents were shuffled by
+    steps: list[StepCard] = field(default_factory=list)  # of the pipeline that gave the documents, if one did
 
 
 def save_checked(content: dict[str, Any], path: Path) -> None:

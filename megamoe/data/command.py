@@ -15,7 +15,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument(
-        "inputs", nargs="*", metavar="INPUT", help="text or .jsonl files (also .gz, .zst), folders, globs"
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
+        help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, folders, globs, and "
+        "URLs of them such as s3://bucket/*.parquet",
     )
     parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
     parser.add_argument(
@@ -41,7 +45,20 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="tokens that a trained tokenizer, or bytes, reserves: pad, mask, sentinels (100 of them, or "
         "sentinels=N), names such as <2de>, with commas between; other tokenizers must have them",
     )
-    parser.add_argument("--key", default="text", help="of the text in JSON lines (default text)")
+    parser.add_argument("--key", default="text", help="column or key of the text (default text)")
+    parser.add_argument(
+        "--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text"
+    )
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="take the rows of a table that fulfil it, such as \"language == 'en' and score >= 0.5\"",
+    )
+    parser.add_argument(
+        "--member", default="txt", metavar="ENDING", help="of a document's file in a tar (default txt)"
+    )
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
     parser.add_argument("--max-documents", type=int, help="stop after so many")
     parser.add_argument(
@@ -49,6 +66,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         type=int,
         metavar="SEED",
         help="take the files in a random order: training and validation then see all kinds",
+    )
+    parser.add_argument(
+        "--shuffle-documents", type=int, metavar="SEED", help="write the documents in a random order"
     )
     parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     arguments = parser.parse_args(argv)
@@ -94,7 +114,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
     if arguments.vocab_size is not None and arguments.tokenizer != TRAIN:
         raise UserError(f"--vocab-size {arguments.vocab_size} is for --tokenizer {TRAIN} only")
     card = prepare(Preparation(**options))
+    skipped = "".join(f", {count:,} {reason}" for reason, count in card.skipped.items())
     print(
         f"{arguments.output}: {card.documents:,} documents, {card.tokens:,} tokens of {card.text_bytes:,} "
-        f"bytes, vocabulary {card.tokenizer.vocab_size:,}, {card.empty_documents:,} empty documents skipped"
+        f"bytes, vocabulary {card.tokenizer.vocab_size:,}, {card.empty_documents:,} empty documents{skipped} "
+        "skipped"
     )

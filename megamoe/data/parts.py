@@ -43,6 +43,11 @@ class Part:
     key: str
 
     @property
+    def source_bytes(self) -> int:
+        """Return the bytes of its sources."""
+        return sum(source.size for source in self.sources)
+
+    @property
     def _record(self) -> Path:
         return self.files.prefix.with_suffix(".json")
 
@@ -71,7 +76,7 @@ class Part:
 
 def cut(sources: Sequence[Source], smallest: int) -> list[tuple[Source, ...]]:
     """Return consecutive sources in groups of at least `smallest` bytes, and at most MOST_PARTS groups."""
-    sizes = [source.path.stat().st_size for source in sources]
+    sizes = [source.size for source in sources]
     least = max(smallest, -(-sum(sizes) // MOST_PARTS))
     groups: list[list[Source]] = [[]]
     total = 0
@@ -173,8 +178,14 @@ def join_parts(parts: Sequence[Part], files: DataFiles, dtype: type[np.number]) 
             yield from read_lengths(part.files.idx, record["facts"]["documents"])
 
     write_index(files.idx, dtype, lengths())
+    counts_V = summed_counts(parts)
+    np.save(files.counts, counts_V, allow_pickle=False)
+    return counts_V
+
+
+def summed_counts(parts: Sequence[Part]) -> np.ndarray:
+    """Return how often each token is in all parts, int64 [vocabulary]."""
     counts_V: np.ndarray = np.load(parts[0].files.counts, allow_pickle=False)
     for part in parts[1:]:
         counts_V += np.load(part.files.counts, allow_pickle=False)
-    np.save(files.counts, counts_V, allow_pickle=False)
     return counts_V

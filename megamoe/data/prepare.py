@@ -13,7 +13,9 @@ import hashlib
 import json
 import os
 import random
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
@@ -23,10 +25,13 @@ import numpy as np
 from tqdm import tqdm
 
 from megamoe.data.card import DataCard, DataFiles, SourceCard
+from megamoe.data.documents import Document, Selection, Skipped
 from megamoe.data.index_file import token_dtype
 from megamoe.data.parts import FOLDER, RECORDS, Part, Record, cut, join_parts, unfinished, write_parts
-from megamoe.data.sources import Source, Tap, find_sources, read_documents
+from megamoe.data.shuffle import scattered, shuffle_parts
+from megamoe.data.sources import Source, find_sources, open_source
 from megamoe.data.special import expand
+from megamoe.data.tables import condition_of
 from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, load_with_special, train_bpe
 from megamoe.data.write import TextCounts, locked_folder, reference_of, write_card, write_tokens
 from megamoe.errors import UserError
@@ -36,7 +41,8 @@ TRAIN = "train"
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
 PART_BYTES = 1 << 26  # of sources; less is written in one piece
-PARTS_VERSION = 1  # part of a part's key
+PARTS_VERSION = 2  # part of a part's key
+LOG_INTERVAL_S = 20.0
 MOST_WORKERS, LARGEST_VOCABULARY = 512, 10**8
 
 
@@ -50,12 +56,21 @@ class Preparation:
     tokenizer: str = ByteTokenizer.name  # or `train`
     vocab_size: int = 4096  # of a tokenizer that is trained
     special: str = ""  # the tokens that it reserves (special.expand)
-    key: str = "text"  # of JSON lines
+    key: str = "text"  # the column of tables, the key of JSON lines
+    ids_column: str | None = None  # of ready tokens, instead of text
+    where: list[str] = field(default_factory=list)  # conditions on the rows of tables
+    member: str = "txt"  # the ending of a document's file in a tar
     workers: int = 1
     max_documents: int | None = None
     shuffle_files: int | None = None  # seed; a split then cuts through all kinds of files
+    shuffle_documents: int | None = None  # seed
     overwrite: bool = False
     progress: bool = True
+
+    def selection(self, tokenizer: Tokenizer | None = None) -> Selection:
+        """Return which documents are taken; tokenizer: the one that ready tokens must fit."""
+        limits = (tokenizer.vocab_size, tokenizer.eod) if tokenizer is not None and self.ids_column else ()
+        return Selection(self.key, self.ids_column, tuple(self.where), self.member, *limits)
 
 
 def prepare(preparation: Preparation) -> DataCard:
@@ -68,7 +83,9 @@ def prepare(preparation: Preparation) -> DataCard:
     """
     _check(preparation)
     files = DataFiles(Path(preparation.output))
-    sources = find_sources(preparation.inputs, preparation.stdlib)
+    condition_of(tuple(preparation.where))  # before anything is read
+    unit = None if preparation.max_documents else PART_BYTES
+    sources = find_sources(preparation.inputs, preparation.stdlib, unit)
     if preparation.shuffle_files is not None:
         random.Random(preparation.shuffle_files).shuffle(sources)
     try:
@@ -76,16 +93,16 @@ def prepare(preparation: Preparation) -> DataCard:
         with locked_folder(files.partial, str(files.prefix), kept=(FOLDER, new.bin.name), worth=RECORDS):
             tokenizer = _tokenizer(preparation, sources, new)
             groups = [tuple(sources)] if preparation.max_documents else cut(sources, PART_BYTES)
-            if len(groups) == 1:
-                corpus = _Corpus(sources, preparation, "tokenize")
+            if len(groups) == 1 and preparation.shuffle_documents is None:
+                corpus = _Corpus(sources, preparation, "tokenize", preparation.selection(tokenizer))
                 counts = corpus.counts
-                counts_V = write_tokens(_batches(corpus), tokenizer, new, preparation.workers)
+                counts_V = write_tokens(in_batches(corpus), tokenizer, new, preparation.workers)
             else:
                 parts = _parts(groups, preparation, tokenizer, files.partial / FOLDER)
                 counts, counts_V = _write_in_parts(parts, preparation, tokenizer, new)
             reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
-            card = write_card(counts, tokenizer, reference, new, counts_V)
-            _publish(new, files)
+            card = write_card(counts, tokenizer, reference, new, counts_V, preparation.shuffle_documents)
+            publish(new, files)
     except OSError as error:
         raise UserError(
             f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
@@ -105,6 +122,8 @@ def _check(preparation: Preparation) -> None:
         raise UserError(f"vocab_size {preparation.vocab_size}: expected at most {LARGEST_VOCABULARY:,}")
     if not Path(preparation.output).name or preparation.output.endswith("/"):
         raise UserError(f"output {preparation.output!r} is a folder; expected a prefix such as data/corpus")
+    if preparation.ids_column is not None and preparation.tokenizer == TRAIN:
+        raise UserError("ids_column reads ready tokens; name the tokenizer that made them, not train")
     if preparation.overwrite:
         return
     files = DataFiles(Path(preparation.output))
@@ -116,50 +135,50 @@ def _check(preparation: Preparation) -> None:
 class _Corpus:
     """The documents of all sources in order, with a progress bar and the counts for the card."""
 
-    def __init__(self, sources: list[Source], preparation: Preparation, title: str) -> None:
+    def __init__(
+        self, sources: list[Source], preparation: Preparation, title: str, selection: Selection
+    ) -> None:
         self._sources = sources
         self._preparation = preparation
         self._title = title
+        self._selection = selection
         self.counts = TextCounts()
 
-    def __iter__(self) -> Iterator[str]:
-        """Yield `texts`, of which there must be one."""
-        yield from self.texts()
+    def __iter__(self) -> Iterator[Document]:
+        """Yield `documents`, of which there must be one."""
+        yield from self.documents()
         self.counts.check(len(self._sources))
 
-    def texts(self) -> Iterator[str]:
+    def documents(self) -> Iterator[Document]:
         """Yield each document that is not blank, up to `max_documents`.
 
         A source is counted when it is finished.
         """
-        total = sum(source.path.stat().st_size for source in self._sources)
-        with tqdm(
-            total=total, desc=self._title, unit="B", unit_scale=True, disable=not self._preparation.progress
-        ) as bar:
+        total = sum(source.size for source in self._sources)
+        with progress(total, self._title, self._preparation.progress) as bar:
             for source in self._sources:
                 if self._is_full():
                     break
                 yield from self._documents_of(source, bar.update)
 
-    def _documents_of(self, source: Source, advance: Callable[[int], Any]) -> Iterator[str]:
+    def _documents_of(self, source: Source, advance: Callable[[int], Any]) -> Iterator[Document]:
         before = self.counts.documents
-        try:
-            tap = Tap(source, advance)
-        except OSError as error:
-            raise UserError(f"{source.name}: cannot be read: {error.strerror}") from error
-        with tap:
-            for text in read_documents(source, tap, self._preparation.key):
-                if not text.strip():
+        with closing(open_source(source, self._selection, advance)) as reader:
+            for found in reader.documents():
+                if isinstance(found, Skipped):
+                    self.counts.skip(found.reason, found.count)
+                    continue
+                if not (found.strip() if isinstance(found, str) else found.size):
                     self.counts.empty_documents += 1
                     continue
                 self.counts.documents += 1
-                self.counts.text_bytes += len(text.encode("utf-8"))
-                yield text
+                self.counts.text_bytes += len(found.encode("utf-8")) if isinstance(found, str) else 0
+                yield found
                 if self._is_full():
                     break
-            digest = tap.sha256()
+            digest = reader.sha256()
             self.counts.sources.append(
-                SourceCard(source.name, tap.num_bytes, digest, self.counts.documents - before)
+                SourceCard(source.name, reader.num_bytes, digest, self.counts.documents - before)
             )
 
     def _is_full(self) -> bool:
@@ -167,13 +186,23 @@ class _Corpus:
         return limit is not None and self.counts.documents >= limit
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the documents in batches that are large enough for a worker."""
-    batch: list[str] = []
+def progress(total: int, title: str, shown: bool, there: int = 0) -> Any:
+    """Return a bar of bytes with their rate and the time that is left; in a log file, a line now and then.
+
+    there: the bytes of an earlier run, which the rate leaves out.
+    """
+    interval = 0.1 if sys.stderr.isatty() else LOG_INTERVAL_S
+    look = {"desc": title, "unit": "B", "unit_scale": True, "mininterval": interval}
+    return tqdm(total=total, initial=there, disable=not shown, **look)
+
+
+def in_batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yield documents in batches that are large enough for a worker."""
+    batch: list[Document] = []
     characters = 0
-    for text in texts:
-        batch.append(text)
-        characters += len(text)
+    for document in documents:
+        batch.append(document)
+        characters += len(document)
         if characters >= BATCH_CHARACTERS or len(batch) == BATCH_DOCUMENTS:
             yield batch
             batch, characters = [], 0
@@ -188,10 +217,10 @@ def _parts(
     folder.mkdir(exist_ok=True)
     parts = []
     for number, group in enumerate(groups):
-        states = [(source.path.resolve(), source.path.stat()) for source in group]
         facts = [
-            *(PARTS_VERSION, tokenizer.fingerprint, tokenizer.eod, tokenizer.vocab_size, preparation.key),
-            [(str(path), state.st_size, state.st_mtime_ns) for path, state in states],
+            *(PARTS_VERSION, tokenizer.fingerprint, tokenizer.eod, tokenizer.vocab_size),
+            *(asdict(preparation.selection(tokenizer)), preparation.shuffle_documents),
+            [source.identity() for source in group],
         ]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         parts.append(Part(DataFiles(folder / f"{number:05}"), group, key))
@@ -202,15 +231,18 @@ def _write_in_parts(
     parts: list[Part], preparation: Preparation, tokenizer: Tokenizer, new: DataFiles
 ) -> tuple[TextCounts, np.ndarray]:
     """Write the parts that no earlier run has finished, and join all; return what they hold."""
-    missing = unfinished(parts, new.bin)
+    seed, folder = preparation.shuffle_documents, parts[0].files.prefix.parent
+    if seed is None:
+        missing = unfinished(parts, new.bin)
+    else:
+        missing = unfinished(parts[scattered(parts, folder, new.bin) :], folder / "none")
     silent = replace(preparation, progress=False)
-    total = sum(source.path.stat().st_size for part in missing for source in part.sources)
-    with tqdm(
-        total=total, desc="tokenize", unit="B", unit_scale=True, disable=not preparation.progress
-    ) as bar:
+    total = sum(part.source_bytes for part in parts)
+    there = total - sum(part.source_bytes for part in missing)
+    with progress(total, "tokenize", preparation.progress, there) as bar:
 
         def advance(part: Part) -> None:
-            bar.update(sum(source.path.stat().st_size for source in part.sources))
+            bar.update(part.source_bytes)
 
         # With fewer parts than workers, the workers share one part at a time.
         shared = len(missing) < preparation.workers
@@ -222,17 +254,21 @@ def _write_in_parts(
         assert record is not None, "every part is finished"
         counts.add(record["facts"])
     counts.check(sum(len(part.sources) for part in parts))
-    return counts, join_parts(parts, new, token_dtype(tokenizer.vocab_size))
+    dtype = token_dtype(tokenizer.vocab_size)
+    if seed is None:
+        return counts, join_parts(parts, new, dtype)
+    return counts, shuffle_parts(parts, new, dtype, seed, folder)
 
 
 def _write_part(preparation: Preparation, reference: str, workers: int, part: Part) -> Record:
-    corpus = _Corpus(list(part.sources), preparation, "")
-    write_tokens(_batches(corpus.texts()), _loaded(reference), part.files, workers)
+    tokenizer = loaded(reference)
+    corpus = _Corpus(list(part.sources), preparation, "", preparation.selection(tokenizer))
+    write_tokens(in_batches(corpus.documents()), tokenizer, part.files, workers)
     return asdict(corpus.counts)
 
 
 @cache
-def _loaded(reference: str) -> Tokenizer:
+def loaded(reference: str) -> Tokenizer:
     """Return a tokenizer, which a process loads once for all of its parts."""
     return load_tokenizer(reference)
 
@@ -240,17 +276,18 @@ def _loaded(reference: str) -> Tokenizer:
 def _tokenizer(preparation: Preparation, sources: list[Source], new: DataFiles) -> Tokenizer:
     if preparation.tokenizer != TRAIN:
         return load_with_special(preparation.tokenizer, preparation.special)
-    texts = _Corpus(sources, preparation, "train tokenizer")
+    corpus = _Corpus(sources, preparation, "train tokenizer", preparation.selection())
+    texts = (document for document in corpus if isinstance(document, str))
     train_bpe(texts, preparation.vocab_size, new.tokenizer, expand(preparation.special))
     return load_tokenizer(str(new.tokenizer))
 
 
-def _publish(new: DataFiles, files: DataFiles) -> None:
+def publish(new: DataFiles, files: DataFiles) -> None:
     """Rename the files to their final names. The old card is deleted first, the new one comes last."""
+    names = [name for name in ("tokenizer", "bin", "idx", "counts", "card") if getattr(new, name).exists()]
+    for name in names:
+        sync(getattr(new, name))
     files.card.unlink(missing_ok=True)
     files.tokenizer.unlink(missing_ok=True)
-    for name in ("tokenizer", "bin", "idx", "counts", "card"):
-        source: Path = getattr(new, name)
-        if source.exists():
-            sync(source)
-            os.replace(source, getattr(files, name))
+    for name in names:
+        os.replace(getattr(new, name), getattr(files, name))

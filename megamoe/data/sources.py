@@ -1,8 +1,10 @@
-"""Reading text: files, folders, globs, JSON lines (also .gz and .zst), Python's standard library.
+"""Reading documents: files, folders, globs and URLs of text, JSON lines, tables and tars; Python's library.
+
+Text, JSON lines and tars may end in .gz, .zst or .xz. Tables (parquet, Arrow) are in `tables.py`.
 
 Design choices: the order is fixed (as given; sorted within a folder or glob); nothing is skipped
-silently: unreadable text is a UserError with the file and the line; each file is read once, and hashed and
-counted meanwhile.
+silently: unreadable text is a UserError with the file and the line, and what is left out is counted by its
+reason; each file is read once, and hashed and counted meanwhile.
 """
 
 import glob
@@ -10,34 +12,74 @@ import gzip
 import hashlib
 import io
 import json
+import lzma
+import os
 import sysconfig
+import tarfile
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import zstandard
 
+from megamoe.data import remote
+from megamoe.data.documents import Document, Reader, Selection, Skipped
+from megamoe.data.tables import ARROW, PARQUET, TableReader, row_groups
 from megamoe.errors import UserError
+from megamoe.io import read_plain
 
-COMPRESSED = (".gz", ".zst")
+COMPRESSED = (".gz", ".zst", ".xz")
+TABLES = (*PARQUET, *ARROW)
 CHUNK_BYTES = 1 << 20
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError)
+LARGEST_STATE = 1 << 24  # bytes of a saved dataset's list of files
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of text; `name` is how it is shown in the data card and in errors."""
+    """One file of documents, or some row groups of one; `name` is how the data card and errors show it.
+
+    path: of a local file; of a file behind a `url` only its name is used. groups: the first row group of a
+    parquet file and the one after the last. extent: the bytes that they, or the remote file, have. state:
+    of a remote file, what changes with its content.
+    """
 
     name: str
     path: Path
+    url: str = ""
+    groups: tuple[int, int] | None = None
+    extent: int | None = None
+    state: str = ""
 
     @property
-    def is_json_lines(self) -> bool:
+    def kind(self) -> str:
+        """Return the ending that says how it is read, without that of a compression."""
         plain = self.path.with_suffix("") if self.path.suffix in COMPRESSED else self.path
-        return plain.suffix == ".jsonl"
+        return plain.suffix
+
+    @property
+    def size(self) -> int:
+        """Return the number of bytes that are read of it, as far as is known before."""
+        return self.path.stat().st_size if self.extent is None else self.extent
+
+    def identity(self) -> list[Any]:
+        """Return plain data that change when what is read changes."""
+        if self.url:
+            return [self.name, self.groups, self.extent, self.state]
+        status = self.path.stat()
+        return [str(self.path.resolve()), self.groups, status.st_size, status.st_mtime_ns]
+
+    def open(self) -> IO[bytes] | io.RawIOBase:
+        """Open the whole file for reading.
+
+        Raises:
+            OSError, UserError: if it cannot be opened.
+        """
+        return remote.RemoteFile(self.url) if self.url else open(self.path, "rb", buffering=0)
 
 
 class Tap(AbstractContextManager["Tap"]):
@@ -47,7 +89,7 @@ class Tap(AbstractContextManager["Tap"]):
     """
 
     def __init__(self, source: Source, advance: Callable[[int], Any]) -> None:
-        self._file = open(source.path, "rb", buffering=0)  # noqa: SIM115 (closed by __exit__)
+        self._file: Any = source.open()
         self._advance = advance
         self._digest = hashlib.sha256()
         self.num_bytes = 0
@@ -103,25 +145,66 @@ def _decompressed_zstd(chunks: Iterator[bytes]) -> Iterator[bytes]:
         raise EOFError("the compressed file ends before its end marker")
 
 
-def find_sources(inputs: list[str], stdlib: bool) -> list[Source]:
-    """Return the files that `inputs` (files, folders, globs) name, in order, then those of the standard
+def find_sources(inputs: list[str], stdlib: bool, unit: int | None = None) -> list[Source]:
+    """Return the files that `inputs` (files, folders, globs, URLs) name, in order, then those of the standard
     library.
 
+    unit: bytes; larger parquet files are divided into row groups of at least so many together.
+
     Raises:
-        UserError: if an input does not exist, matches nothing, or names a file a second time.
+        UserError: if an input does not exist, matches nothing, cannot be read, or names a file a second time.
     """
     if not inputs and not stdlib:
-        raise UserError("no input: name files, folders or globs of text, or --stdlib")
-    sources = [Source(str(path), path) for item in inputs for path in _files_of(item)]
+        raise UserError("no input: name files, folders, globs or URLs of text, or --stdlib")
+    sources: list[Source] = []
+    for item in inputs:
+        sources += _behind_url(item) if remote.is_url(item) else map(_local, _files_of(item))
     if stdlib:
         sources += _standard_library()
-    seen: set[Path] = set()
+    seen: set[str] = set()
     for source in sources:
-        resolved = source.path.resolve()
-        if resolved in seen:
+        identity = source.url or str(source.path.resolve())
+        if identity in seen:
             raise UserError(f"input {source.name!r} is given twice; name each file once")
-        seen.add(resolved)
-    return sources
+        seen.add(identity)
+    return [part for source in sources for part in _divided(source, unit)]
+
+
+def _local(path: Path) -> Source:
+    return Source(str(path), path)
+
+
+def _behind_url(item: str) -> list[Source]:
+    found = []
+    for url in remote.find(item):
+        size, state = remote.state(url)
+        name = remote.shown(url)
+        found.append(Source(name, Path(name.rpartition("/")[2]), url, None, size, state))
+    return found
+
+
+def _divided(source: Source, unit: int | None) -> Iterator[Source]:
+    """Yield a source, or a large parquet file by consecutive row groups of at least `unit` bytes together."""
+    if source.kind not in PARQUET:
+        yield source
+        return
+    file = _opened(source)
+    with file:
+        groups = row_groups(file, source.name)
+    first, size, total = 0, 0, sum(size for _, size in groups)
+    for number, (_, more) in enumerate(groups, start=1):
+        size += more
+        if number == len(groups) or (unit is not None and size >= unit):
+            name = source.name if size == total else f"{source.name}[{first}:{number}]"
+            yield Source(name, source.path, source.url, (first, number), size, source.state)
+            first, size = number, 0
+
+
+def _opened(source: Source) -> Any:
+    try:
+        return source.open()
+    except OSError as error:
+        raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from error
 
 
 def _files_of(item: str) -> list[Path]:
@@ -129,6 +212,8 @@ def _files_of(item: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
+        if (found := _saved_dataset(path)) is not None:
+            return found
         files = (file for file in path.rglob("*") if file.is_file())
         found = [file for file in files if not any(p.startswith(".") for p in file.relative_to(path).parts)]
     elif glob.has_magic(item):
@@ -136,8 +221,28 @@ def _files_of(item: str) -> list[Path]:
     else:
         raise UserError(f"input {item!r} does not exist; expected a file, a folder or a glob")
     if not found:
-        raise UserError(f"input {item!r} holds no files; expected text or .jsonl files")
+        raise UserError(f"input {item!r} holds no files; expected text, .jsonl or .parquet files")
     return sorted(found)
+
+
+def _saved_dataset(folder: Path) -> list[Path] | None:
+    """Return the Arrow files, in order, of a folder that `datasets.save_to_disk` wrote; None for another.
+
+    Raises:
+        UserError: if its list cannot be read, or if it holds several splits.
+    """
+    if (folder / "dataset_dict.json").is_file():
+        splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        raise UserError(f"input {str(folder)!r} is a dataset of several splits; name one of them: {splits}")
+    if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
+        return None
+    try:
+        state = json.loads(read_plain(folder / "state.json", LARGEST_STATE))
+        return [folder / os.path.basename(entry["filename"]) for entry in state["_data_files"]]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"input {str(folder)!r}: no list of files in state.json; write it by datasets.save_to_disk"
+        ) from error
 
 
 def _standard_library() -> list[Source]:
@@ -148,20 +253,56 @@ def _standard_library() -> list[Source]:
     return [Source(f"stdlib:{path.as_posix()}", root / path) for path in library]
 
 
-def read_documents(source: Source, tap: Tap, key: str) -> Iterator[str]:
-    """Yield the documents of one file: each line's `key` of JSON lines, otherwise the whole text.
-
-    An empty document is an empty string, which the caller counts.
+def open_source(source: Source, selection: Selection, advance: Callable[[int], Any]) -> Reader:
+    """Open a source to read its documents; `advance` is called with the bytes that are read.
 
     Raises:
-        UserError: naming file and line, for text that is not UTF-8, a line that is not JSON, or a
-            missing key; naming the file, if it cannot be read or decompressed.
+        UserError: if it cannot be opened, or if an option of the selection does not fit its kind.
     """
-    with _decompressed(source, tap) as stream:
-        if source.is_json_lines:
-            yield from _read_json_lines(source, stream, key)
-        else:
-            yield _decode(source, stream.read(), first_line=1)
+    if source.kind in TABLES:
+        groups = range(*source.groups) if source.groups is not None else None
+        return TableReader(_opened(source), source.name, groups, source.size, selection, advance)
+    if selection.where:
+        raise UserError(f"{source.name}: --where is for parquet and Arrow files only")
+    if selection.ids is not None and source.kind != ".jsonl":
+        raise UserError(f"{source.name}: --ids-column is for parquet, Arrow and JSON lines only")
+    try:
+        return _FileReader(source, Tap(source, advance), selection)
+    except OSError as error:
+        raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+
+
+class _FileReader:
+    """The documents of a file that is read from its start to its end."""
+
+    def __init__(self, source: Source, tap: Tap, selection: Selection) -> None:
+        self._source, self._tap, self._selection = source, tap, selection
+
+    @property
+    def num_bytes(self) -> int:
+        return self._tap.num_bytes
+
+    def documents(self) -> Iterator[Document | Skipped]:
+        """Yield each line's text of JSON lines, each sample's of a tar, otherwise the whole text.
+
+        Raises:
+            UserError: naming file and line, for text that is not UTF-8, a line that is not JSON, or a
+                missing key; naming the file, if it cannot be read or decompressed.
+        """
+        source, selection = self._source, self._selection
+        with _decompressed(source, self._tap) as stream:
+            if source.kind == ".jsonl":
+                yield from _read_json_lines(source, stream, selection)
+            elif source.kind == ".tar":
+                yield from _read_tar(source, stream, selection)
+            else:
+                yield _decode(source, stream.read(), first_line=1)
+
+    def sha256(self) -> str:
+        return self._tap.sha256()
+
+    def close(self) -> None:
+        self._tap.__exit__()
 
 
 def read_lines(source: Source, tap: Tap) -> Iterator[str]:
@@ -185,30 +326,93 @@ def _decompressed(source: Source, tap: Tap) -> Iterator[IO[bytes]]:
     stream: IO[bytes] = io.BufferedReader(_Chunks(chunks), CHUNK_BYTES)
     if source.path.suffix == ".gz":
         stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK_BYTES)
+    elif source.path.suffix == ".xz":
+        stream = io.BufferedReader(lzma.LZMAFile(stream), CHUNK_BYTES)  # noqa: SIM115
     try:
         yield stream
-    except (OSError, EOFError, zlib.error, zstandard.ZstdError) as error:
+    except BROKEN as error:
         raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
 
 
-def _read_json_lines(source: Source, stream: IO[bytes], key: str) -> Iterator[str]:
+def _read_json_lines(source: Source, stream: IO[bytes], selection: Selection) -> Iterator[Document]:
     for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        text = _decode(source, line, first_line=number)
-        try:
-            record = json.loads(text)
-        except ValueError as error:
-            raise UserError(f"{source.name}:{number}: not JSON: {error}; write an object a line") from error
-        if not isinstance(record, dict) or not isinstance(record.get(key), str):
-            found = f"keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-            raise UserError(f"{source.name}:{number}: no text under {key!r} (found {found}); give --key")
-        document: str = record[key]
-        try:
-            document.encode("utf-8")
-        except UnicodeEncodeError as error:
-            raise UserError(f"{source.name}:{number}: half a surrogate pair in {key!r}: {error}") from error
-        yield document
+        if line.strip():
+            text = _decode(source, line, first_line=number)
+            yield _of_json(text, f"{source.name}:{number}", selection, "write an object a line")
+
+
+def _of_json(text: str, place: str, selection: Selection, remedy: str) -> Document:
+    """Return the document of a JSON object."""
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: not JSON: {error}; {remedy}") from error
+    key, kind = selection.column, str if selection.ids is None else list
+    if not isinstance(record, dict) or not isinstance(record.get(key), kind):
+        found = f"keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        what, option = ("text", "--key") if selection.ids is None else ("token ids", "--ids-column")
+        raise UserError(f"{place}: no {what} under {key!r} (found {found}); give {option}")
+    try:
+        return selection.of_json(record[key], place)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def _read_tar(source: Source, stream: IO[bytes], selection: Selection) -> Iterator[Document | Skipped]:
+    """Yield the document of each sample of a WebDataset tar: its file of the wanted ending.
+
+    A sample is the files whose paths are equal up to the first point of their names. Its other files, and
+    samples without such a file, are counted.
+    """
+    wanted = f".{selection.member.removeprefix('.')}"
+    sample, has_document = "", True
+    tail = _Tail(stream)
+    with tarfile.open(fileobj=cast(Any, tail), mode="r|") as tar:
+        while (member := tar.next()) is not None:
+            cast(Any, tar).members.clear()  # which would grow with the file
+            if not member.isfile():
+                continue
+            folder, name = os.path.split(member.name)
+            stem, point, ending = name.partition(".")
+            key = f"{folder}/{stem}"
+            if key != sample:
+                if not has_document:
+                    yield Skipped(f"sample without {wanted}")
+                sample, has_document = key, False
+            if point + ending != wanted:
+                yield Skipped(f"member other than {wanted}")
+                continue
+            content = tar.extractfile(member)
+            assert content is not None, "a plain file"
+            has_document = True
+            place = f"{source.name}:{member.name}"
+            text = _decode(Source(place, source.path), content.read(), first_line=1)
+            if ending == "json" or ending.endswith(".json"):
+                yield _of_json(text, place, selection, "expected an object")
+            else:
+                yield text
+    if not has_document:
+        yield Skipped(f"sample without {wanted}")
+    tail.check()
+
+
+class _Tail:
+    """A stream whose end is checked: `tarfile` takes a tar that ends between two files for a whole one."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._last = stream, b""
+
+    def read(self, size: int) -> bytes:
+        data = self._stream.read(size)
+        self._last = (self._last + data)[-tarfile.BLOCKSIZE :]
+        return data
+
+    def check(self) -> None:
+        """Read the rest; raise an EOFError unless it ends with a block of zeros."""
+        while self.read(CHUNK_BYTES):
+            pass
+        if self._last.strip(b"\0"):
+            raise EOFError("the tar ends before its end marker")
 
 
 def _decode(source: Source, data: bytes, first_line: int) -> str:

@@ -19,7 +19,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megamoe import __version__
-from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, TokenizerCard, save_checked
+from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, StepCard, TokenizerCard, save_checked
+from megamoe.data.documents import Document
 from megamoe.data.index_file import read_lengths, token_dtype, write_index
 from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
@@ -32,24 +33,30 @@ class Encoded(NamedTuple):
     lengths: np.ndarray  # [documents], int64
 
 
-def encode_texts(texts: list[str], tokenizer: Tokenizer, dtype: type[np.number]) -> Encoded:
-    """Return the tokens and lengths of `texts`, end-of-document tokens included."""
-    documents = [[*tokens, tokenizer.eod] for tokens in tokenizer.encode_batch(texts)]
-    lengths = np.array([len(document) for document in documents], dtype=np.int64)
-    return Encoded(np.concatenate([np.array(document, dtype=dtype) for document in documents]), lengths)
+def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, dtype: type[np.number]) -> Encoded:
+    """Return the tokens and lengths of documents, end-of-document tokens included."""
+    texts = [document for document in documents if isinstance(document, str)]
+    encoded = iter(tokenizer.encode_batch(texts))
+    arrays = [next(encoded) if isinstance(document, str) else document for document in documents]
+    lengths = np.array([len(tokens) + 1 for tokens in arrays], dtype=np.int64)
+    ends = np.cumsum(lengths)
+    joined = np.full(ends[-1], tokenizer.eod, dtype=dtype)
+    for end, length, tokens in zip(ends.tolist(), lengths.tolist(), arrays, strict=True):
+        joined[end - length : end - 1] = tokens
+    return Encoded(joined, lengths)
 
 
 def encode_batches(
-    batches: Iterable[list[str]], tokenizer: Tokenizer, dtype: type[np.number], num_workers: int
+    batches: Iterable[list[Document]], tokenizer: Tokenizer, dtype: type[np.number], num_workers: int
 ) -> Iterator[Encoded]:
-    """Yield `encode_texts` of each batch, in order, whatever the number of workers.
+    """Yield `encode_documents` of each batch, in order, whatever the number of workers.
 
     Raises:
         UserError: if a worker dies.
     """
     if num_workers == 1:
         for batch in batches:
-            yield encode_texts(batch, tokenizer, dtype)
+            yield encode_documents(batch, tokenizer, dtype)
         return
     pool = ProcessPoolExecutor(
         num_workers, get_context("spawn"), initializer=_start_worker, initargs=(tokenizer.name, dtype)
@@ -95,9 +102,9 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(texts: list[str]) -> Encoded:
+def _encode_in_worker(documents: list[Document]) -> Encoded:
     tokenizer, dtype = _worker
-    return encode_texts(texts, tokenizer, dtype)
+    return encode_documents(documents, tokenizer, dtype)
 
 
 LOCK = "lock"
@@ -109,8 +116,13 @@ class TextCounts:
 
     documents: int = 0
     empty_documents: int = 0  # skipped
-    text_bytes: int = 0  # of the documents, as UTF-8
+    text_bytes: int = 0  # of the documents, as UTF-8; ready tokens have none
     sources: list[SourceCard] = field(default_factory=list)
+    skipped: dict[str, int] = field(default_factory=dict)  # by reason, beside the empty ones
+
+    def skip(self, reason: str, count: int) -> None:
+        """Count documents that are left out."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + count
 
     def add(self, part: dict[str, Any]) -> None:
         """Add the counts of the documents that follow; part: as `dataclasses.asdict` gives them."""
@@ -118,17 +130,19 @@ class TextCounts:
         self.empty_documents += part["empty_documents"]
         self.text_bytes += part["text_bytes"]
         self.sources += [SourceCard(**source) for source in part["sources"]]
+        for reason, count in part["skipped"].items():
+            self.skip(reason, count)
 
     def check(self, num_sources: int) -> None:
         """Raise a UserError if no document was found in so many files."""
         if not self.documents:
-            raise UserError(
-                f"no text in {num_sources} files ({self.empty_documents} empty documents); name others"
-            )
+            left_out = "".join(f", {count} {reason}" for reason, count in self.skipped.items())
+            empty = f"{self.empty_documents} empty documents"
+            raise UserError(f"no text in {num_sources} files ({empty}{left_out}); name others")
 
 
 def write_tokens(
-    batches: Iterable[list[str]], tokenizer: Tokenizer, files: DataFiles, workers: int = 1
+    batches: Iterable[list[Document]], tokenizer: Tokenizer, files: DataFiles, workers: int = 1
 ) -> np.ndarray:
     """Write .bin, .idx and the counts of documents, each ended by the end-of-document token.
 
@@ -153,7 +167,13 @@ def write_tokens(
 
 
 def write_card(
-    counts: TextCounts, tokenizer: Tokenizer, reference: str, files: DataFiles, counts_V: np.ndarray
+    counts: TextCounts,
+    tokenizer: Tokenizer,
+    reference: str,
+    files: DataFiles,
+    counts_V: np.ndarray,
+    shuffled: int | None = None,
+    steps: Sequence[StepCard] = (),
 ) -> DataCard:
     """Write and return the card of .bin and .idx; reference: of the tokenizer, as the card shall have it."""
     hashes = "\n".join(source.sha256 for source in counts.sources)
@@ -176,6 +196,9 @@ def write_card(
         sources=counts.sources,
         bin=file_card(files.bin),
         idx=file_card(files.idx),
+        skipped=dict(sorted(counts.skipped.items())),
+        shuffled=shuffled,
+        steps=list(steps),
         largest_token=int(np.flatnonzero(counts_V)[-1]),
     )
     save_checked(asdict(card), files.card)

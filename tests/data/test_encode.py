@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megamoe.data.tokenizers import load_tokenizer, train_bpe
-from megamoe.data.write import encode_batches, encode_texts
+from megamoe.data.write import encode_batches, encode_documents
 from megamoe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -29,7 +29,7 @@ for number, _ in enumerate(encode_batches([["a"]] * 20, load_tokenizer("bytes"),
 
 
 def test_each_document_ends_with_eod_in_the_dtype_asked() -> None:
-    tokens, lengths = encode_texts(["ab", "c"], load_tokenizer("bytes"), np.uint16)
+    tokens, lengths = encode_documents(["ab", "c"], load_tokenizer("bytes"), np.uint16)
     assert tokens.tolist() == [97, 98, 256, 99, 256] and tokens.dtype == np.uint16
     assert lengths.tolist() == [3, 2]
 

@@ -6,13 +6,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from megamoe.data import index_file
+from megamoe.data import index_file, shuffle
 from megamoe.data import parts as parts_module
 from megamoe.data import prepare as prepare_module
 from megamoe.data.card import DataFiles, check_files, load_card
@@ -26,6 +29,7 @@ from megamoe.data.index_file import (
 )
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.sources import Source
+from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -79,8 +83,10 @@ def make_sources(folder: Path, number: int = 12) -> list[str]:
     return [str(path) for path in sorted(folder.iterdir())]
 
 
-def run(output: Path, inputs: list[str], workers: int = 1) -> None:
-    prepare(Preparation(str(output), inputs, workers=workers, progress=False))
+def run(output: Path, inputs: list[str], workers: int = 1, shuffle_documents: int | None = None) -> None:
+    prepare(
+        Preparation(str(output), inputs, workers=workers, shuffle_documents=shuffle_documents, progress=False)
+    )
 
 
 def contents(output: Path) -> list[bytes]:
@@ -202,4 +208,55 @@ def test_a_killed_run_goes_on_in_several_processes(tmp_path: Path, monkeypatch: 
         except UserError as error:
             assert "another run" in str(error) and time.monotonic() < deadline
             time.sleep(0.2)
+    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("bucket_bytes", [300, 1 << 27])
+def test_documents_are_shuffled_by_their_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
+) -> None:
+    """The order is that of all hashes, whatever the sizes of parts and buckets."""
+    inputs = make_sources(tmp_path / "in")
+    run(tmp_path / "plain", inputs)
+    monkeypatch.setattr(shuffle, "BUCKET_BYTES", bucket_bytes)
+    monkeypatch.setattr(shuffle, "BLOCK_TOKENS", 50)
+    plain = IndexedDataset(str(tmp_path / "plain"))
+    expected = [plain[n].tolist() for n in np.argsort(shuffle.hashes_of(7, 0, len(plain)))]
+    assert expected != [plain[n].tolist() for n in range(len(plain))]
+    for part_bytes in (1 << 26, 1000):
+        monkeypatch.setattr(prepare_module, "PART_BYTES", part_bytes)
+        run(tmp_path / f"{part_bytes}", inputs, shuffle_documents=7)
+        shuffled = IndexedDataset(str(tmp_path / f"{part_bytes}"))
+        assert [shuffled[n].tolist() for n in range(len(shuffled))] == expected
+        verify_in_full(str(tmp_path / f"{part_bytes}"))
+    card = load_card(str(tmp_path / "1000"))
+    assert card is not None and card.shuffled == 7
+    assert not list(tmp_path.glob(".*"))
+    assert np.array_equal(shuffle.hashes_of(7, 3, 5), shuffle.hashes_of(7, 0, 8)[3:]) and not np.array_equal(
+        shuffle.hashes_of(8, 0, 8), shuffle.hashes_of(7, 0, 8)
+    )
+
+
+@pytest.mark.parametrize("stop", [0, 9, 23, 49])
+def test_an_interrupted_shuffle_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
+    """An error at any flush of a file ends the run; the next one tokenizes nothing again."""
+    inputs = make_sources(tmp_path / "in", 5)
+    monkeypatch.setattr(prepare_module, "PART_BYTES", 200)
+    monkeypatch.setattr(shuffle, "BUCKET_BYTES", 400)
+    run(tmp_path / "whole", inputs, shuffle_documents=7)
+    count, fsync, sync = iter(range(10**6)), os.fsync, shuffle.sync
+
+    def fails(flush: Callable[[Any], None], file: Any) -> None:
+        if next(count) == stop:
+            raise KeyboardInterrupt
+        flush(file)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(shuffle, "sync", partial(fails, sync))
+        patch.setattr(shuffle.os, "fsync", partial(fails, fsync))
+        with pytest.raises(KeyboardInterrupt):
+            run(tmp_path / "out", inputs, shuffle_documents=7)
+    if list((tmp_path / ".out.partial/parts/buckets").glob("*")):
+        monkeypatch.setattr(prepare_module, "_write_part", lambda *_: pytest.fail("tokenized again"))
+    run(tmp_path / "out", inputs, shuffle_documents=7)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")

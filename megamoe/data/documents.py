@@ -1,0 +1,92 @@
+"""What sources yield: documents, and what they leave out; and how a user says which column they are."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+Document = str | np.ndarray  # text, or the ids of its tokens, int [tokens]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Documents that a source has and does not yield: why, and how many."""
+
+    reason: str
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Which documents of a source are taken, and where in it they are.
+
+    key: the column of the text, or the key of JSON lines. ids: the column of ready tokens instead.
+    where: conditions on the rows of tables (`tables.condition_of`). member: the ending of a document's file
+    in a tar. vocab_size, eod: of the tokenizer, where tokens are read.
+    """
+
+    key: str = "text"
+    ids: str | None = None
+    where: tuple[str, ...] = ()
+    member: str = "txt"
+    vocab_size: int = 0
+    eod: int = -1
+
+    @property
+    def column(self) -> str:
+        return self.ids or self.key
+
+    def checked(self, ids: np.ndarray, place: str) -> np.ndarray:
+        """Return the tokens of a document without its end; one at the end of `ids` is taken off.
+
+        Raises:
+            ValueError: in one line, if an id is outside of the vocabulary, or ends the document within it.
+        """
+        if ids.size and ids[-1] == self.eod:
+            ids = ids[:-1]
+        if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
+            wrong = ids[(ids < 0) | (ids >= self.vocab_size)][0]
+            raise ValueError(
+                f"{place}: token id {wrong} is outside of the tokenizer's vocabulary of {self.vocab_size}; "
+                "name the tokenizer that made the tokens"
+            )
+        if (ids == self.eod).any():
+            raise ValueError(
+                f"{place}: the end-of-document token {self.eod} is inside of a document; give a row to each"
+            )
+        return ids
+
+    def of_json(self, value: Any, place: str) -> Document:
+        """Return the document under the key of a JSON object.
+
+        Raises:
+            ValueError: in one line, if it is no text, or no list of token ids where these are read.
+        """
+        if self.ids is not None:
+            if not isinstance(value, list) or not all(type(item) is int for item in value):
+                raise ValueError(f"{place}: expected a list of token ids under {self.ids!r}")
+            return self.checked(np.array(value, dtype=np.int64), place)
+        assert isinstance(value, str)
+        try:
+            value.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"{place}: half a surrogate pair in {self.key!r}: {error}") from error
+        return value
+
+
+class Reader(Protocol):
+    """An open source: its documents in order, then what the data card says of it."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return the bytes that were read, or that the row groups have."""
+
+    def documents(self) -> Iterator[Document | Skipped]:
+        """Yield documents, of which each may be empty, and what is left out."""
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of the file, or of the documents that were taken from a table."""
+
+    def close(self) -> None:
+        """Close the file."""

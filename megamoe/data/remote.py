@@ -1,0 +1,149 @@
+"""Files behind URLs (s3://, gs://, az://, hf://, memory://), read through fsspec.
+
+Credentials come from where the providers' own tools take them: the environment, ~/.aws and the like. A URL
+that holds some is refused, and what a library says of an error is shown without what looks like a secret.
+"""
+
+import io
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import IO, Any
+
+from megamoe.errors import UserError
+from megamoe.redaction import HIDDEN, IN_URL, VALUES
+
+URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*://")
+SIGNATURE = re.compile(r"\?\S*")  # a signed URL carries its credential behind the question mark
+PACKAGES = {
+    **{"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"},
+    **{"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "hf": "huggingface_hub"},
+}
+LONGEST_REASON = 300
+
+
+def is_url(item: str) -> bool:
+    """Return whether an input names a file behind fsspec, and not a path."""
+    return URL.match(item) is not None
+
+
+def shown(url: str) -> str:
+    """Return a URL as logs and cards may show it: without user, password and query."""
+    return SIGNATURE.sub("", IN_URL.sub(f"{HIDDEN}@", url))
+
+
+def find(url: str) -> list[str]:
+    """Return the files that a URL (of a file, a folder or a glob) names: URLs, sorted.
+
+    Raises:
+        UserError: if it names nothing, its scheme is unknown, or it cannot be reached.
+    """
+    if IN_URL.search(url):
+        raise UserError(
+            f"input {shown(url)!r} holds credentials; give them by the environment or the provider's own file"
+        )
+    with _told(url):
+        system, path = _opened(url)
+        if "*" in path or "?" in path or "[" in path:
+            found = system.glob(path)
+        elif system.isfile(path):
+            return [url]
+        else:
+            found = system.find(path)
+        names = [name for name in sorted(found) if not _is_hidden(name, path) and system.isfile(name)]
+        if not names:
+            raise UserError(f"input {shown(url)!r} holds no files; expected text, .jsonl or .parquet files")
+        return [system.unstrip_protocol(name) for name in names]
+
+
+def _is_hidden(name: str, folder: str) -> bool:
+    inside = name.removeprefix(folder).split("/")
+    return any(part.startswith(".") for part in inside)
+
+
+def state(url: str) -> tuple[int, str]:
+    """Return a file's size in bytes, and a string that changes with its content as far as the store tells."""
+    with _told(url):
+        system, path = _opened(url)
+        return int(system.info(path)["size"]), str(system.ukey(path))
+
+
+class RemoteFile(io.RawIOBase):
+    """A file behind a URL, for reading; every error of the library becomes an OSError in one line."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        with _told(url):
+            system, path = _opened(url)
+            self._file: IO[bytes] = system.open(path, "rb")
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        with self._as_os_error():
+            data = self._file.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        with self._as_os_error():
+            return self._file.seek(offset, whence)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+    def close(self) -> None:
+        if not self.closed:
+            self._file.close()
+        super().close()
+
+    @contextmanager
+    def _as_os_error(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            raise OSError(_reason(error, self._url)) from None
+
+
+def _opened(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, and the path in it."""
+    from fsspec.core import url_to_fs
+
+    return url_to_fs(url)
+
+
+@contextmanager
+def _told(url: str) -> Iterator[None]:
+    """Turn what fsspec and its file systems raise into a UserError in one line."""
+    name, scheme = shown(url), url.partition("://")[0].lower()
+    try:
+        yield
+    except UserError:
+        raise
+    except ImportError:
+        package = PACKAGES.get(scheme, "fsspec")
+        raise UserError(f"input {name!r}: {scheme}:// needs the package {package}; pip install it") from None
+    except FileNotFoundError:
+        raise UserError(f"input {name!r} does not exist; expected a file, a folder or a glob") from None
+    except Exception as error:
+        if isinstance(error, ValueError) and "protocol not known" in str(error).lower():
+            raise UserError(
+                f"input {name!r}: unknown scheme {scheme}://; expected one that fsspec knows, such as s3://"
+            ) from None
+        if isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower():
+            raise UserError(
+                f"input {name!r}: credentials are missing or refused; set them as the store's own tools read "
+                "them (environment or file)"
+            ) from None
+        raise UserError(f"input {name!r} cannot be reached: {_reason(error, url)}") from None
+
+
+def _reason(error: Exception, url: str) -> str:
+    """Return what a library says, in one line of bounded length and without secrets."""
+    text = " ".join(str(error).replace(url, shown(url)).split()) or type(error).__name__
+    text = SIGNATURE.sub("", VALUES.sub(HIDDEN, IN_URL.sub(f"{HIDDEN}@", text)))
+    return text[:LONGEST_REASON]

@@ -1,0 +1,347 @@
+"""Where documents come from: tables, packed lines, tars, URLs, ready tokens; what is left out is counted."""
+
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+from megamoe.data import prepare as prepare_module
+from megamoe.data import remote
+from megamoe.data.card import DataCard
+from megamoe.data.prepare import Preparation, prepare
+from megamoe.data.sources import find_sources
+from megamoe.data.tables import condition_of
+from megamoe.errors import UserError
+
+pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
+parquet = pytest.importorskip("pyarrow.parquet")
+EOD = 256
+
+
+def run(output: Path, *inputs: Path | str, **options: object) -> DataCard:
+    return prepare(Preparation(str(output), [str(path) for path in inputs], progress=False, **options))  # type: ignore[arg-type]
+
+
+def documents_of(output: Path) -> list[str]:
+    indexed = IndexedDataset(str(output))
+    found = [indexed[number] for number in range(len(indexed))]
+    assert all(tokens[-1] == EOD and EOD not in tokens[:-1] for tokens in found)
+    return [bytes(tokens[:-1].astype(np.uint8)).decode() for tokens in found]
+
+
+def table(number: int = 40) -> Any:
+    """Rows of which some have no text, and some are blank."""
+    texts = [None if n % 10 == 3 else " " if n % 10 == 7 else f"né {n} " * (n + 1) for n in range(number)]
+    return pyarrow.table(
+        {
+            "text": texts,
+            "language": ["en" if n % 2 else "de" for n in range(number)],
+            "score": [None if n % 5 == 0 else n / number for n in range(number)],
+            "ids": [list(range(n % 4)) + [EOD] * (n % 2) for n in range(number)],
+        }
+    )
+
+
+def texts_where(holds: Callable[[dict[str, Any]], bool], number: int = 40) -> list[str]:
+    rows = table(number).to_pylist()
+    return [row["text"] for row in rows if holds(row) and (row["text"] or "").strip()]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dictionary", "stream", "file"])
+def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamoe.data.tables.MOST_ROWS", 3)
+    rows = table()
+    path = tmp_path / ("in.parquet" if kind in ("parquet", "dictionary") else "in.arrow")
+    if kind == "dictionary":
+        rows = rows.set_column(0, "text", rows["text"].dictionary_encode())
+    if path.suffix == ".parquet":
+        parquet.write_table(rows, path, row_group_size=9)
+    else:
+        new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
+        with new(str(path), rows.schema) as writer:
+            writer.write_table(rows, max_chunksize=9)
+    card = run(tmp_path / "out", path)
+    expected = texts_where(lambda _: True)
+    assert documents_of(tmp_path / "out") == expected
+    assert (card.documents, card.empty_documents, card.skipped) == (32, 4, {"null": 4})
+    assert card.text_bytes == sum(len(text.encode()) for text in expected)
+    # The hash is of the rows' texts with their lengths, the blank ones included.
+    digest = hashlib.sha256()
+    for text in filter(None, table().to_pydict()["text"]):
+        digest.update(len(text.encode()).to_bytes(8, "little") + text.encode())
+    assert card.sources[0].sha256 == digest.hexdigest()
+
+
+def score(row: dict[str, Any]) -> float:
+    return row["score"] or 0.0
+
+
+@pytest.mark.parametrize(
+    ("where", "holds"),
+    [
+        (["language == 'en'"], lambda row: row["language"] == "en"),
+        (["language == 'en' and score >= 0.5"], lambda row: row["language"] == "en" and score(row) >= 0.5),
+        (["language in ('de',)", "not score < 0.5"], lambda row: row["language"] == "de" and score(row) >= 0.5),
+        (["score is None or score > 0.9"], lambda row: row["score"] is None or row["score"] > 0.9),
+    ],
+)  # fmt: skip
+def test_where(tmp_path: Path, where: list[str], holds: Callable[[dict[str, Any]], bool]) -> None:
+    parquet.write_table(table(), tmp_path / "in.parquet", row_group_size=9)
+    card = run(tmp_path / "out", tmp_path / "in.parquet", where=where)
+    assert documents_of(tmp_path / "out") == texts_where(holds)
+    assert card.skipped["--where"] == sum(not holds(row) for row in table().to_pylist())
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "__import__('os')",
+        "a.b()",
+        "a == b",
+        "a",
+        "a == ",
+        "1 < a < 2",
+        "a in 3",
+        "a is 3",
+        "(lambda: 0)() == 1",
+    ],
+)
+def test_where_runs_nothing(text: str) -> None:
+    with pytest.raises(UserError, match="expected comparisons of columns with constants"):
+        condition_of((text,))
+
+
+def test_row_groups_are_the_units_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parquet.write_table(table(400), tmp_path / "in.parquet", row_group_size=9)
+    run(tmp_path / "whole", tmp_path / "in.parquet")
+    monkeypatch.setattr(prepare_module, "PART_BYTES", 2000)
+    units = find_sources([str(tmp_path / "in.parquet")], False, 2000)
+    bounds = [unit.groups for unit in units]
+    assert len(units) > 5 and [groups[0] for groups in bounds[1:] if groups] == [
+        g[1] for g in bounds[:-1] if g
+    ]
+    card = run(tmp_path / "parts", tmp_path / "in.parquet")
+    assert documents_of(tmp_path / "parts") == documents_of(tmp_path / "whole")
+    assert [source.name for source in card.sources] == [unit.name for unit in units]
+    for ending in (".bin", ".idx", ".counts.npy"):
+        assert (
+            Path(f"{tmp_path}/parts{ending}").read_bytes() == Path(f"{tmp_path}/whole{ending}").read_bytes()
+        )
+
+
+def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
+    """Its state.json has the order of the files; other files in the folder are not read."""
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    names = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]  # not in the order of their names
+    for name, rows in zip(names, (table().slice(0, 25), table().slice(25)), strict=True):
+        with pyarrow.ipc.new_stream(str(folder / name), rows.schema) as writer:
+            writer.write_table(rows)
+    (folder / "dataset_info.json").write_text("{}")
+    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
+    run(tmp_path / "out", folder)
+    assert documents_of(tmp_path / "out") == texts_where(lambda _: True)
+    (tmp_path / "several/train").mkdir(parents=True)
+    (tmp_path / "several/dataset_dict.json").write_text("{}")
+    with pytest.raises(UserError, match="several splits; name one of them: train"):
+        run(tmp_path / "none", tmp_path / "several")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_ready_tokens(tmp_path: Path, kind: str) -> None:
+    rows = table()
+    path = tmp_path / f"in.{kind}"
+    if kind == "parquet":
+        parquet.write_table(rows, path)
+    else:
+        path.write_text("".join(json.dumps({"ids": ids}) + "\n" for ids in rows.to_pydict()["ids"]))
+    card = run(tmp_path / "out", path, ids_column="ids")
+    indexed = IndexedDataset(str(tmp_path / "out"))
+    assert [indexed[n].tolist() for n in range(len(indexed))] == [
+        [*range(n % 4), EOD] for n in range(40) if n % 4
+    ]
+    assert (card.documents, card.empty_documents, card.text_bytes) == (30, 10, 0)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 257], "token id 257 is outside"),
+        ([-1], "token id -1 is outside"),
+        ([1, EOD, 2], "inside of a document"),
+    ],
+)
+def test_tokens_that_do_not_fit(tmp_path: Path, ids: list[int], message: str) -> None:
+    parquet.write_table(pyarrow.table({"ids": [[1], ids]}), tmp_path / "in.parquet")
+    (tmp_path / "in.jsonl").write_text(json.dumps({"ids": ids}))
+    for name, place in (("in.parquet", "row group 0"), ("in.jsonl", "1")):
+        with pytest.raises(UserError, match=rf"{name}: ?{place}: .*{message}"):
+            run(tmp_path / "out", tmp_path / name, ids_column="ids")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def tar_of(members: dict[str, bytes]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as tar:
+        for name, content in members.items():
+            info = tarfile.TarInfo(name)
+            info.size = len(content)
+            tar.addfile(info, io.BytesIO(content))
+    return out.getvalue()
+
+
+MEMBERS = {
+    "a/1.txt": b"one",
+    "a/1.jpg": b"\xff",
+    "a/2.cls": b"0",
+    "b/1.txt": b" ",
+    "b/1.json": b'{"text": "x"}',
+}
+MEMBERS |= {"b/3.txt": "drei ä".encode(), "b/4.jpg": b"\xff"}
+PACKED: list[tuple[str, Callable[[bytes], bytes]]] = [
+    *(("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress), (".xz", lzma.compress))
+]
+
+
+@pytest.mark.parametrize(("ending", "compress"), PACKED)
+def test_tars(tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]) -> None:
+    path = tmp_path / f"in.tar{ending}"
+    path.write_bytes(compress(tar_of(MEMBERS)))
+    card = run(tmp_path / "out", path)
+    assert documents_of(tmp_path / "out") == ["one", "drei ä"]
+    assert card.skipped == {"member other than .txt": 4, "sample without .txt": 2}
+    assert card.sources[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    run(tmp_path / "json", path, member="json")
+    assert documents_of(tmp_path / "json") == ["x"]
+
+
+@pytest.mark.parametrize("size", [-20 * 512, 512 * 2, 512 * 2 + 3, 600])
+def test_tars_that_end_early(tmp_path: Path, size: int) -> None:
+    """Also between two files, which tarfile takes for the end."""
+    (tmp_path / "in.tar").write_bytes(tar_of({"1.txt": b"one", "2.txt": b"two"} | MEMBERS)[:size])
+    with pytest.raises(UserError, match=r"in\.tar: cannot be read"):
+        run(tmp_path / "out", tmp_path / "in.tar")
+    assert not list(tmp_path.glob("*out*"))
+
+
+def test_lines_packed_by_xz(tmp_path: Path) -> None:
+    content = b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / "in.jsonl.xz").write_bytes(lzma.compress(content[:14]) + lzma.compress(content[14:]))
+    run(tmp_path / "out", tmp_path / "in.jsonl.xz")
+    assert documents_of(tmp_path / "out") == ["a", "b"]
+    (tmp_path / "in.jsonl.xz").write_bytes(lzma.compress(content)[:-9])
+    with pytest.raises(UserError, match="cannot be read"):
+        run(tmp_path / "none", tmp_path / "in.jsonl.xz")
+
+
+def test_urls_give_what_files_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    monkeypatch.setattr(MemoryFileSystem, "store", {})
+    monkeypatch.setattr(MemoryFileSystem, "pseudo_dirs", [""])
+    (tmp_path / "in").mkdir()
+    parquet.write_table(table(), tmp_path / "in/a.parquet", row_group_size=9)
+    (tmp_path / "in/b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "line"}\n'))
+    (tmp_path / "in/c.tar").write_bytes(tar_of(MEMBERS))
+    for path in (tmp_path / "in").iterdir():
+        MemoryFileSystem().pipe(f"/bucket/in/{path.name}", path.read_bytes())
+    here = run(tmp_path / "here", tmp_path / "in")
+    for inputs in (["memory://bucket/in"], ["memory://bucket/in/*"], [f"file://{tmp_path}/in"]):
+        card = run(tmp_path / "there", *inputs, overwrite=True)
+        assert (tmp_path / "there.bin").read_bytes() == (tmp_path / "here.bin").read_bytes()
+        found = [(source.size, source.sha256, source.documents) for source in card.sources]
+        assert found == [(source.size, source.sha256, source.documents) for source in here.sources]
+        assert all("://" in source.name for source in card.sources)
+
+
+def test_bad_urls_are_one_line_without_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    secret = "sesame-open-42"
+    monkeypatch.setattr(MemoryFileSystem, "store", {"/x/a.txt": None})
+
+    def fails(error: Exception) -> Callable[..., Any]:
+        def ls(*_: object, **__: object) -> None:
+            raise error
+
+        return ls
+
+    for url, error, message in (
+        (f"s3://user:{secret}@bucket/a.txt", None, "holds credentials"),
+        ("nowhere://bucket/a.txt", None, "unknown scheme nowhere://"),
+        ("memory://x/none/*.txt", None, "holds no files"),
+        (f"memory://x/a.txt?token={secret}", PermissionError(f"denied {secret}"), "credentials are missing"),
+        (f"memory://x/a?sig={secret}", RuntimeError(f"at memory://x/a?sig={secret}\nno route"), "cannot be reached"),
+    ):  # fmt: skip
+        if error:
+            monkeypatch.setattr(MemoryFileSystem, "info", fails(error))
+            monkeypatch.setattr(MemoryFileSystem, "isfile", fails(error))
+            monkeypatch.setattr(MemoryFileSystem, "glob", fails(error))
+        with pytest.raises(UserError, match=message) as caught:
+            run(tmp_path / "out", url)
+        assert "\n" not in str(caught.value) and secret not in str(caught.value)
+    monkeypatch.setitem(remote.PACKAGES, "s3", "s3fs")
+    monkeypatch.setattr(remote, "_opened", fails(ImportError("Install s3fs")))
+    with pytest.raises(UserError, match="s3:// needs the package s3fs"):
+        run(tmp_path / "out", "s3://bucket/a.txt")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"key": "body"}, r"no column 'body' \(it has text, language, score, ids\); give --key"),
+        ({"key": "score"}, "column 'score' holds double, expected text; give --key"),
+        ({"ids_column": "text"}, "expected lists of whole numbers; give --ids-column"),
+        ({"where": ["lang == 'en'"]}, "no column 'lang'.*give --where"),
+        ({"where": ["language > 5"]}, "row group 0: cannot be read"),
+    ],
+)
+def test_columns_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    parquet.write_table(table(), tmp_path / "in.parquet")
+    with pytest.raises(UserError, match=message) as caught:
+        run(tmp_path / "out", tmp_path / "in.parquet", **options)
+    assert "\n" not in str(caught.value) and not list(tmp_path.glob("*out*"))
+
+
+def test_options_of_tables_are_refused_elsewhere(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    for options, message in (
+        ({"where": ["a == 1"]}, "--where is for"),
+        ({"ids_column": "a"}, "--ids-column is for"),
+    ):
+        with pytest.raises(UserError, match=message):
+            run(tmp_path / "out", tmp_path / "a.txt", **options)
+    with pytest.raises(UserError, match="name the tokenizer that made them"):
+        run(tmp_path / "out", tmp_path / "a.txt", ids_column="a", tokenizer="train")
+
+
+def test_damaged_tables(tmp_path: Path) -> None:
+    path = tmp_path / "in.parquet"
+    parquet.write_table(table(), path, row_group_size=9, compression="zstd", use_dictionary=False)
+    whole = path.read_bytes()
+    start = parquet.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
+    path.write_bytes(whole[: start + 20] + bytes(60) + whole[start + 80 :])
+    with pytest.raises(UserError, match=r"in\.parquet: row group 2: cannot be read: ") as caught:
+        run(tmp_path / "out", path)
+    assert "\n" not in str(caught.value)
+    path.write_bytes(whole[:-20])
+    with pytest.raises(UserError, match=r"in\.parquet: cannot be read: ") as caught:
+        run(tmp_path / "out", path)
+    with pyarrow.ipc.new_stream(str(tmp_path / "in.arrow"), table().schema) as writer:
+        writer.write_table(table(), max_chunksize=9)
+    arrow = (tmp_path / "in.arrow").read_bytes()
+    (tmp_path / "in.arrow").write_bytes(arrow[: len(arrow) // 2])
+    with pytest.raises(UserError, match=r"in\.arrow: .*cannot be read: "):
+        run(tmp_path / "out", tmp_path / "in.arrow")
+    assert not list(tmp_path.glob("*out*"))
