@@ -24,6 +24,7 @@ from megamoe.errors import UserError
 
 COMPRESSED = (".gz", ".zst")
 CHUNK_BYTES = 1 << 20
+STDLIB, NAME_MARK = "stdlib", ":"  # a source of the standard library is named stdlib:json/decoder.py
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -145,7 +146,7 @@ def _standard_library() -> list[Source]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     library = [path for path in found if NOT_LIBRARY.isdisjoint(path.parts)]
-    return [Source(f"stdlib:{path.as_posix()}", root / path) for path in library]
+    return [Source(f"{STDLIB}{NAME_MARK}{path.as_posix()}", root / path) for path in library]
 
 
 def read_documents(source: Source, tap: Tap, key: str) -> Iterator[str]:
