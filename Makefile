@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | mlm-small | translation-small | papers-small | test | test-quick | test-slowest | test-full | test-slurm | gpu-check | docs | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | chat-small | papers-small | test | test-quick | test-slowest | test-full | test-slurm | gpu-check | docs | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues mlm-small translation-small papers-data papers-small test test-quick test-slowest test-full test-slurm test-slurm-short gpu-check docs lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small chat-small papers-data papers-small test test-quick test-slowest test-full test-slurm test-slurm-short gpu-check docs lint clean FORCE
 
 setup: $(STAMP)
 
@@ -87,6 +87,25 @@ mlm-small: $(STAMP) $(CATALOGUES)/card.json
 translation-small: $(STAMP) $(CATALOGUES)/card.json
 	$(foreach run,$(TRANSLATION_SMALL),$(call small_run,$(run)))
 	$(PY) tools/report.py $(TRANSLATION_SMALL:%=runs/%)
+
+# The demo's model, tuned on questions and answers from the docstrings of the standard library, and what it answers
+# to one of them before and after. A demo that is complete is not repeated.
+CHAT := data/chat_small/chat
+QUESTION := What does the function textwrap.dedent do?
+ASK = --chat --template plain --prompt '$(QUESTION)' --temperature 0 --max-tokens 64
+
+$(CHAT).chat.json: $(DEMO_DATA).card.json
+	$(PY) tools/prepare_chat.py --stdlib --tokenizer $(DEMO_DATA).tokenizer.json --template plain \
+	  --output $(CHAT) --overwrite
+
+chat-small: $(STAMP) $(DEMO_DATA).card.json $(CHAT).chat.json
+	$(PY) pretrain_gpt_moe.py --config examples/demo.yaml checkpoint.resume=auto
+	$(PY) tools/show_batch.py --config examples/chat_small.yaml --count 1
+	$(PY) pretrain_gpt_moe.py --config examples/chat_small.yaml overwrite=true
+	@echo '=== before'
+	$(PY) tools/generate.py runs/demo $(ASK)
+	@echo '=== after'
+	$(PY) tools/generate.py runs/chat_small $(ASK)
 
 define small_run
 $(PY) pretrain_gpt_moe.py --config examples/catalogues/$(1).yaml checkpoint.resume=auto

@@ -69,6 +69,10 @@ COMMANDS = {
         "megamoe.apps.cluster.preflight_command",
         "Check the nodes of a job before training: one process on each node, started by srun or torchrun",
     ),
+    "prepare-chat": (
+        "megamoe.apps.chat.prepare_command",
+        "Turn conversations into the files that chat tuning reads",
+    ),
     "prepare-data": ("megamoe.data.command", "Turn text into the .bin/.idx files that pretraining reads"),
     "prepare-pairs": (
         "megamoe.apps.translation.prepare_command",
@@ -77,6 +81,10 @@ COMMANDS = {
     "report": (
         "megamoe.apps.report.command",
         "Make the report of each run folder; with two or more, also a page that compares them",
+    ),
+    "show-batch": (
+        "megamoe.apps.show_batch.command",
+        "Show a batch of training: its tokens, which have a loss, documents and padding",
     ),
     "status": (
         "megamoe.apps.cluster.status_command",

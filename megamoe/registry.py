@@ -37,6 +37,7 @@ BUILTIN_PACKAGES = (
     "megamoe.moe.exchanges",
     "megamoe.moe.presets",
     "megamoe.objectives",
+    "megamoe.apps.chat.objectives",
     "megamoe.apps.finetune.objectives",
     "megamoe.apps.translation.objectives",
 )

@@ -51,11 +51,12 @@ CORE = {
 # What each application may import of the core and of other applications.
 MODELS = SHARDING | {"data", "model", "objectives", "checkpoint", "train", "validation", "resilience"}
 APPS = {
+    "apps.chat": {"apps.command"} | FOUNDATION | {"data", "objectives", "megamoe"},
     "apps.command": FOUNDATION | {"compat", "resilience"},
     "apps.cluster": MODELS | {"apps.command", "metrics"},
     "apps.evaluation": {"apps.command"} | MODELS | {"apps.routing_record", "metrics"},
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
-    "apps.generation": {"apps.command"} | MODELS | {"apps.evaluation", "apps.translation"},
+    "apps.generation": {"apps.command"} | MODELS | {"apps.chat", "apps.evaluation", "apps.translation"},
     "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data", "parallel", "validation"},
     "apps.lab": FOUNDATION | {"apps.command", "apps.report", "compat", "metrics", "megamoe"},
     "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
@@ -64,6 +65,7 @@ APPS = {
     "apps.report": {"apps.command"} | FOUNDATION | {"metrics"},
     "apps.routing_analysis": {"apps.command"} | MODELS | {"apps.evaluation", "apps.report", "metrics"},
     "apps.routing_record": FOUNDATION | {"data", "model", "moe", "parallel", "train"},
+    "apps.show_batch": {"apps.command"} | MODELS,
     "apps.width": {"apps.command"} | MODELS | {"metrics"},
     "apps.translation": {"apps.command"} | FOUNDATION | {"data", "objectives", "megamoe"},
 }

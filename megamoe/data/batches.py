@@ -60,7 +60,8 @@ class Batch:
     """One micro batch. B: sequences, S: tokens of a sequence, L: tokens of a source sequence.
 
     Sequences may end in padding. Fields that begin with source_ are the input of an encoder_decoder's
-    encoder. document_start_BS: the position in its sequence at which each token's document begins.
+    encoder. document_start_BS: the position in its sequence at which each token's document begins; padding
+    is a document of its own.
     """
 
     tokens_BS: torch.Tensor  # int64

@@ -36,6 +36,7 @@ TABLES = (*PARQUET, *ARROW)
 CHUNK_BYTES = 1 << 20
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError)
 LARGEST_STATE = 1 << 24  # bytes of a saved dataset's list of files
+STDLIB, NAME_MARK = "stdlib", ":"  # a source of the standard library is named stdlib:json/decoder.py
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -250,7 +251,7 @@ def _standard_library() -> list[Source]:
     root = Path(sysconfig.get_paths()["stdlib"])
     found = sorted(path.relative_to(root) for path in root.rglob("*.py"))
     library = [path for path in found if NOT_LIBRARY.isdisjoint(path.parts)]
-    return [Source(f"stdlib:{path.as_posix()}", root / path) for path in library]
+    return [Source(f"{STDLIB}{NAME_MARK}{path.as_posix()}", root / path) for path in library]
 
 
 def open_source(source: Source, selection: Selection, advance: Callable[[int], Any]) -> Reader:

@@ -11,9 +11,11 @@ Design choices:
 
 import hashlib
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,9 @@ class Tokenizer(ABC):
         eod: id of the end-of-document token, which `encode` never returns and `decode` leaves out.
         fingerprint: sha256 (hex) of what defines the mapping.
         special: the reserved tokens, which `encode` never returns and `decode` leaves out.
+        eod_text: how the end-of-document token is spelled in a rendered conversation.
+        named: further texts of a chat template by their names, such as `bos_token`.
+        chat_template: the template (Jinja) of conversations that the tokenizer brings; None: it has none.
     """
 
     name: str
@@ -44,6 +49,9 @@ class Tokenizer(ABC):
     eod: int
     fingerprint: str
     special: SpecialTokens = NOTHING_RESERVED
+    eod_text: str = END_OF_DOCUMENT
+    named: Mapping[str, str] = MappingProxyType({})
+    chat_template: str | None = None
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
@@ -68,6 +76,31 @@ class Tokenizer(ABC):
         raise UserError(
             f"tokenizer {self.name!r} does not say which characters its tokens are; take a tokenizer.json"
         )
+
+    @property
+    def marks(self) -> dict[str, int]:
+        """The ids of the end of a document and of the reserved tokens, by their texts."""
+        return {self.eod_text: self.eod, **self.special.ids}
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        """Return what `encode_with_spans` does, of a text in which the texts of `marks` are these tokens.
+
+        It is for text that a program has put together, such as a rendered conversation.
+        """
+        tokens: list[int] = []
+        spans: list[tuple[int, int]] = []
+        longest_first = sorted(self.marks, key=len, reverse=True)
+        first = 0
+        for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
+            if piece in self.marks:
+                tokens.append(self.marks[piece])
+                spans.append((first, first + len(piece)))
+            elif piece:
+                found, inside = self.encode_with_spans(piece)
+                tokens += found
+                spans += [(first + start, first + end) for start, end in inside]
+            first += len(piece)
+        return tokens, spans
 
 
 class ByteTokenizer(Tokenizer):
@@ -118,6 +151,7 @@ class JsonTokenizer(Tokenizer):
                 f"{', '.join(END_OF_DOCUMENT_NAMES)}; add it as a special token"
             )
         self.eod = known[0]
+        self.eod_text = next(name for name in END_OF_DOCUMENT_NAMES if name in vocabulary)
         self.vocab_size = max(vocabulary.values()) + 1
         self.special = _reserved(self._backend.get_added_tokens_decoder(), self.eod)
 
@@ -130,6 +164,13 @@ class JsonTokenizer(Tokenizer):
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         found = self._backend.encode(text, add_special_tokens=False)
         return list(found.ids), list(found.offsets)
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        self._backend.encode_special_tokens = False
+        try:
+            return self.encode_with_spans(text)
+        finally:
+            self._backend.encode_special_tokens = True
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode(tokens, skip_special_tokens=True))
@@ -156,6 +197,11 @@ class FolderTokenizer(Tokenizer):
         self.eod = int(self._backend.eos_token_id)
         self.vocab_size = max(self._backend.get_vocab().values()) + 1
         self.special = _reserved(self._backend.added_tokens_decoder, self.eod)
+        self.eod_text = str(self._backend.eos_token)
+        named = self._backend.special_tokens_map
+        self.named = {name: text for name, text in named.items() if isinstance(text, str)}
+        template = self._backend.chat_template
+        self.chat_template = template.get("default") if isinstance(template, dict) else template
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
@@ -168,7 +214,17 @@ class FolderTokenizer(Tokenizer):
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         if not self._backend.is_fast:
             return super().encode_with_spans(text)
-        found = self._backend(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        return self._with_spans(text, split_special_tokens=True)
+
+    def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
+        if not self._backend.is_fast:
+            return super().encode_marked(text)
+        return self._with_spans(text, split_special_tokens=False)
+
+    def _with_spans(self, text: str, **options: bool) -> tuple[list[int], list[tuple[int, int]]]:
+        found = self._backend(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False, **options
+        )
         return list(found["input_ids"]), [(start, end) for start, end in found["offset_mapping"]]
 
     def decode(self, tokens: list[int]) -> str:
@@ -188,6 +244,7 @@ class SentencePieceTokenizer(Tokenizer):
         self.vocab_size = self._backend.get_piece_size()
         if self.eod < 0:
             raise UserError(f"tokenizer {self.name!r} has no </s> to end a document; train it with an eos_id")
+        self.eod_text = self._backend.id_to_piece(self.eod)
         # Control symbols are never the result of encoding text; user-defined symbols are.
         ids = [number for number in range(self.vocab_size) if self._backend.is_control(number)]
         self.special = SpecialTokens({self._backend.id_to_piece(i): i for i in ids if i != self.eod})

@@ -46,13 +46,14 @@ class TrainingObjective:
     `data.sources` must name: `text` of tools/prepare_data.py, or `pairs` or `labels` (texts with
     labels) of tools/prepare_pairs.py. One that reads labels needs `model.num_labels`. predicts: the value of
     `model.predicts` that it needs; None: it does not matter. metrics: the names of the sums of
-    `evaluation_sums`.
+    `evaluation_sums`. pads: whether a decoder's sequences may end in padding (`Batch.lengths_B`).
     """
 
     architectures: ClassVar[tuple[str, ...]] = ()
     reads: ClassVar[Literal["text", "pairs", "labels"]] = "text"
     predicts: ClassVar[str | None] = None
     metrics: ClassVar[tuple[str, ...]] = ()
+    pads: ClassVar[bool] = False
 
     @dataclass
     class Config:

@@ -454,8 +454,7 @@ def model_inputs(batch: Batch) -> dict[str, Tensor | Documents | SourceLengths |
     """Return the keyword arguments of the model's forward, see `LanguageModel`."""
     start_BS, device, length = batch.document_start_BS, batch.tokens_BS.device, batch.tokens_BS.shape[1]
     documents = None if start_BS is None else Documents.of(start_BS, device)
-    if batch.lengths_B is not None:
-        assert start_BS is None, "documents of sequences with padding"
+    if batch.lengths_B is not None and start_BS is None:
         documents = Documents.of_lengths(batch.lengths_B, length, device)
     inputs: dict[str, Tensor | Documents | SourceLengths | None] = {
         "tokens_BS": batch.tokens_BS,

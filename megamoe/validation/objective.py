@@ -39,8 +39,8 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
             f"{architecture}; objectives for it: {', '.join(names) or 'none'}",
         )
         return
-    if architecture != "decoder":
-        yield from _part_problems(config, part.reads != "text")
+    if architecture != "decoder" or part.pads:
+        yield from _part_problems(config, part.pads or part.reads != "text")
     if (part.reads == "labels") != (config.model.num_labels is not None):
         expected = "an int, the number of the head's outputs" if part.reads == "labels" else "none"
         yield Problem(
@@ -75,7 +75,7 @@ def _loss_problems(config: RunConfig) -> Iterator[Problem]:
             yield Problem(
                 f"moe.losses.{name}",
                 f"needs the loss of each next token, which model.architecture {config.model.architecture} "
-                "does not have; leave it out",
+                f"with {KEY} {config.train.objective.name} does not have; leave it out",
             )
 
 

@@ -3,15 +3,20 @@
 python tools/generate.py runs/demo --prompt "The king"
 python tools/generate.py runs/demo --file prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --json out.json
 python tools/generate.py runs/demo --prompt "The king" --max-tokens 20 --show-experts --html experts.html
+python tools/generate.py runs/chat --chat                           # asks for lines, and answers each
+python tools/generate.py runs/chat --chat --prompt "What is a deque?" --temperature 0
 torchrun --nproc-per-node 2 tools/generate.py runs/demo --prompt "The king" parallel.expert=2
 
 A file has one prompt on each line; empty lines are skipped. The draws of a prompt depend on --seed and on the
-prompt, not on the other prompts of a batch. Arguments `section.key=value` override the saved configuration.
+prompt, not on the other prompts of a batch. With --chat a prompt is what a user says; the chat template of
+the model's conversations is put around it, and an answer ends with its turn. Arguments `section.key=value`
+override the saved configuration.
 """
 
 import argparse
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +43,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--top-p", type=float, help="draw from the fewest tokens of this probability only")
     parser.add_argument("--seed", type=int, default=1234, help="of the draws; default: 1234")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end there; repeatable")
+    parser.add_argument(
+        "--chat", action="store_true", help="prompts are a user's; without any, ask for lines"
+    )
+    parser.add_argument("--system", metavar="TEXT", help="of --chat: the system's message")
+    parser.add_argument("--template", metavar="NAME", help="of --chat: a name, or a file of Jinja")
     parser.add_argument("--beams", type=int, help="search with so many hypotheses instead of draws")
     parser.add_argument("--length-penalty", type=float, default=1.0, help="of --beams; default: 1")
     parser.add_argument("--batch-size", type=int, default=8, help="prompts computed together; default: 8")
@@ -62,12 +72,24 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         if not found:
             raise UserError(f"--file: {options.file} has no prompt; expected one on each line")
         prompts += found
-    if not prompts:
+    if not prompts and not options.chat:
         raise UserError("there is no prompt; give --prompt TEXT or --file FILE")
     return prompts
 
 
+def _check_chat(options: argparse.Namespace) -> None:
+    for name in ("system", "template"):
+        if getattr(options, name) is not None and not options.chat:
+            raise UserError(f"--{name}: is for conversations; add --chat, or leave it out")
+    written = options.html is not None or options.json is not None or options.show_experts
+    if options.chat and (options.beams is not None or (written and not (options.prompt or options.file))):
+        raise UserError(
+            "--chat: has no --beams; and --html, --json and --show-experts need --prompt TEXT or --file FILE"
+        )
+
+
 def _run(options: argparse.Namespace) -> None:
+    _check_chat(options)
     prompts = _prompts(options)
     check_positive("--batch-size", options.batch_size)
     check_writable("--html", options.html)
@@ -85,19 +107,28 @@ def _run(options: argparse.Namespace) -> None:
     beams = _beams(options)
     from megamoe.apps.evaluation.trained_model import session
     from megamoe.apps.generation.beam_search import continued
+    from megamoe.apps.generation.chat import chat_of
     from megamoe.apps.generation.generate import encoded, generate
     from megamoe.apps.generation.runner import prepare
 
     shows = options.show_experts or options.html is not None
     with session(options.overrides, options.precision) as ranks:
         trained = ranks.open(options.path)
-        tokens = encoded(trained, prompts, sampling.max_tokens)
+        if options.chat:
+            chat = chat_of(trained, options.template, options.system)
+            sampling = chat.ending(sampling)
+            tokens = [chat.prompt(chat.ask(prompt), sampling.max_tokens) for prompt in prompts]
+        else:
+            tokens = encoded(trained, prompts, sampling.max_tokens)
         cached, lines = prepare(trained, options.keep_capacity, not options.no_cache)
         say = print if ranks.world.is_first else lambda *unused, **also_unused: None
         for line in lines:
             say(line)
         results = []
         batches: dict[str, Any] = {"batch_size": options.batch_size, "cached": cached}
+        if not prompts:
+            _converse(chat, sampling, batches)
+            return
         if beams is None:
             generated = generate(trained, tokens, sampling, show_experts=shows, **batches)
         else:
@@ -105,11 +136,28 @@ def _run(options: argparse.Namespace) -> None:
         for prompt, result in zip(prompts, generated, strict=True):
             results.append(result)
             say(f"--- prompt {len(results)} ({len(result.tokens)} tokens, {result.reason})")
-            say((prompt + result.text).translate(CONTROLS))
+            say(((f"{prompt}\n> " if options.chat else prompt) + result.text).translate(CONTROLS))
             if options.show_experts:
                 _show(trained, result, say)
         if ranks.world.is_first:
             _write(options, trained, prompts, results)
+
+
+def _converse(chat: Any, sampling: Any, batches: dict[str, Any]) -> None:
+    """Answer the lines of the standard input."""
+    from megamoe.apps.generation.chat import converse
+    from megamoe.apps.generation.generate import generate
+
+    if chat.trained.world.size > 1:
+        raise UserError("--chat: lines can be asked for on one rank only; give --prompt TEXT or --file FILE")
+    if sys.stdin.isatty():
+        print("a line is a question; Ctrl-D ends")
+
+    def answer(prompt: list[int]) -> Any:
+        return next(generate(chat.trained, [prompt], sampling, **batches))
+
+    for text in converse(chat, answer, sampling.max_tokens, iter(sys.stdin.readline, "")):
+        print(f"> {text.translate(CONTROLS)}", flush=True)
 
 
 def _beams(options: argparse.Namespace) -> Any:

@@ -23,8 +23,8 @@ class Generated:
     """The result of one prompt.
 
     prompt, tokens: token ids; `tokens` includes the end of a document that ended it. text: of the generated
-    tokens, without a stop text. reason: why it ended: `length`, `stop` or `end_of_document`. experts: of
-    each token of the prompt and of `tokens`, if they were recorded.
+    tokens, without a stop text. reason: why it ended: `length`, `stop`, `end_of_turn` or
+    `end_of_document`. experts: of each token of the prompt and of `tokens`, if they were recorded.
     """
 
     prompt: list[int]
@@ -56,8 +56,12 @@ def encoded(trained: TrainedModel, prompts: list[str], max_tokens: int) -> list[
         UserError: if a prompt has no token or tokens beyond the vocabulary, or if with the generated tokens
             it has more than the learned positions.
     """
+    return checked_prompts(trained, tokenizer_of(trained).encode_batch(prompts), max_tokens)
+
+
+def checked_prompts(trained: TrainedModel, found: list[list[int]], max_tokens: int) -> list[list[int]]:
+    """Return the prompts, as token ids; raise a UserError as `encoded`."""
     config = trained.config
-    found = tokenizer_of(trained).encode_batch(prompts)
     for number, tokens in enumerate(found, start=1):
         if not tokens:
             raise UserError(f"prompt {number} is empty; expected at least one token")
@@ -157,6 +161,9 @@ def _append(result: Generated, token: int, trained: TrainedModel, sampling: Samp
     result.tokens.append(token)
     if token == trained.vocabulary.eod:
         result.reason = "end_of_document"
+        return True
+    if token in sampling.stop_tokens:
+        result.reason = "end_of_turn"
         return True
     if not sampling.stop:
         return False

@@ -19,7 +19,7 @@ class Sampling:
     max_tokens: tokens generated for a prompt at most. temperature: divides the logits; 0: the largest logit
     (greedy). top_k: only the k largest logits; None: all. top_p: of those, only the fewest whose
     probabilities reach p (Holtzman et al. 2020, nucleus sampling); None: all. stop: texts that end a
-    generation, and are cut off.
+    generation, and are cut off. stop_tokens: reserved tokens that end one, such as the end of a turn.
 
     Raises:
         UserError: for a value out of its range.
@@ -31,6 +31,7 @@ class Sampling:
     top_p: float | None = None
     seed: int = 1234
     stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 1 <= self.max_tokens <= MOST_TOKENS:

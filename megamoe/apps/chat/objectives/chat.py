@@ -1,0 +1,170 @@
+"""Chat tuning: a decoder learns what the assistant says in conversations."""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from megamoe.apps.chat.dataset import Conversations, PackedConversations, TooLong
+from megamoe.apps.chat.prepare import ChatFiles, load_chat_card
+from megamoe.config.schema import DataConfig, RunConfig
+from megamoe.data.batches import Batch, Item, stacked
+from megamoe.data.datasets import VALID, Datasets, check_split
+from megamoe.data.ranks import raise_any_error, rank
+from megamoe.data.verify import scan, verify_sources
+from megamoe.data.vocabulary import Vocabulary
+from megamoe.errors import UserError
+from megamoe.objectives.objective import TrainingObjective
+from megamoe.registry import register
+
+
+@register("objective", "chat")
+class Chat(TrainingObjective):
+    """Predict what the assistant says in conversations, given all that was said before.
+
+    `data.sources` names conversations of tools/prepare_chat.py. The loss is the mean cross entropy of the
+    tokens of the assistant's turns, the end of a turn included; system, users and tools have none.
+    Conversations are packed into sequences of `data.sequence_length` tokens, and none sees another one. What
+    a sequence lacks is padding, which is never routed and has no share in a balance loss.
+
+    Source: Ouyang et al. 2022 (InstructGPT), section 3.5; Krell et al. 2021 (packing without contamination).
+    """
+
+    architectures = ("decoder",)
+    pads = True
+
+    @dataclass
+    class Config:
+        """too_long: what becomes of a conversation of more than `data.sequence_length` tokens: an `error`,
+        `drop`, or `truncate` after the last answer that fits; how much is lost is told at the start. packing:
+        whether a sequence may hold several conversations. average: the loss is the mean over all learned
+        `token`s, or over each `conversation`'s mean.
+        """
+
+        too_long: TooLong = "error"
+        packing: bool = True
+        average: Literal["token", "conversation"] = "token"
+
+    @classmethod
+    def check(cls, options: Config, config: RunConfig) -> None:
+        data = config.data
+        if data.mock:
+            raise ValueError("needs conversations; set data.mock to false, and data.sources to them")
+        if data.order != "documents":
+            raise ValueError("conversations are shuffled one by one; leave data.order out")
+        if not data.document_aware:
+            raise ValueError("a conversation must not see another one; set data.document_aware to true")
+        if data.sampling_exponent is not None:
+            raise ValueError("data.sampling_exponent is for several sources; leave it out")
+        for key, sources in _sources(data).items():
+            if len(sources) != 1:
+                raise ValueError(f"{key}: found {len(sources)}, expected one; prepare them together")
+
+    def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
+        super().__init__(options, config, vocabulary)
+        assert vocabulary.eod is not None  # every card has one
+        self._pad = vocabulary.eod if vocabulary.special.pad is None else vocabulary.special.pad
+        split = check_split(config.data)
+        train = self._train = self._open(config.data.sources[0].path)
+        bounds = np.cumsum([0.0, *split])
+        self._parts = [train.between(first, last) for first, last in pairwise(bounds)]
+        for name, share, places in zip(("train", VALID, "test"), split, self._parts, strict=True):
+            if share > 0 and not len(places):
+                raise UserError(
+                    f"data.split: its share for {name} holds none of {len(train)} conversations; change it "
+                    "or add data"
+                )
+        if split[1] > 0 and VALID in config.data.validation:
+            raise UserError(
+                f"data.validation: {VALID!r} is the second share of data.split; choose another name"
+            )
+        named = config.data.validation
+        self._further = {name: self._open(sources[0].path) for name, sources in named.items()}
+
+    def samples_per_epoch(self) -> int:
+        return len(self._packed(self._train, self._parts[0], "train", 1).plan(0))
+
+    def batch(self, items: list[Item], indices: list[int]) -> Batch:
+        """Return the batch of sequences with their padding."""
+        return replace(stacked(items, indices), lengths_B=torch.stack([item["length"] for item in items]))
+
+    def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
+        sources = _sources(self.config.data)
+        paths = [each[0].path for each in sources.values()]
+        identities = verify_sources(self.config.data, paths, self.vocabulary.of_data.size)
+        raise_any_error(_damage(self.config.data, identities) if rank() == 0 else None)
+        self._tell_cuts()
+        train = self._packed(self._train, self._parts[0], "train", train_samples)
+        if not validation_samples:
+            return Datasets(train, {})
+        evaluated = partial(self._packed, samples=validation_samples, repeats=False)
+        validation: dict[str, Dataset[Item]] = {}
+        if len(self._parts[1]):
+            validation[VALID] = evaluated(self._train, self._parts[1], VALID)
+        for name, conversations in self._further.items():
+            validation[name] = evaluated(conversations, np.arange(len(conversations)), name)
+        test = evaluated(self._train, self._parts[2], "test") if len(self._parts[2]) else None
+        return Datasets(train, validation, test)
+
+    def _open(self, path: str) -> Conversations:
+        most = self.config.data.sequence_length
+        return Conversations(path, most, self.options.too_long, self.vocabulary.size)
+
+    def _packed(
+        self,
+        conversations: Conversations,
+        places: np.ndarray,
+        name: str,
+        samples: int,
+        repeats: bool = True,
+    ) -> PackedConversations:
+        return PackedConversations(
+            conversations,
+            places,
+            lambda epoch, count: self.draws(f"{name}/order/{epoch}").permutation(count),
+            samples=samples,
+            size=self.config.data.sequence_length,
+            pad=self._pad,
+            averages=self.options.average == "conversation",
+            repeats=repeats,
+            packs=self.options.packing,
+        )
+
+    def _tell_cuts(self) -> None:
+        """Say on the first rank what long conversations have lost."""
+        opened = {self.config.data.sources[0].path: self._train, **self._further}
+        for path, conversations in opened.items():
+            cuts = conversations.cuts
+            if cuts.too_long and rank() == 0:
+                print(
+                    f"data {path!r}: {cuts.too_long:,} conversations have more than data.sequence_length "
+                    f"{self.config.data.sequence_length} tokens: {cuts.too_long - cuts.dropped:,} are cut "
+                    f"after an answer, {cuts.dropped:,} are left out; {cuts.answers:,} answers of "
+                    f"{cuts.tokens:,} tokens are not learned",
+                    flush=True,
+                )
+
+
+def _sources(data: DataConfig) -> dict[str, Any]:
+    """Return the sources of each set, by key."""
+    return {"data.sources": data.sources, **{f"data.validation.{k}": v for k, v in data.validation.items()}}
+
+
+def _damage(data: DataConfig, identities: dict[str, str]) -> str | None:
+    """Return what is wrong with the marks of what is learned, if anything."""
+    try:
+        for path, identity in identities.items():
+            card, learned = load_chat_card(path), ChatFiles(Path(path)).learned
+            whole = data.verify != "full" or scan(learned)["sha256"] == card.learned.sha256
+            if card.idx_sha256 != identity or not whole:
+                return (
+                    f"data {str(learned)!r} is damaged or another dataset's; prepare the conversations again"
+                )
+    except UserError as error:
+        return str(error)
+    return None

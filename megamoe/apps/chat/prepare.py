@@ -1,0 +1,409 @@
+"""Preparing conversations: beside PREFIX.bin and PREFIX.idx, whose documents are rendered conversations, it
+writes PREFIX.learned.bin, a byte for each token (1: the model learns to write it), and PREFIX.chat.json.
+
+As in `megamoe/data/prepare.py`, everything is written in a hidden folder and renamed at the end, the cards
+last. What is written does not depend on the number of workers.
+"""
+
+import json
+import os
+import re
+from collections import Counter, deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from megamoe import __version__
+from megamoe.apps.chat.conversation import ASSISTANT, Conversation, conversation_of
+from megamoe.apps.chat.docstrings import questions_of
+from megamoe.apps.chat.templates import ChatTemplate, load_template
+from megamoe.data.card import DataFiles, FileCard, SourceCard, load_checked, save_checked
+from megamoe.data.index_file import token_dtype, write_index
+from megamoe.data.sources import Source, Tap, find_sources, read_lines
+from megamoe.data.tokenizers import Tokenizer, load_tokenizer, load_with_special
+from megamoe.data.write import (
+    TextCounts,
+    file_card,
+    locked_folder,
+    reference_of,
+    start_worker,
+    write_card,
+)
+from megamoe.errors import UserError
+from megamoe.io import sync
+
+Learn = Literal["all", "last"]
+BadLines = Literal["error", "skip"]
+BATCH = 256  # conversations that a worker gets at a time
+MOST_WORKERS = 512
+MOST_SHOWN = 5  # marks that a warning names
+MARK = re.compile(r"<\|\w+\|>|</?s>")
+
+
+@dataclass
+class ChatFiles:
+    """The names of the files of prepared conversations; `prefix` is what `data.sources` names."""
+
+    prefix: Path
+
+    def __post_init__(self) -> None:
+        self.data = DataFiles(self.prefix)
+        self.learned = self.prefix.with_name(f"{self.prefix.name}.learned.bin")
+        self.card = self.prefix.with_name(f"{self.prefix.name}.chat.json")
+
+
+@dataclass(frozen=True)
+class ChatCard:
+    """What `PREFIX.chat.json` says.
+
+    template: the text of the chat template, with which the model is also asked. named: the texts of special
+    tokens that it uses. answers: the assistants' turns that are learned. tokens_learned: their tokens.
+    skipped: lines that were left out, by what is wrong with them.
+    """
+
+    megamoe: str
+    template_name: str
+    template: str
+    named: dict[str, str]
+    learn: Learn
+    conversations: int
+    answers: int
+    tokens_learned: int
+    learned: FileCard
+    idx_sha256: str
+    skipped: dict[str, int] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def chat_template(self) -> ChatTemplate:
+        """Return the template."""
+        return ChatTemplate(self.template_name, self.template, self.named)
+
+
+@dataclass(frozen=True)
+class ChatPreparation:
+    """The options of tools/prepare_chat.py.
+
+    stdlib: also questions about the docstrings of Python's standard library (`docstrings.py`).
+    learn: every assistant's turn of a conversation, or its last one. bad_lines: stop at a line that is no
+    conversation, or leave it out and count it.
+    """
+
+    output: str
+    inputs: list[str]
+    tokenizer: str
+    stdlib: bool = False
+    template: str | None = None
+    special: str = ""
+    learn: Learn = "all"
+    bad_lines: BadLines = "error"
+    workers: int = 1
+    overwrite: bool = False
+
+
+class Encoded(NamedTuple):
+    """A conversation as tokens.
+
+    tokens_S: int64. learned_S: uint8, 1 for the tokens of the assistants' turns that are learned. answers:
+    the number of these turns. text_bytes: of the messages.
+    """
+
+    tokens_S: np.ndarray
+    learned_S: np.ndarray
+    answers: int
+    text_bytes: int
+
+
+def encode_conversation(
+    conversation: Conversation, template: ChatTemplate, tokenizer: Tokenizer, learn: Learn = "all"
+) -> Encoded:
+    """Return a conversation as tokens. A token counts as learned if one of its characters is.
+
+    Raises:
+        UserError: for messages that spell a special token, or a template that does not fit them.
+    """
+    check_marks([conversation.messages, conversation.tools], tokenizer)
+    rendered = template.render(conversation)
+    tokens, spans = tokenizer.encode_marked(rendered.text)
+    wanted = conversation.learned or [True] * len(rendered.spans)
+    if learn == "last":
+        wanted = [False] * (len(wanted) - 1) + wanted[-1:]
+    start_S, end_S = np.array(spans, dtype=np.int64).reshape(-1, 2).T
+    learned_S = np.zeros(len(tokens), dtype=np.uint8)
+    for (start, end), is_wanted in zip(rendered.spans, wanted, strict=True):
+        if is_wanted:
+            learned_S |= ((start_S < end) & (end_S > start)).astype(np.uint8)
+    size = sum(len(text.encode()) for text in _texts(conversation.messages))
+    return Encoded(np.array(tokens, dtype=np.int64), learned_S, sum(wanted), size)
+
+
+def check_marks(messages: object, tokenizer: Tokenizer) -> None:
+    """Raise a UserError if a text of plain data spells a special token: it would end a turn, or begin one."""
+    for text in _texts(messages):
+        for mark in tokenizer.marks:
+            if mark in text:
+                raise UserError(
+                    f"a message spells the special token {mark}, which would act as one; reword it"
+                )
+
+
+def _texts(value: object) -> Iterator[str]:
+    """Yield every string of plain data, keys included."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from (text for pair in value.items() for text in _texts(list(pair)))
+    elif isinstance(value, list):
+        yield from (text for each in value for text in _texts(each))
+
+
+def load_chat_card(prefix: str) -> ChatCard:
+    """Return the card of prepared conversations.
+
+    Raises:
+        UserError: if there is none, or it is broken or another dataset's.
+    """
+    files = ChatFiles(Path(prefix))
+    if not files.card.is_file():
+        raise UserError(
+            f"data {prefix!r} holds no conversations: there is no file {str(files.card)!r}; prepare them "
+            "with tools/prepare_chat.py"
+        )
+    return load_checked(files.card, ChatCard)
+
+
+def prepare_chat(preparation: ChatPreparation) -> ChatCard:
+    """Read, render, tokenize and write conversations; return their card.
+
+    Raises:
+        UserError: for input that is missing, broken or empty, an output that exists or cannot be written, a
+            broken tokenizer or template. Nothing that looks finished is left then.
+    """
+    files = ChatFiles(Path(preparation.output))
+    _check(preparation, files)
+    sources = find_sources(preparation.inputs, preparation.stdlib)
+    tokenizer = load_with_special(preparation.tokenizer, preparation.special)
+    template = load_template(preparation.template, tokenizer)
+    try:
+        with locked_folder(files.data.partial, preparation.output):
+            new = ChatFiles(files.data.partial / files.prefix.name)
+            counts, skipped = TextCounts(), Counter[str]()
+            lines = _lines(sources, counts)
+            work = _Work(tokenizer.name, template, preparation.learn, preparation.bad_lines)
+            found = _encoded(lines, work, preparation.workers, skipped)
+            counts_V, answers, learned = _write(found, tokenizer, new, counts)
+            reference = reference_of(tokenizer, files.prefix.parent, new.data.tokenizer, files.data.tokenizer)
+            card = write_card(counts, tokenizer, reference, new.data, counts_V)
+            chat = ChatCard(
+                megamoe=__version__,
+                template_name=template.name,
+                template=template.text,
+                named=template.named,
+                learn=preparation.learn,
+                conversations=counts.documents,
+                answers=answers,
+                tokens_learned=learned,
+                learned=file_card(new.learned),
+                idx_sha256=card.idx.sha256,
+                skipped=dict(skipped.most_common()),
+                warnings=_warnings(template, tokenizer),
+            )
+            save_checked(asdict(chat), new.card)
+            _publish(new, files)
+    except OSError as error:
+        raise UserError(
+            f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
+            "name a writable folder with enough free space"
+        ) from error
+    return chat
+
+
+def _check(preparation: ChatPreparation, files: ChatFiles) -> None:
+    if not 1 <= preparation.workers <= MOST_WORKERS:
+        raise UserError(f"--workers {preparation.workers}: expected 1 to {MOST_WORKERS}")
+    if not Path(preparation.output).name or preparation.output.endswith("/"):
+        raise UserError(
+            f"output {preparation.output!r} is a folder; expected a prefix such as data/chat/train"
+        )
+    for path in (files.card, files.learned, files.data.card, files.data.bin, files.data.idx):
+        if path.exists() and not preparation.overwrite:
+            raise UserError(f"output {str(path)!r} exists; choose another --output or add --overwrite")
+
+
+def _lines(sources: list[Source], counts: TextCounts) -> Iterator[tuple[str, str]]:
+    """Yield (place, line) of each line that is not blank; note each source when it is finished."""
+    for source in sources:
+        number = 0
+        try:
+            tap = Tap(source, lambda _: None)
+        except OSError as error:
+            raise UserError(f"{source.name}: cannot be read: {error.strerror}") from error
+        with tap:
+            for place, line in _lines_of(source, tap):
+                if line.strip():
+                    number += 1
+                    yield place, line
+            counts.sources.append(SourceCard(source.name, tap.num_bytes, tap.sha256(), number))
+
+
+def _lines_of(source: Source, tap: Tap) -> Iterator[tuple[str, str]]:
+    if source.is_json_lines:
+        yield from ((f"{source.name}:{n}", line) for n, line in enumerate(read_lines(source, tap), start=1))
+    elif source.path.suffix == ".py":
+        yield from questions_of(source, "\n".join(read_lines(source, tap)))
+    else:
+        raise UserError(f"{source.name}: expected JSON lines, a file such as chats.jsonl or chats.jsonl.gz")
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What a worker needs to encode lines."""
+
+    tokenizer: str
+    template: ChatTemplate
+    learn: Learn
+    bad_lines: BadLines
+
+
+Result = Encoded | str  # a conversation, or what is wrong with a line that is left out
+
+
+def _encode_lines(lines: list[tuple[str, str]], work: _Work, tokenizer: Tokenizer) -> list[Result]:
+    found: list[Result] = []
+    for place, line in lines:
+        try:
+            found.append(_encode_line(line, work, tokenizer))
+        except UserError as error:
+            if work.bad_lines == "error":
+                raise UserError(f"{place}: {error}; or leave such lines out with --bad-lines skip") from None
+            found.append(str(error))
+    return found
+
+
+def _encode_line(line: str, work: _Work, tokenizer: Tokenizer) -> Encoded:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        raise UserError("not JSON; write an object a line") from None
+    encoded = encode_conversation(conversation_of(record), work.template, tokenizer, work.learn)
+    if not encoded.learned_S.any():
+        raise UserError("nothing of it is learned: every weight is 0, or that of the last answer")
+    return encoded
+
+
+def _encoded(
+    lines: Iterator[tuple[str, str]], work: _Work, workers: int, skipped: Counter[str]
+) -> Iterator[Encoded]:
+    """Yield the conversations in the order of the lines; count those that are left out."""
+    batches = iter(lambda: list(islice(lines, BATCH)), [])
+    for results in _in_workers(batches, work, workers):
+        for result in results:
+            if isinstance(result, str):
+                skipped[re.sub(r"\d+", "N", result)] += 1
+            else:
+                yield result
+
+
+def _in_workers(
+    batches: Iterable[list[tuple[str, str]]], work: _Work, workers: int
+) -> Iterator[list[Result]]:
+    if workers == 1:
+        tokenizer = load_tokenizer(work.tokenizer)
+        for batch in batches:
+            yield _encode_lines(batch, work, tokenizer)
+        return
+    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=(work,))
+    pending: deque[Future[list[Result]]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_encode_in_worker, batch))
+            if len(pending) > 2 * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise UserError(
+            f"--workers {workers}: one died, most likely for want of memory; try fewer workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_worker: tuple[_Work, Tokenizer]
+
+
+def _start(work: _Work) -> None:
+    global _worker
+    start_worker()
+    _worker = (work, load_tokenizer(work.tokenizer))
+
+
+def _encode_in_worker(batch: list[tuple[str, str]]) -> list[Result]:
+    return _encode_lines(batch, *_worker)
+
+
+def _write(
+    conversations: Iterator[Encoded], tokenizer: Tokenizer, files: ChatFiles, counts: TextCounts
+) -> tuple[np.ndarray, int, int]:
+    """Write .bin, .idx, the counts and what is learned.
+
+    Returns:
+        Each token's count, int64 [vocabulary], the learned answers, and their tokens.
+    """
+    dtype = token_dtype(tokenizer.vocab_size)
+    counts_V = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    answers, learned = 0, 0
+
+    def written() -> Iterator[np.ndarray]:
+        nonlocal answers, learned
+        with open(files.data.bin, "wb") as out, open(files.learned, "wb") as marks:
+            for each in conversations:
+                out.write(each.tokens_S.astype(dtype).tobytes())
+                marks.write(each.learned_S.tobytes())
+                np.add.at(counts_V, each.tokens_S, 1)
+                counts.documents += 1
+                counts.text_bytes += each.text_bytes
+                answers += each.answers
+                learned += int(each.learned_S.sum())
+                yield np.array([len(each.tokens_S)], dtype=np.int64)
+
+    write_index(files.data.idx, dtype, written())
+    if not counts.documents:
+        raise UserError(f"no conversation in {len(counts.sources)} files; name others")
+    np.save(files.data.counts, counts_V, allow_pickle=False)
+    return counts_V, answers, learned
+
+
+def _warnings(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
+    """Return what works, but not as a template is meant."""
+    prompt = template.prompt([{"role": "user", "content": "a"}])
+    answer = template.render(
+        Conversation([{"role": "user", "content": "a"}, {"role": ASSISTANT, "content": "b"}])
+    )
+    marks = {word for text in (prompt, answer.text) for word in MARK.findall(text)}
+    unknown = sorted(marks - tokenizer.marks.keys())
+    if not unknown:
+        return []
+    return [
+        f"the tokenizer reserves no {', '.join(unknown[:MOST_SHOWN])} of the template: they are ordinary "
+        "text, which a message may contain"
+    ]
+
+
+def _publish(new: ChatFiles, files: ChatFiles) -> None:
+    """Rename the files to their final names. The old cards are deleted first, the new ones come last."""
+    files.card.unlink(missing_ok=True)
+    files.data.card.unlink(missing_ok=True)
+    pairs: list[tuple[Any, Any]] = [
+        *((new.learned, files.learned), (new.data.bin, files.data.bin), (new.data.idx, files.data.idx)),
+        *((new.data.counts, files.data.counts), (new.data.card, files.data.card), (new.card, files.card)),
+    ]
+    for source, target in pairs:
+        sync(source)
+        os.replace(source, target)

@@ -1,0 +1,1 @@
+"""Shows what a batch of training holds: tokens, losses, documents and padding."""

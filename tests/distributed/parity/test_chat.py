@@ -1,0 +1,151 @@
+"""Chat tuning equals a plain loop over transformers' `apply_chat_template`, on one rank and on four."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.apps.chat.dataset import pack
+from megamoe.apps.chat.named_templates import NAMED
+from megamoe.data.batches import Batch
+from megamoe.data.card import DataFiles
+from megamoe.data.write import lengths_of
+from megamoe.train.step import model_inputs, set_context
+from megamoe.train.trainer import Trainer
+from tests.support.data.conversations import conversations, make_chat, make_folder
+from tests.support.ranks.pool import Pool
+from tests.support.ranks.runs import WORDS, Place, assert_as_alone, recorded_steps, small_run
+
+TEMPLATES = ("chatml", "llama3", "zephyr")
+STEPS = 2
+CONVERSATIONS = 10
+SEQUENCES = 4  # of an epoch, and of a step: a step's loss is that of all conversations
+LAYOUT = Place(4, tensor=2, expert=2, sequence=True)
+FURTHER = [Place(4, expert=4, zero=3), Place(4, context=2, expert=2), Place(4, pipeline=2, expert=2)]
+
+
+def tuned(folder: Path, name: str, output: Path, **changes: Any) -> dict[str, Any]:
+    """The changes of a run on the conversations of a template; its routers drop nothing and draw nothing."""
+    return {
+        "output": output,
+        "model__vocab_size": None,
+        "model__num_attention_heads": 4,
+        "data__mock": False,
+        "data__sources": [{"path": str(folder / name / "train")}],
+        "data__split": [1, 0, 0],
+        "data__sequence_length": size_of(folder / name / "train"),
+        "moe__router": {"selector": {"name": "top_k", "k": 2}},
+        "moe__losses": {"switch_balance": {"weight": 0.1, "scope": "sequence"}, "z_loss": 0.01},
+        "train__objective": {"name": "chat"},
+        "train__global_batch_size": SEQUENCES,
+        **changes,
+    }
+
+
+def size_of(prefix: Path) -> int:
+    """The shortest sequences of which so many hold all conversations; ranks can share their tokens."""
+    length_N = lengths_of(DataFiles(prefix))
+    sizes = range(-(-int(length_N.max()) // 8) * 8, 10_000, 8)
+    return next(size for size in sizes if len(pack(length_N, size)) == SEQUENCES)
+
+
+@pytest.fixture(name="folder", scope="module")
+def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Conversations in three templates, and their tokenizers' folders."""
+    folder = tmp_path_factory.mktemp("chat")
+    for name in TEMPLATES:
+        (folder / name).mkdir()
+        records = conversations(CONVERSATIONS, tools=name != "zephyr")
+        make_chat(folder / name, records, make_folder(folder / name, NAMED[name]))
+    return folder
+
+
+def run(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Job: what the steps of each run show."""
+    found = []
+    for changes in runs:
+        trainer = Trainer(small_run(**changes))
+        epoch = trainer.run.objective.samples_per_epoch()
+        found.append({"epoch": epoch, **recorded_steps(trainer, steps)})
+        trainer.checkpoints.close()
+    return found
+
+
+def plain(runs: list[tuple[dict[str, Any], str]]) -> list[float]:
+    """Job: the loss of each run's first weights by a loop over conversations, one at a time."""
+    from transformers import AutoTokenizer
+
+    losses = []
+    for changes, folder in runs:
+        trainer = Trainer(small_run(**changes))
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        total, count = 0.0, 0.0
+        for record in conversations(CONVERSATIONS, tools="zephyr" not in folder):
+            out = tokenizer.apply_chat_template(
+                record["messages"],
+                tools=record.get("tools"),
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+            )
+            ids_S, mask_S = (torch.tensor(out[key]) for key in ("input_ids", "assistant_masks"))
+            batch = Batch(
+                ids_S[None, :-1],
+                ids_S[None, 1:],
+                torch.arange(len(ids_S) - 1)[None],
+                mask_S[None, 1:].float(),
+                None,
+                torch.tensor([0]),
+            )
+            set_context(trainer.context, batch, 0)
+            inputs: Any = model_inputs(batch)
+            with torch.no_grad():
+                losses_S = trainer.model(**inputs)[0]
+            total += float((losses_S.double() * batch.loss_mask_BS[0]).sum())
+            count += float(batch.loss_mask_BS.sum())
+        losses.append(total / count)
+        trainer._stream.close()
+        trainer.checkpoints.close()
+    return losses
+
+
+@pytest.fixture(name="alone", scope="module")
+def _alone(pool: Pool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    output = tmp_path_factory.mktemp("alone")
+    runs = [tuned(folder, name, output / name) for name in TEMPLATES]
+    (found,) = pool.run(run, runs, STEPS, ranks=1, timeout_s=300)
+    return dict(zip(TEMPLATES, found, strict=True))
+
+
+def test_the_loss_is_that_of_a_plain_loop(
+    pool: Pool, folder: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    runs = [(tuned(folder, name, tmp_path / name), str(folder / name / "hf")) for name in TEMPLATES]
+    (expected,) = pool.run(plain, runs, ranks=1, timeout_s=300)
+    for name, loss in zip(TEMPLATES, expected, strict=True):
+        assert alone[name]["epoch"] == SEQUENCES
+        assert alone[name]["lm_loss"][0] == pytest.approx(loss, rel=1e-6), name
+        assert alone[name]["lm_loss"][1] < loss
+
+
+def check_layout(pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place) -> None:
+    changes = place.changes(tmp_path)
+    runs = [tuned(folder, name, **changes | {"output": tmp_path / name}) for name in TEMPLATES]
+    by_rank = pool.run(run, runs, STEPS, ranks=place.ranks, timeout_s=300)
+    for name, on_ranks in zip(TEMPLATES, zip(*by_rank, strict=True), strict=True):
+        if place.context == place.pipeline == 1:
+            assert_as_alone(on_ranks, alone[name], f"{name}: {place}")
+        for word in WORDS:
+            assert on_ranks[-1][word] == pytest.approx(alone[name][word], rel=1e-5), (name, word)
+
+
+def test_four_ranks_equal_one(pool: Pool, folder: Path, alone: Any, tmp_path: Path) -> None:
+    check_layout(pool, folder, alone, tmp_path, LAYOUT)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", FURTHER, ids=str)
+def test_further_layouts_equal_one_rank(
+    pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place
+) -> None:
+    check_layout(pool, folder, alone, tmp_path, place)
