@@ -253,7 +253,7 @@ def _lines(sources: list[Source], counts: TextCounts) -> Iterator[tuple[str, str
 
 
 def _lines_of(source: Source, tap: Tap) -> Iterator[tuple[str, str]]:
-    if source.is_json_lines:
+    if source.kind == ".jsonl":
         yield from ((f"{source.name}:{n}", line) for n, line in enumerate(read_lines(source, tap), start=1))
     elif source.path.suffix == ".py":
         yield from questions_of(source, "\n".join(read_lines(source, tap)))
