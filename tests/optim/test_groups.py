@@ -159,7 +159,7 @@ def test_adams_decay_of_a_group_is_refused_where_deepspeed_takes_adamw() -> None
         raise_first(deepspeed_problems(config, plan, None))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.full) for stage in (2, 3))])
 def test_a_run_resumes_with_other_parameter_groups(stage: int, tmp_path: Path) -> None:
     """Moments go by the parameter's name: with groups that change nothing, the steps are the same ones."""
     path = f"parallel.deepspeed={ds_config(f'zero{stage}_fp32')}"

@@ -114,6 +114,7 @@ def test_each_layout_and_stage(pool: Pool, tmp_path: Path) -> None:
     run_moves(pool, tmp_path, QUICK, RUN)
 
 
+@pytest.mark.full
 def test_stages_and_parts_of_sequences(pool: Pool, tmp_path: Path) -> None:
     run_moves(pool, tmp_path, STAGED_MOVES, STAGED)
 

@@ -36,7 +36,7 @@ LAYOUTS = {
     (Place(1, zero=1, recompute="full"), 2): False,
     (Place(2, zero=1, recompute="selective"), 4): False,
     (Place(2, expert=2, recompute="full"), 4): False,
-    (Place(2, expert=2, zero=2), 1): True,
+    (Place(2, expert=2, zero=2), 1): False,
     (Place(4), 1): False,
     (Place(4, expert=2, zero=2, recompute="selective"), 1): False,
     (Place(4, expert=4, zero=1, recompute="full"), 1): False,

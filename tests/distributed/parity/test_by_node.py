@@ -33,7 +33,7 @@ LAYOUTS = {
     "2 nodes of 1, slices": Layout(4, expert=2, expert_tensor=2, nodes=2),
     "2 nodes of 2, spread tokens": Layout(4, tensor=2, expert=4, nodes=2),
 }
-QUICK = ("2 nodes of 1", "2 nodes of 2", "2 nodes of 2, spread tokens")
+QUICK = ("2 nodes of 2, spread tokens",)
 TOP_2 = {"selector": {"name": "top_k", "k": 2}}
 FULL = pytest.mark.full
 
