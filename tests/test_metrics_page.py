@@ -20,7 +20,7 @@ EVERYTHING = (
     *("model.multi_token_prediction.depth=1", "log.timers=true", "log.peak_tflops=1.5"),
     "moe.router={scorer: cosine, selector: {name: top_k, k: 2}}",
     "moe.router.score_function={name: sigmoid, bias_update: 0.01}",
-    *("moe.losses={switch_balance: 0.1}", "log.gradient_shares_every=2"),
+    *("moe.losses={switch_balance: 0.1}", "log.gradient_shares_every=2", "optimizer.qk_clip=0.01"),
 )
 LOSSES = ("switch_balance", "z_loss", "importance")
 RUNS = {
@@ -37,6 +37,7 @@ WORDS = {  # that stand for the <names> of a pattern
     "quantile": {"min", "p25", "median", "p75", "max"},
     "extreme": {"most", "least"},
     "n": set("1234"),
+    "block": {"01", "02", "03"},
 }
 # Only of fp16, of a skipped step, of several ranks, of labels, and of parts of one's own.
 ELSEWHERE = {

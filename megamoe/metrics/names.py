@@ -68,6 +68,22 @@ LOSS_SCALE = TRAINING.add("train/loss_scale", "1", "the loss scale of the step",
 SKIPPED_STEPS = TRAINING.add(
     "train/skipped_steps", "steps", "not applied since the run's start", "fp16, or after the first one"
 )
+LOGITS_WHEN = "every `log.attention_logits_every` steps, or `optimizer.qk_clip`"
+LARGEST_LOGIT = TRAINING.add(
+    "attention/largest_logit",
+    "1",
+    "largest attention logit of the step, over heads and blocks; scaled, before a soft cap and QK-Clip",
+    LOGITS_WHEN,
+)
+HEADS_LOGITS = TRAINING.add(
+    "attention/layer_<block>/largest_logit", "1", "the same of a block, a list over its heads", LOGITS_WHEN
+)
+CLIPPED_HEADS = TRAINING.add(
+    "attention/clipped_heads",
+    "heads",
+    "whose largest logit exceeds the limit",
+    "`optimizer.qk_clip`",
+)
 VAL_LM_LOSS = TRAINING.add("val/lm_loss", "nats", "on validation data, never smoothed", EVALUATION)
 SET_LM_LOSS = TRAINING.add("val/<set>/lm_loss", "nats", "on each further validation set", EVALUATION)
 TEST_LM_LOSS = TRAINING.add("test/lm_loss", "nats", "if `data.split` has a third share", "the end")

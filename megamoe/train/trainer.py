@@ -37,6 +37,7 @@ from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.registry import application
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
+from megamoe.train.attention_logits import AttentionLogits
 from megamoe.train.callbacks import Callbacks
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
@@ -117,6 +118,7 @@ class Trainer:
         rank, say = self.world.rank, self.world.say
         model = start_model(config, self.run, rank, make_moe_layer, saved, say, groups.context)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
+        self.attention_logits = AttentionLogits(config, self.engine)
         self._seed()
         self.skip_policy = SkipPolicy(config.train)
         self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
@@ -172,6 +174,7 @@ class Trainer:
         self.context.step = self.progress.step + 1
         shares_every = self.config.log.gradient_shares_every
         self.context.measure_gradients = bool(shares_every) and self.context.step % shares_every == 0
+        self.attention_logits.begin(self.context.step)
         lr = learning_rate(self.context.step, self.config.optimizer, self.run.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
@@ -188,9 +191,11 @@ class Trainer:
                 reason_to_skip,
                 self.config.train.in_flight,
             )
+        of_attention = self.attention_logits.finish(is_applied=record.problem is None)
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
+            self.engine.average_weights()
             self.routing_history.update(record.layers)
         else:
             self._report_problem(record, size)
@@ -204,6 +209,7 @@ class Trainer:
             names.TOKENS: self.progress.samples * self.run.sample_tokens,
             names.TIME: time.time(),
             **record.metrics(),
+            **of_attention,
             **routing_metrics(record.layers, record.micro_batches, self.routing_history, self.layout.expert),
             **self._skipping_metrics(scale),
             names.LR: lr,
