@@ -398,6 +398,8 @@ class LogConfig(Section):
     """steps between measurements of the largest attention logit of each head
     (docs/optimizers.md#qk-clip); 0: never
     """
+    noise_scale_every: NonNegativeInt = 0
+    """steps between measurements of the gradient noise scale (docs/optimizers.md#the-batch-size); 0: never"""
     timers: bool = False
     """measure the time of routing, dispatch, experts and combine"""
     peak_tflops: PositiveFloat | None = None

@@ -22,13 +22,15 @@ ATTENTIONS: dict[str, dict[str, Any]] = {
     "own keys": {},
     "shared keys": {"model__num_query_groups": 2},
     "latent": {
+        "model__attention": {"window": 3, "window_blocks": [2]},
+        "model__rotary": {},
         "model__latent": {
             "query_rank": 12,
             "key_value_rank": 16,
             "nope_size": 8,
             "rope_size": 4,
             "value_size": 8,
-        }
+        },
     },
 }
 PLAIN = Case(1, 1, 1, 1, False, 0, "none", 1, "top_2", "fp32", blocks=4)
