@@ -20,12 +20,12 @@ EVERYTHING = (
     *("model.multi_token_prediction.depth=1", "log.timers=true", "log.peak_tflops=1.5"),
     "moe.router={scorer: cosine, selector: {name: top_k, k: 2}}",
     "moe.router.score_function={name: sigmoid, bias_update: 0.01}",
-    *("moe.losses={switch_balance: 0.1}", "log.gradient_shares_every=2"),
+    *("moe.losses={switch_balance: 0.1}", "log.gradient_shares_every=2", "optimizer.qk_clip=0.01"),
 )
 LOSSES = ("switch_balance", "z_loss", "importance")
 RUNS = {
     "everything": EVERYTHING,
-    "dense": ("moe.layers=none",),
+    "dense": ("moe.layers=none", "log.noise_scale_every=1", "train.global_batch_size=4"),
     "several losses": (f"moe.losses={{{', '.join(f'{name}: 0.01' for name in LOSSES)}}}",),
     "threshold": ("moe.router={selector: {name: threshold, threshold: 0.2}}", "moe.losses={z_loss: 0.01}"),
     "noise": ("moe.router={scorer: noisy, selector: {name: top_k, k: 2}}", "moe.losses={load: 0.01}"),
@@ -37,6 +37,8 @@ WORDS = {  # that stand for the <names> of a pattern
     "quantile": {"min", "p25", "median", "p75", "max"},
     "extreme": {"most", "least"},
     "n": set("1234"),
+    "module": {"dense"},
+    "block": {"01", "02", "03"},
 }
 # Only of fp16, of a skipped step, of several ranks, of labels, and of parts of one's own.
 ELSEWHERE = {

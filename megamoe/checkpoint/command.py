@@ -16,7 +16,7 @@ from pathlib import Path
 
 from megamoe.checkpoint.format.folder import find_checkpoints
 from megamoe.checkpoint.tools import describe
-from megamoe.checkpoint.tools.average import average, chosen
+from megamoe.checkpoint.tools.average import average, chosen, take_mean
 from megamoe.checkpoint.tools.prune import prune
 from megamoe.checkpoint.tools.stream import DTYPES, consolidate
 from megamoe.errors import UserError
@@ -85,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="D",
         help="each counts D times as much as the next one (default: alike)",
     )
+    verb.add_argument("--ema", action="store_true", help="the mean that optimizer.ema kept in one checkpoint")
     verb.set_defaults(run=_average)
 
     verb = verbs.add_parser("prune", help="delete old checkpoints of a run")
@@ -148,10 +149,24 @@ def _average(options: argparse.Namespace) -> int:
         raise UserError(
             f"average: found {path} alone, expected a run's folder or checkpoints, and a new folder"
         )
+    if options.ema:
+        return _take_mean(options, sources, path)
     paths = chosen(sources, options.last)
     average(paths, path, options.decay)
     names = ", ".join(each.name for each in paths)
     print(f"{path}: the average of {names}; {describe.size(sum(describe.file_sizes(path).values()))}")
+    return 0
+
+
+def _take_mean(options: argparse.Namespace, sources: list[Path], path: Path) -> int:
+    if options.last is not None or options.decay is not None:
+        raise UserError("--ema: takes the mean of one checkpoint; leave out --last and --decay")
+    found, is_run = find_checkpoints(sources[0])
+    if len(sources) > 1 or is_run:
+        raise UserError(f"--ema: found {sources[0]}, expected one step_* folder, and a new folder")
+    take_mean(found[0], path)
+    size = describe.size(sum(describe.file_sizes(path).values()))
+    print(f"{path}: the exponential mean of the weights of {found[0].name}; {size}")
     return 0
 
 

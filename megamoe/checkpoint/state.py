@@ -3,6 +3,7 @@
 model/<name>         the weight that the optimiser steps on (fp32), a weight that is not trained, or a buffer
 exp_avg/<name>, exp_avg_sq/<name>, step/<name>      Adam's moments, and its number of steps
 momentum_buffer/<name>                              Muon's momentum
+ema/<name>                                          the exponential mean of the weight
 random/<rank>/...    the random states of each rank
 """
 
@@ -11,7 +12,7 @@ from collections.abc import Container, Iterator
 import torch
 from torch import Tensor, nn
 
-from megamoe.checkpoint.format.reader import MOMENTS, STEP, WEIGHT, CheckpointReader, moment_name
+from megamoe.checkpoint.format.reader import MEAN, MOMENTS, STEP, WEIGHT, CheckpointReader, moment_name
 from megamoe.compat.deepspeed_compat import counts_steps_in_int
 from megamoe.errors import UserError
 from megamoe.optim.muon import moments_of
@@ -151,6 +152,7 @@ class EngineState:
             if self.engine.precision != "fp32":  # else they are the model's weights, which are loaded already
                 reader.fill(c for each in shard.fragments for c in self._chunks(WEIGHT, each, each.tensor))
             self._load_moments(reader, shard)
+            self._load_mean(reader, shard)
 
     def _load_moments(self, reader: CheckpointReader, shard: Shard) -> None:
         """Load the moments of Adam or of Muon.
@@ -180,6 +182,17 @@ class EngineState:
             in_int = counts_steps_in_int(self.engine.inner_optimizer)  # DeepSpeed's own optimizer for the CPU
             state[tensor]["step"] = int(count) if in_int else count.to(tensor.device, torch.float32)
 
+    def _load_mean(self, reader: CheckpointReader, shard: Shard) -> None:
+        """Load the mean of the weights; where none was saved, it begins after the next step."""
+        mean, known = self.engine.weight_mean, set(reader.names(MEAN))
+        for tensor in shard.tensors if mean is not None else ():
+            fragments = [each for each in shard.fragments if each.tensor is tensor]
+            saved = [each for each in fragments if MEAN + self._name(each) in known]
+            if saved and mean is not None:
+                values = tensor.detach().clone()
+                reader.fill(c for each in saved for c in self._chunks(MEAN, each, values))
+                mean.of[tensor] = values
+
     def _untrained(self) -> Iterator[LocalChunk]:
         """Yield the frozen weights, and on the first rank of each pipeline stage the buffers."""
         model = self.engine.model
@@ -192,8 +205,11 @@ class EngineState:
                 yield whole_tensor(f"{WEIGHT}{name}", buffer)
 
     def _trained(self, fragment: Fragment) -> Iterator[LocalChunk]:
-        """Yield a fragment's weight, and its optimiser state if it has been stepped."""
+        """Yield a fragment's weight, its mean, and its optimiser state if it has been stepped."""
         yield from self._chunks(WEIGHT, fragment, fragment.tensor)
+        mean = self.engine.weight_mean
+        if mean is not None and fragment.tensor in mean.of:
+            yield from self._chunks(MEAN, fragment, mean.of[fragment.tensor])
         state = self.engine.inner_optimizer.state.get(fragment.tensor)
         if not state:
             return

@@ -221,6 +221,14 @@ class OptimizerConfig(Section):
     """for matrices only; default: 0.1 for adamw and muon, 0 for adam"""
     grad_clip: NonNegativeFloat = 1.0
     """limit of the global norm, over dense and expert parameters together; 0: off"""
+    qk_clip: PositiveFloat | None = None
+    """largest attention logit: the query and key weights of a head above it are scaled down after the step
+    (Kimi K2 has 100); see docs/optimizers.md#qk-clip
+    """
+    ema: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """decay of an exponential mean of the weights, which checkpoints hold beside them; see
+    docs/optimizers.md#a-mean-of-the-weights
+    """
     groups: list[GroupConfig] = field(default_factory=list)
     """other learning rates and weight decays for parameters by name; the first match counts; see
     docs/runs.md#parameters-by-name
@@ -390,6 +398,12 @@ class LogConfig(Section):
     """steps between measurements of the auxiliary losses' share of the gradient
     (docs/metrics.md#the-moe-layers); 0: never
     """
+    attention_logits_every: NonNegativeInt = 0
+    """steps between measurements of the largest attention logit of each head
+    (docs/optimizers.md#qk-clip); 0: never
+    """
+    noise_scale_every: NonNegativeInt = 0
+    """steps between measurements of the gradient noise scale (docs/optimizers.md#the-batch-size); 0: never"""
     timers: bool = False
     """measure the time of routing, dispatch, experts and combine"""
     peak_tflops: PositiveFloat | None = None

@@ -62,11 +62,34 @@ WEIGHTED_LOSS = TRAINING.add(
     "train/<loss>/weighted", "nats", "its weight x its mean over micro batches, summed over layers"
 )
 GRAD_NORM = TRAINING.add("train/grad_norm", "1", "L2 norm of the gradient before clipping")
+NOISE_SCALE = TRAINING.add(
+    "train/noise_scale/<module>",
+    "sequences",
+    "tr(S) / |G|^2 of the `dense`, `router` and `experts` weights (McCandlish et al. 2018), both means over "
+    "the measured steps of the launch with a decay of 0.9; `Infinity` where |G|^2 is not above 0",
+    "every `log.noise_scale_every` steps",
+)
 LR = TRAINING.add("train/lr", "1", "learning rate of the step")
 BATCH_SIZE = TRAINING.add("train/batch_size", "sequences", "of the global batch")
 LOSS_SCALE = TRAINING.add("train/loss_scale", "1", "the loss scale of the step", "fp16")
 SKIPPED_STEPS = TRAINING.add(
     "train/skipped_steps", "steps", "not applied since the run's start", "fp16, or after the first one"
+)
+LOGITS_WHEN = "every `log.attention_logits_every` steps, or `optimizer.qk_clip`"
+LARGEST_LOGIT = TRAINING.add(
+    "attention/largest_logit",
+    "1",
+    "largest attention logit of the step, over heads and blocks; scaled, before a soft cap and QK-Clip",
+    LOGITS_WHEN,
+)
+HEADS_LOGITS = TRAINING.add(
+    "attention/layer_<block>/largest_logit", "1", "the same of a block, a list over its heads", LOGITS_WHEN
+)
+CLIPPED_HEADS = TRAINING.add(
+    "attention/clipped_heads",
+    "heads",
+    "whose largest logit exceeds the limit",
+    "`optimizer.qk_clip`",
 )
 VAL_LM_LOSS = TRAINING.add("val/lm_loss", "nats", "on validation data, never smoothed", EVALUATION)
 SET_LM_LOSS = TRAINING.add("val/<set>/lm_loss", "nats", "on each further validation set", EVALUATION)

@@ -3,9 +3,12 @@
 import itertools
 import math
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from torch import nn
 
 from megamoe.checkpoint import remote
 from megamoe.checkpoint.format.meta import Meta, read_meta
@@ -22,6 +25,7 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.backends import widen_products
 from megamoe.moe.part import StepContext
 from megamoe.moe.timers import StageTimers
+from megamoe.optim.noise_scale import EXPERTS, NoiseScale
 from megamoe.optim.schedule import learning_rate
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.consensus import (
@@ -38,6 +42,7 @@ from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.registry import application
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
+from megamoe.train.attention_logits import AttentionLogits
 from megamoe.train.callbacks import Callbacks
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
@@ -118,6 +123,10 @@ class Trainer:
         rank, say = self.world.rank, self.world.say
         model = start_model(config, self.run, rank, make_moe_layer, saved, say, groups.context)
         self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
+        self.attention_logits = AttentionLogits(config, self.engine)
+        self.noise_scale = NoiseScale(
+            self._compared(), config.log.noise_scale_every, groups.data, self.world.device
+        )
         self._seed()
         self.skip_policy = SkipPolicy(config.train)
         self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
@@ -174,6 +183,8 @@ class Trainer:
         self.context.step = self.progress.step + 1
         shares_every = self.config.log.gradient_shares_every
         self.context.measure_gradients = bool(shares_every) and self.context.step % shares_every == 0
+        self.attention_logits.begin(self.context.step)
+        self.noise_scale.begin(self.context.step)
         lr = learning_rate(self.context.step, self.config.optimizer, self.run.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
@@ -190,9 +201,11 @@ class Trainer:
                 reason_to_skip,
                 self.config.train.in_flight,
             )
+        of_attention = self.attention_logits.finish(is_applied=record.problem is None)
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
+            self.engine.average_weights()
             self.routing_history.update(record.layers)
         else:
             self._report_problem(record, size)
@@ -200,12 +213,15 @@ class Trainer:
         self.progress.skipped_steps += record.problem is not None
         self.progress.samples += size
         self.progress.micro_batches += record.micro_batches
+        scales = self.noise_scale.finish(record.micro_batches, self.config.train.micro_batch_size)
         seconds = time.perf_counter() - started
         metrics = {
             names.STEP: self.progress.step,
             names.TOKENS: self.progress.samples * self.run.sample_tokens,
             names.TIME: time.time(),
             **record.metrics(),
+            **of_attention,
+            **{names.fill(names.NOISE_SCALE, part): scale for part, scale in scales.items()},
             **routing_metrics(record.layers, record.micro_batches, self.routing_history, self.layout.expert),
             **self._skipping_metrics(scale),
             names.LR: lr,
@@ -214,6 +230,12 @@ class Trainer:
             **stage_metrics(self.context.timers),
         }
         return record, metrics
+
+    def _compared(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters with gradients of one micro batch: under expert parallelism no experts."""
+        for name, parameter in self.engine.model.named_parameters():
+            if parameter.requires_grad and not (self.layout.expert_ranks > 1 and EXPERTS.search(name)):
+                yield name, parameter
 
     def _skipping_metrics(self, scale: float) -> dict[str, float]:
         """Return the fp16 loss scale of the step and the number of skipped steps, where they apply."""

@@ -66,6 +66,7 @@ def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> 
     yield from _of_adam(section, config.optimizer)
     yield from _of_moments(section, plan.stage, config.optimizer)
     yield from _of_muon(section, config.optimizer)
+    yield from _of_mean(section, config.optimizer)
     for name, owner in OF_THE_YAML.items():
         if name in content:
             yield f"remove {name!r}; the YAML's {owner} decides that"
@@ -219,6 +220,16 @@ def _of_muon(section: dict[str, Any], config: OptimizerConfig) -> Iterator[str]:
         yield (
             "zero_optimization.round_robin_gradients is true, with which optimizer.name: muon would not know "
             "where a matrix lies; leave it out"
+        )
+
+
+def _of_mean(section: dict[str, Any], config: OptimizerConfig) -> Iterator[str]:
+    """Yield where the masters lie on disk, on which no mean of them is kept."""
+    offload = section.get("offload_optimizer") or {}
+    if config.ema is not None and offload.get("device") == "nvme":
+        yield (
+            "zero_optimization.offload_optimizer.device is 'nvme', but optimizer.ema keeps a mean of the "
+            "weights in memory; offload to 'cpu', or leave optimizer.ema out and average checkpoints"
         )
 
 

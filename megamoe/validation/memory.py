@@ -42,9 +42,10 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     matrices = [0.0, 0.0]
     if config.optimizer.name == "muon":
         matrices = [*size.matrices_on_rank(ranks.tensor, ranks.expert_ranks)]
+    mean = config.optimizer.ema is not None
     shares = (
-        Share(dense, dense, ranks.replicas, matrices[0]),
-        Share(experts, trained, ranks.expert_copies, share * matrices[1]),
+        Share(dense, dense, ranks.replicas, matrices[0], mean),
+        Share(experts, trained, ranks.expert_copies, share * matrices[1], mean),
     )
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.beside if ranks.tensor > 1 and accumulates else 0

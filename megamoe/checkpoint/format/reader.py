@@ -26,6 +26,7 @@ from megamoe.errors import UserError
 from megamoe.parallel.chunks import Chunk, LocalChunk, chunk_view, whole_tensor
 
 WEIGHT = "model/"  # prefix of a parameter's or buffer's name
+MEAN = "ema/"  # prefix of the exponential mean of a parameter
 STEP = "step/"  # prefix of Adam's count of a parameter's updates
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 MUON_MOMENT = "momentum_buffer"

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import torch
 
 from megamoe.checkpoint.format.files import INDEX, META, shard_file
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
-from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
-from megamoe.checkpoint.tools.stream import OutputTensor, new_folder, write_line, write_tensors
+from megamoe.checkpoint.format.reader import MEAN, WEIGHT, CheckpointReader
+from megamoe.checkpoint.tools.stream import Filling, OutputTensor, new_folder, write_line, write_tensors
 from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.errors import UserError
 from megamoe.parallel.chunks import LocalChunk
@@ -96,12 +97,49 @@ def average(paths: Sequence[Path], path: Path, decay: float | None) -> None:
         newest = readers[-1]
         for reader in readers[:-1]:
             _check_same(reader, newest)
-        names = newest.names(WEIGHT)
-        tensors = {name: OutputTensor(name, tuple(newest.shape(name)), newest.dtype(name)) for name in names}
-        with new_folder(path, newest.path) as folder:
-            write_tensors(folder / shard_file(0), tensors, _Average(readers, weights_of))
-            write_line(folder / INDEX, json.dumps(_index(newest, names)))
-            write_line(folder / META, json.dumps(_meta(newest), indent=1))
+        _write(newest, _Average(readers, weights_of), path)
+
+
+class _MeanOfRun:
+    """Reads chunks as `CheckpointReader.fill`: of each weight its exponential mean, if it has one."""
+
+    def __init__(self, reader: CheckpointReader) -> None:
+        self.reader = reader
+        self.names = set(reader.names(MEAN))
+
+    def fill(self, local_chunks: Iterable[LocalChunk]) -> None:
+        """Fill each local chunk."""
+        for local in local_chunks:
+            name = MEAN + local.name.removeprefix(WEIGHT)
+            self.reader.fill([replace(local, name=name) if name in self.names else local])
+
+
+def take_mean(source: Path, path: Path) -> None:
+    """Write the exponential mean of the weights of a checkpoint (`optimizer.ema`), as `average` does.
+
+    Buffers, and weights that are not trained, are those of the checkpoint.
+
+    Raises:
+        UserError: if it is damaged or has no such mean, or `path` exists.
+    """
+    refuse_damaged(source)
+    with CheckpointReader(source) as reader:
+        mean = _MeanOfRun(reader)
+        if not mean.names:
+            raise UserError(
+                f"{source}: has no mean of the weights; train with optimizer.ema, or leave --ema out"
+            )
+        _write(reader, mean, path)
+
+
+def _write(newest: CheckpointReader, values: Filling, path: Path) -> None:
+    """Write a checkpoint of one file with the names of the newest one's weights."""
+    names = newest.names(WEIGHT)
+    tensors = {name: OutputTensor(name, tuple(newest.shape(name)), newest.dtype(name)) for name in names}
+    with new_folder(path, newest.path) as folder:
+        write_tensors(folder / shard_file(0), tensors, values)
+        write_line(folder / INDEX, json.dumps(_index(newest, names)))
+        write_line(folder / META, json.dumps(_meta(newest), indent=1))
 
 
 def _check_same(reader: CheckpointReader, newest: CheckpointReader) -> None:

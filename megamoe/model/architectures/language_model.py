@@ -90,12 +90,16 @@ class LanguageModel(nn.Module, ABC):
         The number is that of its block, or of the block before it. Blocks are counted from 1 through all
         stacks.
         """
-        blocks = [block for stack in self.stacks() for block in stack]
-        for number, block in enumerate(blocks, 1):
-            if not isinstance(block, Block):
-                continue  # of another pipeline stage
+        for number, block in self.blocks():
             for layer in block.moe_layers():
                 yield number, layer
+
+    def blocks(self) -> Iterator[tuple[int, Block]]:
+        """Yield the blocks of this pipeline stage with their numbers, counted from 1 through all stacks."""
+        blocks = [block for stack in self.stacks() for block in stack]
+        for number, block in enumerate(blocks, 1):
+            if isinstance(block, Block):
+                yield number, block
 
 
 def problem_of_attention(blocks: nn.ModuleList) -> str | None:

@@ -51,6 +51,7 @@ from megamoe.optim.optimizers import (
     skip_update,
     zero_optimizer,
 )
+from megamoe.optim.weight_mean import WeightMean
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import ModelParallelUnit, groups_of
@@ -70,7 +71,7 @@ class Engine:
 
     model: on the CPU in fp32; at ZeRO 3 a `Partition` may have cut it. plan: the layout and ZeRO settings.
     filled: the dictionary from `fill_in` for `deepspeed.initialize`. step_skipped: whether the last step left
-    weights and moments unchanged.
+    weights and moments unchanged. weight_mean: with `optimizer.ema`.
     """
 
     def __init__(
@@ -80,6 +81,8 @@ class Engine:
         self.layout, self.stage, self.precision = plan.layout, plan.stage, plan.precision
         self.groups = groups_of(plan.layout)
         self.step_skipped = False
+        ema = config.optimizer.ema
+        self.weight_mean = None if ema is None else WeightMean(ema)
         self._separate: SeparateGradients | None = None
         self._scattered: ScatteredGradients | None = None
         self._is_last = False
@@ -329,6 +332,12 @@ class Engine:
     def optimizer_shards(self) -> Iterator[Shard]:
         """Return this rank's weights and moments by parameter group."""
         return optimizer_shards(self._engine.optimizer, self.inner_optimizer, self.stage)
+
+    def average_weights(self) -> None:
+        """Take the weights into their exponential mean, if there is one; after all that changes them."""
+        if self.weight_mean is not None:
+            for shard in self.optimizer_shards():
+                self.weight_mean.update(shard.tensors)
 
     def train(self, mode: bool) -> None:
         """Set training or evaluation mode."""

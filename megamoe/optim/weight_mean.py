@@ -1,0 +1,27 @@
+"""The exponential mean of the weights (Polyak averaging with a decay), of what the optimizer steps on."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+
+class WeightMean:
+    """M <- d M + (1 - d) W after each step that is applied; M begins as the W of the first one.
+
+    The tensors are those of the optimizer, in fp32: ZeRO 1 to 3 thus partition the mean as the masters, and
+    it lies where these lie. of: the mean of each tensor.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.of: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def update(self, tensors: Iterable[Tensor]) -> None:
+        """Take in the weights after a step."""
+        for tensor in tensors:
+            if tensor in self.of:
+                self.of[tensor].lerp_(tensor.detach(), 1 - self.decay)
+            else:
+                self.of[tensor] = tensor.detach().clone()

@@ -1,0 +1,86 @@
+"""The gradient noise scale: by hand, without bias, and in a run."""
+
+import json
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from megamoe.errors import UserError
+from megamoe.optim.noise_scale import NoiseScale, estimates, part_of
+from megamoe.train.loop import train
+from tests.support.tiny import check_on, restored_process, tiny
+
+
+def test_the_parts() -> None:
+    assert part_of("model.decoder.layers.1.mlp.layer.router.scorer.weight") == "router"
+    assert part_of("model.decoder.layers.1.mlp.layer.experts.up") == "experts"
+    assert part_of("model.decoder.layers.1.mlp.layer.shared.up") == "dense"
+
+
+def test_by_hand(one_rank: None) -> None:
+    """Three micro batches of 2 sequences, whose gradients are thirds of (3, 0), (0, 3) and (3, 3).
+
+    Small: (9 + 9 + 18) / 3 = 12. Big: |(2, 2)|^2 = 8. |G|^2 = (6 * 8 - 2 * 12) / 4 = 6.
+    tr(S) = (12 - 8) / (1/2 - 1/6) = 12.
+    """
+    dense, router = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
+    assert dist.group.WORLD is not None
+    scale = NoiseScale([("a.weight", dense), ("b.router.weight", router)], 2, dist.group.WORLD)
+    scale.begin(1)
+    dense.sum().backward()
+    assert scale.finish(1, 2) == {}
+    scale.begin(2)
+    for share in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+        (dense @ torch.tensor(share) + 2 * router.sum()).backward()
+    found = scale.finish(3, 2)
+    assert found["dense"] == pytest.approx(12 / 6)
+    assert found["router"] == pytest.approx(0)
+    scale.begin(4)
+    assert scale.finish(1, 2) == {}  # one micro batch has nothing to compare with
+
+
+def test_the_estimates_have_no_bias() -> None:
+    torch.manual_seed(1)
+    true, draws, small, count = torch.tensor([1.0, -2.0, 0.5]), 20_000, 2, 4
+    noise = torch.randn(draws, count, small, 3) * torch.tensor([1.0, 3.0, 2.0])
+    gradients = true + noise.mean(2)
+    squares = gradients.square().sum(-1).mean(), gradients.mean(1).square().sum(-1).mean()
+    signal, trace = estimates(float(squares[0]), float(squares[1]), small, small * count)
+    assert signal == pytest.approx(5.25, rel=0.03) and trace == pytest.approx(14.0, rel=0.03)
+
+
+def test_a_run_logs_the_steps_that_are_due(tmp_path: Path) -> None:
+    options = ("log.noise_scale_every=2", "train.global_batch_size=6", f"output={tmp_path}")
+    with restored_process():
+        train(tiny(*options, "evaluation.batches=0"))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    keys = {f"train/noise_scale/{part}" for part in ("dense", "router", "experts")}
+    for row in rows:
+        found = {key for key in row if "noise_scale" in key}
+        assert found == (keys if row["step"] in (2, 4) else set())
+        assert all(not math.isnan(float(row[key])) for key in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ((), r"log\.noise_scale_every: found 5, but a step has one micro batch: .*"),
+        (
+            ("train.global_batch_size=4", "train.in_flight=2"),
+            r"log\.noise_scale_every: found 5 beside train\.in_flight 2, .*",
+        ),
+        (
+            ("train.global_batch_size=4", "parallel.tensor=2"),
+            r"log\.noise_scale_every: found 5 beside parallel\.tensor 2, .*",
+        ),
+    ],
+)
+def test_bad_input(overrides: tuple[str, ...], line: str) -> None:
+    with pytest.raises(UserError) as refused:
+        check_on(tiny("log.noise_scale_every=5", *overrides), 2 if "parallel.tensor=2" in overrides else 1)
+    assert re.search(line, str(refused.value)), str(refused.value)
