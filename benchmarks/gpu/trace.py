@@ -9,7 +9,7 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megamoe.apps.plan.counter import DISPATCH, GRADIENTS, Parts
+from megamoe.apps.plan.counter import COMBINE, DISPATCH, GRADIENTS, Parts
 
 PREFIX = "part: "
 
@@ -35,8 +35,9 @@ def parts_marked(trainer: Any) -> Iterator[None]:
     methods = [(engine, "backward", GRADIENTS), (engine, "finish_gradients", GRADIENTS)]
     methods += [(engine, "step", "optimizer")]
     for _, layer in trainer.model.moe_layers():
-        methods += [(layer.dispatcher, name, DISPATCH) for name in ("start", "finish", "send_along")]
-        methods += [(layer.dispatcher, "combine", "combine")]
+        sends = ("start", "finish", "send_along", "row_weights")
+        methods += [(layer.dispatcher, name, DISPATCH) for name in sends]
+        methods += [(layer.dispatcher, name, COMBINE) for name in ("combine", "add_up")]
     with ExitStack() as stack:
         for owner, name, part in methods:
             plain = getattr(owner, name)
@@ -54,8 +55,9 @@ def profiled(steps: int, trainer: Any, on_cuda: bool) -> dict[str, Any]:
 
     Return milliseconds of a step by part and by kernel, the share of the time in which the device was idle,
     and the milliseconds of collectives. Marks slow the host down; kernels they do not. On a CPU the times of
-    operators stand for those of kernels.
+    operators stand for those of kernels; so they do where the profiler cannot see the device.
     """
+    on_cuda = on_cuda and torch.profiler.ProfilerActivity.CUDA in torch.profiler.supported_activities()
     activities = [torch.profiler.ProfilerActivity.CPU]
     activities += [torch.profiler.ProfilerActivity.CUDA] if on_cuda else []
     with torch.profiler.profile(activities=activities) as profile, parts_marked(trainer):

@@ -121,11 +121,11 @@ def top_k(ranking_TE: Tensor, count: int, kernels: Kernels) -> Tensor:
 
     NaN counts as the largest. Among equal values the first is taken.
     """
-    library = _library_for(ranking_TE, kernels)
-    if library is None or not 0 < count <= min(FEW_CHOICES, ranking_TE.shape[1]):
+    chosen = _library_for(ranking_TE, kernels) or _kernels_for(ranking_TE, kernels)
+    if chosen is None or not 0 < count <= min(FEW_CHOICES, ranking_TE.shape[1]):
         return largest(ranking_TE, count)
     chosen_TK = ranking_TE.new_empty(len(ranking_TE), count, dtype=torch.int64)
-    library.top_k(ranking_TE, *_sizes(ranking_TE), count, chosen_TK)
+    chosen.top_k(ranking_TE, *_sizes(ranking_TE), count, chosen_TK)
     return chosen_TK
 
 

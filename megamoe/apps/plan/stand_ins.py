@@ -198,6 +198,16 @@ class CountedDispatch:
         with self._parts.inside(COMBINE):
             return self._inner.combine(rows_MH, state)
 
+    def row_weights(self, state: Any) -> Tensor:
+        """See `Dispatcher`."""
+        with self._parts.inside(DISPATCH):
+            return self._inner.row_weights(state)
+
+    def add_up(self, rows_MH: Tensor, state: Any) -> Tensor:
+        """See `Dispatcher`."""
+        with self._parts.inside(COMBINE):
+            return self._inner.add_up(rows_MH, state)
+
     def _counts(self, counts: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """This rank is the fullest, and all ranks send to it alike; the others share the rest evenly."""
         next(iter(counts.values())).cpu()  # the copy for which a real run waits

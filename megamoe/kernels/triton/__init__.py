@@ -56,6 +56,7 @@ class TritonKernels:
     router_scores_backward = staticmethod(router.scores_backward)
     chosen_weights = staticmethod(router.chosen_weights)
     chosen_weights_backward = staticmethod(router.chosen_weights_backward)
+    top_k = staticmethod(router.top_k)
     z_loss = staticmethod(router_sums.z_loss)
     z_loss_backward = staticmethod(router_sums.z_loss_backward)
     balance_loss = staticmethod(router_sums.balance_loss)

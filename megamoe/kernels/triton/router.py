@@ -221,3 +221,40 @@ def _chosen_weights_backward(  # type: ignore[no-untyped-def]
     share = tl.where(total >= smallest, product / (bound * bound), 0.0)
     result = tl.where(is_chosen == 1, received / bound[:, None] - share[:, None], 0.0)
     store_block(to_probs, row, column, tokens, experts, result)
+
+
+NUMBERS = 4096  # of a block of `top_k`
+NAN_ORDER, TAKEN = tl.constexpr(0x7FFFFFFF), tl.constexpr(-0x80000000)
+
+
+@kernel_operator("top_k", mutates={"chosen_TK"}, bytes_moved=each_once)
+def top_k(ranking_TE: Tensor, tokens: int, experts: int, count: int, chosen_TK: Tensor) -> None:
+    """Write the indices of each row's `count` largest values, the largest first; NaN counts as the largest.
+
+    Among equal values the first is taken. ranking: fp32. chosen: int64.
+    """
+    if chosen_TK.numel():
+        width = next_power_of_2(experts)
+        rows = min(TOKENS_OF_A_PASS, max(1, NUMBERS // width))
+        arguments = (ranking_TE, tokens, experts, chosen_TK)
+        _top_k[(cdiv(tokens, rows),)](*arguments, COUNT=count, ROWS=rows, EXPERTS=width)
+
+
+@triton.jit(do_not_specialize=VARYING)
+def _top_k(  # type: ignore[no-untyped-def]
+    ranking, tokens, experts, chosen, COUNT: tl.constexpr, ROWS: tl.constexpr, EXPERTS: tl.constexpr
+):
+    """Each program chooses for ROWS tokens, by whole numbers in the order of the floats."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, EXPERTS)
+    here = (row < tokens)[:, None] & (column < experts)[None, :]
+    value = tl.load(ranking + row[:, None] * experts + column[None, :], mask=here, other=0)
+    value = tl.where(value == 0, 0.0, value)  # -0.0 too
+    bits = value.to(tl.int32, bitcast=True)
+    order = tl.where(value != value, NAN_ORDER, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+    order = tl.where(here, order, TAKEN)
+    for place in tl.static_range(COUNT):
+        largest = tl.max(order, axis=1)
+        index = tl.min(tl.where(order == largest[:, None], column[None, :], EXPERTS), axis=1)
+        tl.store(chosen + row * COUNT + place, index.to(tl.int64), mask=row < tokens)
+        order = tl.where(column[None, :] == index[:, None], TAKEN, order)

@@ -20,6 +20,7 @@ from megamoe.moe.dispatch.dispatcher import (
     Dispatcher,
     ExpertPlaces,
     ReadCounts,
+    of_tokens,
     read_counts,
     rows_of_places,
     sort_by_expert,
@@ -198,7 +199,7 @@ class AllToAllDispatch(Dispatcher):
     def combine(self, rows_MH: Tensor, state: DirectState) -> Tensor:
         """See `Dispatcher`."""
         rows_NH = self._send_back(rows_MH, state)
-        return combine(rows_NH, state.weight_N, state.rows, self.kernels)[: state.num_tokens]
+        return of_tokens(combine(rows_NH, state.weight_N, state.rows, self.kernels), state.num_tokens)
 
     def row_weights(self, state: DirectState) -> Tensor:
         """See `Dispatcher`; the same exchanges once more."""
@@ -213,7 +214,7 @@ class AllToAllDispatch(Dispatcher):
     def add_up(self, rows_MH: Tensor, state: DirectState) -> Tensor:
         """See `Dispatcher`."""
         rows_NH = self._send_back(rows_MH, state)
-        return sum_rows(rows_NH, state.rows, self.kernels)[: state.num_tokens]
+        return of_tokens(sum_rows(rows_NH, state.rows, self.kernels), state.num_tokens)
 
     def _send_back(self, rows_MH: Tensor, state: DirectState) -> Tensor:
         """Return the experts' outputs to the ranks of their tokens, in the order of `state.rows`."""

@@ -139,7 +139,7 @@ class LocalDispatch(Dispatcher):
 
     def combine(self, rows_MH: Tensor, state: SortedPairs) -> Tensor:
         """See `Dispatcher`."""
-        return combine(rows_MH, state.weight_N, state.rows, self.kernels)[: state.num_tokens]
+        return of_tokens(combine(rows_MH, state.weight_N, state.rows, self.kernels), state.num_tokens)
 
     def row_weights(self, state: SortedPairs) -> Tensor:
         """See `Dispatcher`."""
@@ -147,7 +147,7 @@ class LocalDispatch(Dispatcher):
 
     def add_up(self, rows_MH: Tensor, state: SortedPairs) -> Tensor:
         """See `Dispatcher`."""
-        return sum_rows(rows_MH, state.rows, self.kernels)[: state.num_tokens]
+        return of_tokens(sum_rows(rows_MH, state.rows, self.kernels), state.num_tokens)
 
 
 def rows_of_places(
@@ -159,6 +159,14 @@ def rows_of_places(
     order_N = torch.arange(len(pairs.token_N), device=pairs.token_N.device)
     hidden_TH = torch.cat((hidden_TH, hidden_TH.new_zeros(1, hidden_TH.shape[1])))
     return (rows, pairs.weight_N, order_N), hidden_TH
+
+
+def of_tokens(output_TH: Tensor, num_tokens: int) -> Tensor:
+    """Return the sums without that of the token of zeros, if there is one (`rows_of_places`).
+
+    A slice of everything would cost two passes over the gradient.
+    """
+    return output_TH if len(output_TH) == num_tokens else output_TH[:num_tokens]
 
 
 def sort_by_expert(

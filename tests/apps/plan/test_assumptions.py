@@ -7,6 +7,7 @@ import pytest
 
 from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, SECONDS, read
 from megamoe.apps.plan.counter import OperatorKey, OperatorTotal
+from megamoe.apps.plan.host_time import MEASURED
 from megamoe.apps.plan.roofline import operator_seconds
 from megamoe.errors import UserError
 from megamoe.metrics.gpus import GPUS, gpu_of_device
@@ -21,6 +22,11 @@ def test_each_row_has_a_source_and_its_cases_are_in_order() -> None:
         in_order = low.value < likely.value < high.value
         assert (low.value > likely.value > high.value) if likely.kind in SECONDS else in_order, likely.name
     assert len({row.key for row in ASSUMED.rows}) == len(ASSUMED.rows)
+
+
+def test_the_host_takes_what_was_measured() -> None:
+    seconds = MEASURED.calls * ASSUMED.aten_call_s + MEASURED.own_calls * ASSUMED.own_call_s
+    assert seconds == pytest.approx(MEASURED.seconds, rel=0.01)
 
 
 def test_an_operator_takes_the_row_of_its_size_and_phase() -> None:

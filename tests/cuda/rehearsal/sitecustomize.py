@@ -4,16 +4,15 @@ Python imports this file at its start where the folder is on PYTHONPATH. REHEARS
 faults, `attention:illegal,collectives:hang`: see FAULTS.
 """
 
+import functools
 import os
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from tests.cuda import pretended
 
 DEVICES = 2
-OF_TRAINING = ("training", "host")  # sections whose figures need no values
 CALLS = 6  # of attention, before an address is illegal
 
 
@@ -40,11 +39,16 @@ def hang() -> None:
         time.sleep(3600)
 
 
+def is_tuned() -> bool:
+    """Whether this process trains in the setting that asks for Triton."""
+    return any("zero1_bf16_cuda" in word for word in sys.orig_argv)
+
+
 def out_of_memory() -> None:
     """The first tensor on the device in the tuned setting finds no memory."""
     import torch
 
-    if not any("zero1_bf16_cuda" in word for word in sys.orig_argv):
+    if not is_tuned():
         return
 
     def no_memory(*arguments: Any, **options: Any) -> Any:
@@ -59,23 +63,21 @@ def no_compiler() -> None:
     os.environ.pop("CC", None)
 
 
-def launch_nothing() -> None:
-    """Triton's kernels do nothing; new memory is 0, so that what they would write is finite."""
-    sys.path.append(str(Path(__file__).resolve().parents[3] / "benchmarks"))
-    from host.null_kernels import launch_nothing
+def without_triton() -> None:
+    """Triton has no driver here: `auto` takes PyTorch's operators."""
+    from megamoe.kernels import choice
 
-    launch_nothing()
+    choice.triton_problem = functools.cache(lambda: "a rehearsal has no driver for Triton")
 
 
 FAULTS = {"illegal": illegal, "hang": hang, "memory": out_of_memory, "compiler": no_compiler}
 
 if "torch.distributed.run" not in sys.orig_argv and os.environ.get("CUDA_VISIBLE_DEVICES") != "":
-    device = pretended.start(DEVICES)
+    pretended.start(DEVICES)
     if "--one-section" in sys.orig_argv:
         os.environ["REHEARSED_SECTION"] = sys.orig_argv[sys.orig_argv.index("--one-section") + 1]
-    if os.environ.get("REHEARSED_SECTION") in OF_TRAINING:
-        device.library.pretended_zeroed()
-        launch_nothing()
+    if os.environ.get("REHEARSED_SECTION") == "training" and not is_tuned():
+        without_triton()
     for planted in filter(None, os.environ.get("REHEARSED_FAULTS", "").split(",")):
         section, _, fault = planted.partition(":")
         if section == os.environ.get("REHEARSED_SECTION"):

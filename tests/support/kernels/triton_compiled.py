@@ -87,6 +87,7 @@ LAUNCHES: dict[str, Launch] = {
     "router_scores": Launch(router._fp32_product, "xxassf", fixed(**OF_SCORES)),
     "router_to_rows": Launch(router._fp32_product, "fxassx", fixed(**OF_ROWS)),
     "router_to_weight": Launch(router._to_weight, "fxassf", fixed(**OF_WEIGHT)),
+    "top_k": Launch(router._top_k, "fasi", fixed(COUNT=2, ROWS=router.TOKENS_OF_A_PASS, EXPERTS=MANY)),
     "z_loss": Launch(router_sums._z_loss, "fasff", fixed(**OF_TOKENS)),
     "z_loss_backward": Launch(router_sums._z_loss_backward, "fffasf", fixed(**OF_TOKENS)),
     "balance_loss": Launch(router_sums._balance_loss, "fiasff", fixed(**OF_TOKENS)),
