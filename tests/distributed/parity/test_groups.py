@@ -13,8 +13,8 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import Place, assert_as_alone, recorded_steps, small_run
 
 STEPS = 2
-# Hash of 16 experts, a threshold over 64 small latent ones, top-2 of 8 and 4 identity experts with a bias that
-# holds the mean number of those that compute.
+# Hash of 16 experts, a threshold over 64 small latent ones, top-2 of 8 and 4 identity experts with a bias
+# that holds the mean number of those that compute.
 RUN: dict[str, Any] = {
     "model__num_layers": 4,
     "moe__layers": {"every": 1},
