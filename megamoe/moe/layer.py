@@ -18,6 +18,7 @@ from megamoe.kernels.autograd import Function
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.dispatch.choice import build_dispatcher
 from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
+from megamoe.moe.expert_losses import ActivationLoss, OutputLoss, one_row_each, weighted_sum
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
 from megamoe.moe.experts.latent import LatentProjection
@@ -87,6 +88,8 @@ class MoELayer(nn.Module):
         self.of_source = shape.of_source
         self.num_experts = config.num_experts
         self.token_sharding = TokenSharding(groups.tensor)
+        self.expert_ranks = TokenSharding(groups.expert)
+        self.slice_ranks = TokenSharding(groups.expert_tensor)
         self.router = Router(config.router, _dims(config, shape, groups), self.token_sharding)
         self.losses = nn.ModuleDict(
             {name: build_part(choice, self.router.dims) for name, choice in config.losses.items()}
@@ -123,6 +126,11 @@ class MoELayer(nn.Module):
     @observation.setter
     def observation(self, observation: Observation | None) -> None:
         self.context.observations[id(self)] = observation
+
+    @property
+    def output_losses(self) -> list[OutputLoss]:
+        """The losses that need the experts' outputs."""
+        return [loss for loss in self.losses.values() if isinstance(loss, OutputLoss)]
 
     @property
     def routing(self) -> Routing | None:
@@ -163,7 +171,10 @@ class MoELayer(nn.Module):
             )
         with self._stage("dispatch"):
             rows_TH = hidden_TH if self.to_latent is None else self.to_latent(hidden_TH)
-            state = self.dispatcher.start(rows_TH, computed)
+            sent = computed
+            if self.output_losses:
+                rows_TH, sent = one_row_each(rows_TH, computed)
+            state = self.dispatcher.start(rows_TH, sent)
         self.context.compute_timer.resume()
         # Beside the exchange; in the backward pass too, because autograd runs nodes in reverse order.
         later = self._put_off_gradients()
@@ -180,12 +191,15 @@ class MoELayer(nn.Module):
         with self._stage("combine"):
             combine = self.dispatcher.add_up if self.weighs_inside else self.dispatcher.combine
             output_TH = combine(rows_NH, state)
+            if self.output_losses:
+                output_TH = self._shown_to_losses(output_TH, computed, routing, context)
             if self.to_hidden is not None:
                 output_TH = self.to_hidden(output_TH)
             if self.zero is not None:
                 output_TH = self.zero(hidden_TH, own, output_TH)
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
+        self._probe_experts(hidden_TH.dtype, routing, context)
         output_TH = self._with_losses(output_TH, routing, real, context)
         self.context.compute_timer.resume()
         return output_TH
@@ -210,6 +224,32 @@ class MoELayer(nn.Module):
         nothing_later = (None,) if weights else ()
         output_NH: Tensor = recomputed(self.experts, [], rows_NH, counts_E, dropout, *nothing_later, *weights)
         return output_NH
+
+    def _shown_to_losses(
+        self, output_NH: Tensor, computed: Routing, routing: Routing, context: StepContext
+    ) -> Tensor:
+        """Return each token's weighted sum of the outputs of its pairs, which the losses see before."""
+        for loss in self.output_losses:
+            value_T = loss.of_tokens(output_NH, computed.pairs, computed.num_tokens)
+            routing.extras[loss.extra] = self.token_sharding.all_gather(value_T, context)
+        return weighted_sum(output_NH, computed, self.router.dims.kernels)
+
+    def _probe_experts(self, dtype: torch.dtype, routing: Routing, context: StepContext) -> None:
+        """Put what the experts make of the rows of an `ActivationLoss` into the routing's extras."""
+        for loss in self.losses.values():
+            if isinstance(loss, ActivationLoss):
+                routing.extras[loss.extra] = self._norms(loss.rows_PH(routing, context).to(dtype))
+
+    def _norms(self, rows_PH: Tensor) -> Tensor:
+        """Return the norms of `ActivationLoss`, fp32 [P, E]; each rank computes its own experts' slices."""
+        rows_PH = rows_PH if self.to_latent is None else self.to_latent(rows_PH)
+        own = self.num_experts // self.expert_ranks.size
+        counts_E = torch.full((own,), len(rows_PH), device=rows_PH.device)
+        gate_NF = self.experts(rows_PH.repeat(own, 1), counts_E, only_gate=True)
+        square_EP = gate_NF.float().square().sum(-1).view(own, len(rows_PH))
+        square_EP = self.slice_ranks.all_gather(square_EP[None]).sum(0)
+        square_EP = self.expert_ranks.all_gather(square_EP)
+        return square_EP.clamp_min(torch.finfo(torch.float32).tiny).sqrt().T
 
     def _stage(self, name: str) -> AbstractContextManager[None]:
         """Return the context that measures a stage, if it is to be measured (`log.timers`)."""

@@ -18,7 +18,7 @@ from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.experts.ffn import add_expert_bias, experts_of_rows, is_one_pass, swiglu_experts
 from megamoe.kernels.experts.grouped_gemm import LaterGradients, grouped_product, takes_any_count
 from megamoe.moe import rng
-from megamoe.moe.experts.activations import activate, up_width
+from megamoe.moe.experts.activations import activate, is_gated, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.recompute import drop_output
 
@@ -153,11 +153,14 @@ class GroupedExperts(nn.Module):
         dropout: ExpertDropout | None = None,
         later: LaterGradients | None = None,
         weight_N: Tensor | None = None,
+        only_gate: bool = False,
     ) -> Tensor:
         """[N, H] rows grouped by expert and their counts, int64 [E_local] -> [N, H].
 
         later: of `put_off_gradients`; not used where one pass of kernels computes all gradients. weight_N:
         fp32, of each row; it multiplies the activation, and thereby the output of experts without biases.
+        only_gate: return the first product alone, of the gate if there is one, without bias and activation,
+        [N, F].
         """
         multiple = self.products.row_multiple
         padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
@@ -166,15 +169,23 @@ class GroupedExperts(nn.Module):
         # The one wait of a layer, if the counts are on a device.
         host_E = counts_E.cpu() if self.products.host_counts else counts_E
         if multiple == 1:
+            if only_gate:
+                return self._gate(rows_NH, host_E)
             return self._ffn(rows_NH, counts_E, host_E, dropout, later, weight_N)
         place_N, padded_E = padded_places(counts_E, multiple, len(rows_NH))
         host_E = padded_counts(host_E, multiple)
         num_rows = int(host_E.sum())
         padded = rows_NH.new_zeros(num_rows, rows_NH.shape[1]).index_copy(0, place_N, rows_NH)
+        if only_gate:
+            return self._gate(padded, host_E).index_select(0, place_N)
         spread = None if dropout is None else dropout.spread(place_N, num_rows)
         if weight_N is not None:
             weight_N = weight_N.new_zeros(num_rows).index_copy(0, place_N, weight_N)
         return self._ffn(padded, padded_E, host_E, spread, later, weight_N).index_select(0, place_N)
+
+    def _gate(self, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
+        rows_NG = self.up_product(rows_NH, self.up, counts_E)
+        return rows_NG.chunk(2, dim=-1)[0] if is_gated(self.activation) else rows_NG
 
     def _ffn(
         self,

@@ -20,8 +20,8 @@ class ScoreVariance(Part):
     Scope: micro batch; the run's loss is the mean over micro batches and data-parallel ranks.
 
     Caveats: the paper sums over the tokens; ours is their mean, so that the weight does not depend on the
-    batch. It leaves open whether p of experts that were not chosen count; ours do. Its second loss, of the
-    orthogonality of the experts' outputs, is not implemented: losses here see the routing, not the outputs.
+    batch. It leaves open whether p of experts that were not chosen count; ours do. Its second loss is
+    `output_orthogonality`.
     """
 
     @dataclass

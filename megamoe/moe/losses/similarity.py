@@ -30,10 +30,11 @@ class Similarity(Part):
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
-        return {"gram_EE": "the products of the rows of the router's weight"}
+        return {"rows_EH": "the rows of the router's weight"}
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Return a scalar, fp32; 0 if there are no tokens."""
-        gram_EE = routing.extras["gram_EE"]
+        weight_EH = routing.extras["rows_EH"]
+        gram_EE = weight_EH @ weight_EH.T
         loss = (gram_EE - torch.eye(len(gram_EE), device=gram_EE.device)).abs().sum()
         return loss if routing.num_tokens else loss * 0

@@ -16,8 +16,8 @@ class LinearScorer(Part):
     """s = W x, computed in fp32 whatever the model's dtype; with `bias`, s = W x + b.
 
     With `jitter` e, in training, x is first multiplied element by element by draws from U(1 - e, 1 + e).
-    b starts at 0, and is trained by gradient, unlike the bias of a score function. With `gram`, the extra
-    gram_EE is W W^T, for a loss on the weight.
+    b starts at 0, and is trained by gradient, unlike the bias of a score function. With `rows`, the extra
+    rows_EH is W in fp32, for a loss on the weight: under ZeRO 3 it is whole only here.
 
     Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), section 2.4; b: gpt-oss.
     """
@@ -26,13 +26,13 @@ class LinearScorer(Part):
 
     @dataclass
     class Config:
-        """jitter: half-width e of the multiplicative input noise; 0: none. bias: whether b is added. gram:
-        whether W W^T is computed.
+        """jitter: half-width e of the multiplicative input noise; 0: none. bias: whether b is added. rows:
+        whether W is shown to losses.
         """
 
         jitter: float = 0.0
         bias: bool = False
-        gram: bool = False
+        rows: bool = False
 
         def __post_init__(self) -> None:
             if not 0 <= self.jitter < 1:
@@ -40,11 +40,11 @@ class LinearScorer(Part):
 
     @classmethod
     def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(), Example({"jitter": 0.01}), Example({"bias": True}), Example({"gram": True})]
+        return [Example(), Example({"jitter": 0.01}), Example({"bias": True}), Example({"rows": True})]
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        return {"gram_EE"} if options.gram else set()
+        return {"rows_EH"} if options.rows else set()
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
@@ -59,15 +59,12 @@ class LinearScorer(Part):
         return {"embedding_norm": mean_row_norm(self.weight)}
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
-        """[T, H] in any float dtype -> [T, E] fp32, and the extra gram_EE, fp32, with `gram`."""
+        """[T, H] in any float dtype -> [T, E] fp32, and the extra rows_EH, fp32, with `rows`."""
         if self.training and self.config.jitter > 0:
             hidden_TH = hidden_TH.float() * self._jitter_TH(hidden_TH, context)
         scores_TE = scores(hidden_TH, self.weight, self.dims.kernels)
         scores_TE = scores_TE if self.bias is None else scores_TE + self.bias.float()
-        if not self.config.gram:
-            return scores_TE
-        weight_EH = self.weight.float()
-        return scores_TE, {"gram_EE": weight_EH @ weight_EH.T}
+        return (scores_TE, {"rows_EH": self.weight.float()}) if self.config.rows else scores_TE
 
     def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         num_tokens, hidden_size = hidden_TH.shape

@@ -1,6 +1,7 @@
 """The class of our own for transformers: equal to our model, for every preset that it covers."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import Session
+from megamoe.apps.hf.custom.export import custom_family
 from megamoe.apps.hf.export_run import export_run
 from megamoe.config import load_config, to_dict
 from megamoe.errors import UserError
@@ -33,7 +35,19 @@ SMALL = (
     "moe.expert_ffn_hidden_size=24",
 )
 NO_CAPACITY = "moe.router.capacity=none"
-REFUSED = {"stable_moe": "moe.router.scorer.name stable", "deepseek_v4_moe": "layers that differ"}
+REFUSED = {  # what the class does not cover of them
+    "stable_moe": "moe.router.scorer.name stable",
+    "deepseek_v4_moe": "moe.router.score_function.name sqrt_softplus",
+    "dense_to_sparse": "moe.router.scorer.name dense_to_sparse",
+    "longcat_flash": "moe.zero_experts 16",
+    "moe_plus_plus": "moe.zero_experts 4",
+    "nemotron_latent": "moe.latent_size 32",
+    "phi_moe": "moe.router.selector.name sparse_mixer",
+    "remoe": "moe.router.score_function.name relu",
+    "skywork_moe": "moe.router.score_function.name normalised_softmax",
+    "token_table": "moe.router.scorer.name token_table",
+    "top_any": "moe.router.selector.name top_any",
+}
 PRESETS = sorted(path.stem for path in (ROOT / "examples/presets").glob("*.yaml"))
 QUICK = ("x_moe_hypersphere", "deepseek_v3")
 # Beside the presets: what models and routers can be.
@@ -170,6 +184,15 @@ def check_equal(folder: Path, base: str, *overrides: str) -> None:
 )
 def test_presets_are_equal(preset: str, tmp_path: Path) -> None:
     check_equal(tmp_path, preset, NO_CAPACITY)
+
+
+def test_presets_that_it_does_not_cover_are_refused_with_the_reason() -> None:
+    for name, expected in REFUSED.items():
+        with pytest.raises(UserError, match=re.escape(expected)):
+            custom_family(Path("a"), load_config(ROOT / "examples/presets" / f"{name}.yaml", [NO_CAPACITY]))
+    weighted = ["moe.router={scorer: hash, selector: {name: table, weights: raw}}"]
+    with pytest.raises(UserError, match="moe.router.selector.weights raw"):
+        custom_family(Path("a"), load_config(None, ["moe.layers.every=1", *weighted]))
 
 
 @pytest.mark.full

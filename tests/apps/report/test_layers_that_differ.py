@@ -16,7 +16,13 @@ from megamoe.train.loop import train
 from tests.support.tiny import ROOT, restored_process
 
 STEPS, TOKENS = 3, 8 * 16
-SHORT = [f"train.steps={STEPS}", "data.sequence_length=16", "data.workers=0", "log.every=1", "optimizer.warmup_steps=1"]
+SHORT = [
+    f"train.steps={STEPS}",
+    "data.sequence_length=16",
+    "data.workers=0",
+    "log.every=1",
+    "optimizer.warmup_steps=1",
+]
 COMPUTING = [16, 16, 8, 8, 64, 64]  # experts of each layer that compute; identity experts have no load
 
 
@@ -43,7 +49,9 @@ def test_each_layer_has_a_map_of_its_own_experts(run: Path, rows: list[dict[str,
     widths = [panel.heat_map for panel in sections["Experts per token"] if panel.heat_map is not None]
     assert len(widths) == len(COMPUTING)
     assert widths[0].values_EB[1] == pytest.approx(1.0), "the table gives each token one expert"
-    assert 0 < widths[2].values_EB[0].max() < 1, "some tokens of the middle layers have identity experts alone"
+    assert 0 < widths[2].values_EB[0].max() < 1, (
+        "some tokens of the middle layers have identity experts alone"
+    )
     page = write_report(run).read_text(encoding="utf-8")
     assert all(f"layer {number:02d}" in page for number in range(1, 7))
     assert read_run(run).rows == rows

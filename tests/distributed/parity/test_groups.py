@@ -13,18 +13,19 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import Place, assert_as_alone, recorded_steps, small_run
 
 STEPS = 2
-# Hash of 16 experts, a threshold over 64 small latent ones, top-2 of 8 and 4 identity experts with a bias that
-# holds the mean number of those that compute.
+# Hash of 16 experts, a threshold over 64 small latent ones, top-2 of 8 and 4 identity experts with a bias
+# that holds the mean number of those that compute. Two losses see the experts themselves.
 RUN: dict[str, Any] = {
     "model__num_layers": 4,
     "moe__layers": {"every": 1},
     "moe__num_shared_experts": 0,
     "moe__zero_experts": {"identity": 4},
     "moe__router": {
+        "scorer": {"name": "linear", "rows": True},
         "score_function": {"name": "softmax", "bias_update": 0.01, "mean_experts": 1.5},
         "selector": {"name": "top_k", "k": 2},
     },
-    "moe__losses": {"switch_balance": 0.1},
+    "moe__losses": {"switch_balance": 0.1, "expert_router_coupling": 0.1},
     "moe__groups": [
         {
             "layers": "first 1",
@@ -45,7 +46,7 @@ RUN: dict[str, Any] = {
                 "score_function": {"name": "softmax", "bias_update": 0.0, "mean_experts": None},
                 "selector": {"name": "threshold", "threshold": 0.3},
             },
-            "losses": {"switch_balance": 0.05, "z_loss": 0.01},
+            "losses": {"switch_balance": 0.05, "z_loss": 0.01, "output_orthogonality": 0.1},
         },
     ],
     "train__global_batch_size": 4,

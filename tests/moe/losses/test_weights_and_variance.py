@@ -19,7 +19,7 @@ from tests.support.moe.build import (
 
 def test_similarity_by_hand_and_by_formula() -> None:
     """Rows (3, 4) and (0, 2): W W^T is 25, 8; 8, 4. Off the identity by 24 + 8 + 8 + 3."""
-    router = {"scorer": {"name": "linear", "gram": True}, "selector": {"k": 1, "weights": "raw"}}
+    router = {"scorer": {"name": "linear", "rows": True}, "selector": {"k": 1, "weights": "raw"}}
     layer = make_layer(moe_config(num_experts=2, router=router, losses={"similarity": 1.0}))
     weight_EH = layer.router.get_parameter("scorer.weight")
     with torch.no_grad():
@@ -32,7 +32,7 @@ def test_similarity_by_hand_and_by_formula() -> None:
 
 
 def test_similarity_needs_the_products() -> None:
-    with pytest.raises(UserError, match="gram: true"):
+    with pytest.raises(UserError, match="rows: true"):
         check_parts(moe_config(losses={"similarity": 0.1}), 1)
 
 

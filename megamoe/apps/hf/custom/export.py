@@ -121,6 +121,9 @@ def _obstacles(config: RunConfig) -> list[str]:
         for key, names in known.items():
             name = getattr(router, key).name
             found[f"moe.router.{key}.name"] = name not in names and name
+        part, options = get_part("selector", router.selector.name), router.selector.options
+        learned = "table_TK" in part.requires(options) and "fixed_weights" not in part.provides(options)
+        found["moe.router.selector.weights"] = learned and options.weights
         zero = moe.zero_experts.total
         found["moe.zero_experts"] = zero > 0 and str(zero)
         found["moe.latent_size"] = moe.latent_size is not None and str(moe.latent_size)

@@ -1,0 +1,76 @@
+"""`output_orthogonality`: lets the experts of a token give different outputs."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megamoe.config.schema import MoEConfig
+from megamoe.moe.expert_losses import OutputLoss
+from megamoe.moe.part import StepContext
+from megamoe.moe.routing import Pairs, Routing, count
+from megamoe.moe.suggestions import capabilities
+from megamoe.moe.validation import experts_wanted
+from megamoe.registry import register
+
+SMALLEST = 1e-6  # added to the square that divides
+
+
+@register("loss", "output_orthogonality")
+class OutputOrthogonality(OutputLoss):
+    """Mean over tokens of sum_(j != k) |projection of o_j on o_k|^2 = (o_j . o_k)^2 / (o_k . o_k + 1e-6).
+
+    o_j: the output of the token's j-th expert, without its weight; the pairs are ordered, so each two experts
+    count twice. It teaches the experts alone. Scope: tokens.
+
+    Source: Guo et al. 2025 (arXiv 2505.22323), orthogonality loss L_o.
+
+    Caveats: the paper sums projections, which are vectors, over the tokens; ours are their squared norms, and
+    the mean over tokens, so that the weight does not depend on the batch. Every pair is a row of its own on
+    its way back, so that `by_node` sends as many rows between nodes as `direct`. A token that has an expert
+    twice (independent tables) counts it as two.
+    """
+
+    extra = "overlap_T"
+
+    @dataclass
+    class Config:
+        """weight: factor in the total loss."""
+
+        weight: float = 0.001
+
+    @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        return {"fixed_shares": "whose rows are not those of the pairs; set capacity.pad to false"}
+
+    @classmethod
+    def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
+        if experts_wanted(moe) == 1 and "fixed_count" in capabilities(moe.router.selector):
+            raise ValueError("a token has one expert, which has no other to differ from; leave the loss out")
+
+    def of_tokens(self, output_NH: Tensor, pairs: Pairs, num_tokens: int) -> Tensor:
+        """Return each token's sum, fp32 [T]. The host waits for the device unless all tokens have as many
+        pairs.
+        """
+        most = pairs.each or self._most(pairs, num_tokens)
+        rows_NH = output_NH.float()
+        if pairs.each is None:
+            number_T = count(pairs.token_N, num_tokens)
+            first_T = number_T.cumsum(0) - number_T
+            number_N = torch.arange(len(rows_NH), device=rows_NH.device)
+            place_N = pairs.token_N * most + number_N - first_T[pairs.token_N]  # they are sorted by token
+            rows_NH = rows_NH.new_zeros(num_tokens * most, rows_NH.shape[1]).index_copy(0, place_N, rows_NH)
+        rows_TKH = rows_NH.view(num_tokens, most, rows_NH.shape[1])
+        products_TKK = rows_TKH @ rows_TKH.mT
+        square_TK = products_TKK.diagonal(dim1=-2, dim2=-1)
+        own_KK = torch.eye(most, dtype=torch.bool, device=rows_NH.device)
+        others_TKK = products_TKK.masked_fill(own_KK, 0.0).square()
+        return (others_TKK / (square_TK[:, None, :] + SMALLEST)).sum((-2, -1))
+
+    def _most(self, pairs: Pairs, num_tokens: int) -> int:
+        return int(count(pairs.token_N, num_tokens).max()) if num_tokens else 0
+
+    def forward(self, routing: Routing, context: StepContext) -> Tensor:
+        """Return a scalar, fp32; 0 if there are no tokens."""
+        overlap_T: Tensor = routing.extras[self.extra]
+        return overlap_T.sum() / max(routing.num_tokens, 1)
