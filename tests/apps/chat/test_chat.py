@@ -239,6 +239,7 @@ def test_what_is_learned_of_several_turns(folder: Path) -> None:
     assert learned([1, 1, 1], "last") == "answer2"
 
 
+@pytest.mark.full
 def test_workers_write_the_same_bytes(folder: Path, tmp_path: Path) -> None:
     make_chat(tmp_path, conversations(), folder / "tokenizer.json", template="chatml", workers=2)
     one, two = ChatFiles(folder / "train"), ChatFiles(tmp_path / "train")

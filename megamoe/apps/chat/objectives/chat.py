@@ -19,7 +19,7 @@ from megamoe.data.ranks import raise_any_error, rank
 from megamoe.data.verify import scan, verify_sources
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
-from megamoe.objectives.objective import TrainingObjective
+from megamoe.objectives.objective import TokenShares, TrainingObjective
 from megamoe.registry import register
 
 
@@ -64,6 +64,16 @@ class Chat(TrainingObjective):
         for key, sources in _sources(data).items():
             if len(sources) != 1:
                 raise ValueError(f"{key}: found {len(sources)}, expected one; prepare them together")
+
+    @classmethod
+    def shares(cls, options: Config, config: RunConfig) -> TokenShares:
+        """Return what is counted of a sequence: packed ones are taken as full."""
+        if options.packing:
+            return TokenShares()
+        card = load_chat_card(config.data.sources[0].path)
+        return TokenShares(
+            counted=min(1.0, card.learned.size / card.conversations / config.data.sequence_length)
+        )
 
     def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
         super().__init__(options, config, vocabulary)
