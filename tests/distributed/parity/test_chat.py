@@ -64,7 +64,8 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(runs: list[dict[str, Any]], steps: int, folders: list[str] | None = None) -> list[dict[str, Any]]:
     """Job: what the steps of each run show; folders: of the tokenizers, for `plain_loss` before them."""
     found = []
-    for changes, folder in zip(runs, folders or [None] * len(runs), strict=True):
+    of_runs: list[str | None] = [None] * len(runs) if folders is None else [*folders]
+    for changes, folder in zip(runs, of_runs, strict=True):
         trainer = Trainer(small_run(**changes))
         shown: dict[str, Any] = {"epoch": trainer.run.objective.samples_per_epoch()}
         if folder is not None:
