@@ -15,7 +15,7 @@ from megamoe.train.command import main
 from megamoe.validation import memory
 
 ROOT = Path(__file__).parents[1]
-NO_RUNS = ("wandb", "tasks", "shared", "lm_eval", "studies")  # folders of other YAML files
+NO_RUNS = ("kubernetes", "wandb", "tasks", "shared", "lm_eval", "studies")  # folders of other YAML files
 EXAMPLES = sorted(path for path in (ROOT / "examples").rglob("*.yaml") if path.parent.name not in NO_RUNS)
 DEMO_VOCABULARY = 4096
 

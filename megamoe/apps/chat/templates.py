@@ -153,6 +153,7 @@ def checked(template: ChatTemplate) -> ChatTemplate:
             if kind == "whitespace":
                 continue
             is_attribute = kind == "name" and previous == "." and value.startswith("_")
+            is_attribute |= kind == "name" and previous == "|" and value == "attr"
             is_internal = kind in ("name", "string") and re.fullmatch(r"['\"]?__\w+__['\"]?", value)
             is_tag = kind == "name" and value in READ and previous.startswith("{%")
             if is_attribute or is_internal or is_tag:

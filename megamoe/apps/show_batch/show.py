@@ -64,7 +64,7 @@ def pieces_of(batch: Batch, row: int, words: Words) -> Iterator[Piece]:
         yield from _padding(whole - length)
     tokens_S, labels_S, mask_S = batch.tokens_BS[row], batch.labels_BS[row], batch.loss_mask_BS[row]
     length = len(tokens_S) if batch.lengths_B is None else int(batch.lengths_B[row])
-    follows = _follows(batch)
+    follows = words.labels_are_tokens and _follows(batch)
     lost_S = torch.cat((mask_S.new_zeros(1), mask_S[:-1])) if follows else mask_S
     for number, (first, last) in enumerate(_documents(batch, row, length), start=1):
         losses = int((mask_S[first:last] > 0).sum())

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -43,6 +46,47 @@ def test_what_it_writes(pool: Pool, tmp_path: Path) -> None:
     assert page.count("<tr") == 2 + sum(len(row["experts"]) for row in rows)
 
 
+def asked_in_a_chat(folder: Path) -> tuple[int, str, Any]:
+    """Job: a run on bytes, whose tool answers two lines and a prompt; the draws are the likeliest tokens."""
+    from megamoe.apps.evaluation.trained_model import session
+    from megamoe.apps.generation.chat import chat_of
+    from megamoe.apps.generation.generate import generate
+    from megamoe.apps.generation.sampling import Sampling
+
+    trainer = Trainer(small_run(folder, data__tokenizer="bytes", model__vocab_size=None))
+    trainer.step()
+    trainer.save()
+    trainer.close()
+    common = [str(folder / "small"), "--chat", "--template=plain", "--max-tokens=4", "--temperature=0"]
+    said = StringIO("one\n\n<|endoftext|>\ntwo\n")
+    with redirect_stdout(StringIO()) as shown, mock.patch("sys.stdin", said):
+        code: int = tool("generate").main(common)
+    outputs = ["--prompt=one", "--system=s", f"--json={folder / 'out.json'}"]
+    with redirect_stdout(StringIO()):
+        code += tool("generate").main([*common, *outputs])
+    with session() as ranks:
+        trained = ranks.open(folder / "small")
+        chat = chat_of(trained, "plain", None)
+        prompt = chat.prompt(chat.ask("one"), 4)
+        (free,) = generate(trained, [prompt], Sampling(4, 0.0))
+        (ended,) = generate(trained, [prompt], Sampling(4, 0.0, stop_tokens=(free.tokens[1],)))
+    return code, shown.getvalue(), (bytes(prompt).decode(), free, ended)
+
+
+@pytest.mark.full
+def test_answers_in_a_chat(pool: Pool, tmp_path: Path) -> None:
+    ((code, shown, (prompt, free, ended)),) = pool.run(asked_in_a_chat, tmp_path, ranks=1)
+    assert code == 0
+    first, error, second = [line for line in shown.splitlines() if line.startswith("> ")]
+    assert first == f"> {free.text.strip()}" and second.startswith("> ")
+    assert "spells the special token <|endoftext|>" in error
+    assert prompt == "User:\none\nAssistant:\n"
+    (row,) = json.loads((tmp_path / "out.json").read_text())
+    assert bytes(row["prompt_tokens"]).decode() == "System:\ns\nUser:\none\nAssistant:\n"
+    place = free.tokens.index(free.tokens[1])
+    assert ended.tokens == free.tokens[: place + 1] and ended.reason == "end_of_turn"
+
+
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
@@ -52,6 +96,12 @@ def test_what_it_writes(pool: Pool, tmp_path: Path) -> None:
         (["--prompt=a", "--beams=0"], "error: --beams: found 0, expected 1 to 10000; 1 is greedy"),
         (["--prompt=a", "--beams=2", "--stop=b"], "error: --beams: a search, which --temperature, --top-k"),
         (["--prompt=a", "--length-penalty=2"], "error: --length-penalty: is for a beam search; add --beams"),
+        (["--prompt=a", "--system=b"], "error: --system: is for conversations; add --chat, or leave it out"),
+        (
+            ["--chat", "--beams=2"],
+            "error: --chat: has no --beams; and --html, --json and --show-experts need",
+        ),
+        (["--chat", "--json=out.json"], "error: --chat: has no --beams; and --html, --json and"),
         (["--prompt=a", "--batch-size=0"], "error: --batch-size: found 0, expected at least 1"),
         (["--file=empty.txt"], "error: --file: empty.txt has no prompt; expected one on each line"),
         (["--file=bytes.txt"], "error: --file: bytes.txt: 'utf-8' codec"),

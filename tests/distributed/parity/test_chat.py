@@ -61,71 +61,69 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
-    """Job: what the steps of each run show."""
+def run(runs: list[dict[str, Any]], steps: int, folders: list[str] | None = None) -> list[dict[str, Any]]:
+    """Job: what the steps of each run show; folders: of the tokenizers, for `plain_loss` before them."""
     found = []
-    for changes in runs:
+    of_runs: list[str | None] = [None] * len(runs) if folders is None else [*folders]
+    for changes, folder in zip(runs, of_runs, strict=True):
         trainer = Trainer(small_run(**changes))
-        epoch = trainer.run.objective.samples_per_epoch()
-        found.append({"epoch": epoch, **recorded_steps(trainer, steps)})
+        shown: dict[str, Any] = {"epoch": trainer.run.objective.samples_per_epoch()}
+        if folder is not None:
+            shown["plain"] = plain_loss(trainer, folder)
+        found.append({**shown, **recorded_steps(trainer, steps)})
         trainer.checkpoints.close()
     return found
 
 
-def plain(runs: list[tuple[dict[str, Any], str]]) -> list[float]:
-    """Job: the loss of each run's first weights by a loop over conversations, one at a time."""
+def plain_loss(trainer: Trainer, folder: str) -> float:
+    """The loss by a loop over conversations, one at a time, as transformers renders and marks them."""
     from transformers import AutoTokenizer
 
-    losses = []
-    for changes, folder in runs:
-        trainer = Trainer(small_run(**changes))
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        total, count = 0.0, 0.0
-        for record in conversations(CONVERSATIONS, tools="zephyr" not in folder):
-            out = tokenizer.apply_chat_template(
-                record["messages"],
-                tools=record.get("tools"),
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-            )
-            ids_S, mask_S = (torch.tensor(out[key]) for key in ("input_ids", "assistant_masks"))
-            batch = Batch(
-                ids_S[None, :-1],
-                ids_S[None, 1:],
-                torch.arange(len(ids_S) - 1)[None],
-                mask_S[None, 1:].float(),
-                None,
-                torch.tensor([0]),
-            )
-            set_context(trainer.context, batch, 0)
-            inputs: Any = model_inputs(batch)
-            with torch.no_grad():
-                losses_S = trainer.model(**inputs)[0]
-            total += float((losses_S.double() * batch.loss_mask_BS[0]).sum())
-            count += float(batch.loss_mask_BS.sum())
-        losses.append(total / count)
-        trainer._stream.close()
-        trainer.checkpoints.close()
-    return losses
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    total, count = 0.0, 0.0
+    for record in conversations(CONVERSATIONS, tools="zephyr" not in folder):
+        out = tokenizer.apply_chat_template(
+            record["messages"],
+            tools=record.get("tools"),
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+        )
+        ids_S, mask_S = (torch.tensor(out[key]) for key in ("input_ids", "assistant_masks"))
+        place_S = torch.arange(len(ids_S) - 1)
+        batch = Batch(
+            tokens_BS=ids_S[None, :-1],
+            labels_BS=ids_S[None, 1:],
+            position_ids_BS=place_S[None],
+            loss_mask_BS=mask_S[None, 1:].float(),
+            document_start_BS=None,
+            sample_index_B=torch.tensor([0]),
+        )
+        set_context(trainer.context, batch, 0)
+        inputs: Any = model_inputs(batch)
+        with torch.no_grad():
+            losses_S = trainer.model(**inputs)[0]
+        total += float((losses_S.double() * batch.loss_mask_BS[0]).sum())
+        count += float(batch.loss_mask_BS.sum())
+    return total / count
 
 
 @pytest.fixture(name="alone", scope="module")
 def _alone(pool: Pool, folder: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     output = tmp_path_factory.mktemp("alone")
     runs = [tuned(folder, name, output / name) for name in TEMPLATES]
-    (found,) = pool.run(run, runs, STEPS, ranks=1, timeout_s=300)
+    folders = [str(folder / name / "hf") for name in TEMPLATES]
+    (found,) = pool.run(run, runs, STEPS, folders, ranks=1, timeout_s=300)
     return dict(zip(TEMPLATES, found, strict=True))
 
 
-def test_the_loss_is_that_of_a_plain_loop(
-    pool: Pool, folder: Path, alone: dict[str, dict[str, Any]], tmp_path: Path
-) -> None:
-    runs = [(tuned(folder, name, tmp_path / name), str(folder / name / "hf")) for name in TEMPLATES]
-    (expected,) = pool.run(plain, runs, ranks=1, timeout_s=300)
-    for name, loss in zip(TEMPLATES, expected, strict=True):
-        assert alone[name]["epoch"] == SEQUENCES
-        assert alone[name]["lm_loss"][0] == pytest.approx(loss, rel=1e-6), name
-        assert alone[name]["lm_loss"][1] < loss
+def test_the_loss_is_that_of_a_plain_loop(folder: Path, alone: dict[str, dict[str, Any]]) -> None:
+    """And the one MoE layer routes each token of a conversation once, to 2 experts, and no padding."""
+    for name, found in alone.items():
+        tokens = int(lengths_of(DataFiles(folder / name / "train")).sum())
+        assert [len(rows) for rows in found["chosen"]] == [2 * tokens] * STEPS
+        assert found["epoch"] == SEQUENCES
+        assert found["lm_loss"][0] == pytest.approx(found["plain"], rel=1e-6), name
+        assert found["lm_loss"][1] < found["plain"], name
 
 
 def check_layout(pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place) -> None:

@@ -15,11 +15,11 @@ from megamoe.apps.chat.prepare import ChatFiles, load_chat_card
 from megamoe.config.schema import DataConfig, RunConfig
 from megamoe.data.batches import Batch, Item, stacked
 from megamoe.data.datasets import VALID, Datasets, check_split
-from megamoe.data.ranks import raise_any_error, rank
+from megamoe.data.ranks import once_per_machine, rank
 from megamoe.data.verify import scan, verify_sources
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
-from megamoe.objectives.objective import TrainingObjective
+from megamoe.objectives.objective import TokenShares, TrainingObjective
 from megamoe.registry import register
 
 
@@ -65,6 +65,16 @@ class Chat(TrainingObjective):
             if len(sources) != 1:
                 raise ValueError(f"{key}: found {len(sources)}, expected one; prepare them together")
 
+    @classmethod
+    def shares(cls, options: Config, config: RunConfig) -> TokenShares:
+        """Return what is counted of a sequence: packed ones are taken as full."""
+        if options.packing:
+            return TokenShares()
+        card = load_chat_card(config.data.sources[0].path)
+        return TokenShares(
+            counted=min(1.0, card.learned.size / card.conversations / config.data.sequence_length)
+        )
+
     def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
         super().__init__(options, config, vocabulary)
         assert vocabulary.eod is not None  # every card has one
@@ -97,7 +107,7 @@ class Chat(TrainingObjective):
         sources = _sources(self.config.data)
         paths = [each[0].path for each in sources.values()]
         identities = verify_sources(self.config.data, paths, self.vocabulary.of_data.size)
-        raise_any_error(_damage(self.config.data, identities) if rank() == 0 else None)
+        once_per_machine(lambda stop: _verify_learned(self.config.data, identities))
         self._tell_cuts()
         train = self._packed(self._train, self._parts[0], "train", train_samples)
         if not validation_samples:
@@ -155,16 +165,12 @@ def _sources(data: DataConfig) -> dict[str, Any]:
     return {"data.sources": data.sources, **{f"data.validation.{k}": v for k, v in data.validation.items()}}
 
 
-def _damage(data: DataConfig, identities: dict[str, str]) -> str | None:
-    """Return what is wrong with the marks of what is learned, if anything."""
-    try:
-        for path, identity in identities.items():
-            card, learned = load_chat_card(path), ChatFiles(Path(path)).learned
-            whole = data.verify != "full" or scan(learned)["sha256"] == card.learned.sha256
-            if card.idx_sha256 != identity or not whole:
-                return (
-                    f"data {str(learned)!r} is damaged or another dataset's; prepare the conversations again"
-                )
-    except UserError as error:
-        return str(error)
-    return None
+def _verify_learned(data: DataConfig, identities: dict[str, str]) -> None:
+    """Compare what is learned with its card and with the index, whose SHA-256 is given by path."""
+    for path, identity in identities.items():
+        card, learned = load_chat_card(path), ChatFiles(Path(path)).learned
+        whole = data.verify != "full" or scan(learned)["sha256"] == card.learned.sha256
+        if card.idx_sha256 != identity or not whole:
+            raise UserError(
+                f"data {str(learned)!r} is damaged or another dataset's; prepare the conversations again"
+            )
