@@ -81,7 +81,7 @@ def test_commands_and_exit_codes_are_those_of_the_code(hooks: ModuleType) -> Non
 
 def public(path: Path) -> Iterator[str]:
     """Dotted names of a module's public classes, functions and methods that have a docstring."""
-    module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
     def within(tree: ast.Module | ast.ClassDef, prefix: str) -> Iterator[str]:
         for node in tree.body:
