@@ -22,6 +22,7 @@ LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Pages of the repository that the navigation names, beside what other pages link to.
 WHOLE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+WAY_ON = "Next: [the packages](../architecture.md), [commands and exit codes](commands.md).\n"
 # A script that the search needs where the site is opened from the disk.
 WORKER = "assets/iframe-worker.js"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sbatch": "bash", ".toml": "toml"}
@@ -152,7 +153,7 @@ def reference_pages() -> dict[str, str]:
         names = [name if path.stem == "__init__" else f"{name}.{path.stem}" for path in modules]
         blocks = [f"::: {each}\n" for each in names]
         title = name.removeprefix("megamoe.")
-        found[f"reference/{name}.md"] = "\n".join([f"# {title}\n", *blocks])
+        found[f"reference/{name}.md"] = "\n".join([f"# {title}\n", *blocks, WAY_ON])
     return found
 
 
