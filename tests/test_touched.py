@@ -74,12 +74,12 @@ def test_a_fault_planted_in_a_loss_is_noticed_within_a_minute(tmp_path: Path) ->
     for name in (*planted_faults.COPIED, *planted_faults.COPIED_FILES):
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
-    path = tmp_path / "megamoe/moe/losses/switch_balance.py"
-    lines = path.read_text().splitlines(keepends=True)
-    (last,) = [number for number, line in enumerate(lines) if line.startswith("        return ")][-1:]
-    lines[last] = lines[last].replace("return ", "return 1.01 * ", 1)
-    path.write_text("".join(lines))
-    command = [sys.executable, "tests/touched.py", "megamoe/moe/losses/switch_balance.py"]
+    name = "megamoe/moe/losses/switch_balance.py"
+    fault = next(fault for fault in planted_faults.FAULTS if fault.file == name)
+    text = (ROOT / name).read_text()
+    (tmp_path / name).write_text(text.replace(fault.before, fault.after))
+    assert text.count(fault.before) == 1
+    command = [sys.executable, "tests/touched.py", name]
     start = time.monotonic()
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 1 and "FAILED tests/moe/losses/test_switch_balance.py" in done.stdout

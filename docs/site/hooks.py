@@ -22,12 +22,16 @@ LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Pages of the repository that the navigation names, beside what other pages link to.
 WHOLE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+WAY_ON = "Next: [the packages](../architecture.md), [commands and exit codes](commands.md).\n"
+# A script that the search needs where the site is opened from the disk.
+WORKER = "assets/iframe-worker.js"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sbatch": "bash", ".toml": "toml"}
 
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the generated pages."""
-    for uri, text in {**repository_pages(), **reference_pages()}.items():
+    worker = {WORKER: (Path(__file__).parent / "iframe-worker.js").read_text(encoding="utf-8")}
+    for uri, text in {**repository_pages(), **reference_pages(), **worker}.items():
         files.append(File.generated(config, uri, content=text))
     return files
 
@@ -147,13 +151,9 @@ def reference_pages() -> dict[str, str]:
         ]
         name = ".".join(folder.relative_to(ROOT).parts)
         names = [name if path.stem == "__init__" else f"{name}.{path.stem}" for path in modules]
-        # A package's page shows its own text; the modules have sections of their own.
-        blocks = [
-            f"::: {each}\n    options:\n      members: {'false' if each == name else 'true'}\n"
-            for each in names
-        ]
+        blocks = [f"::: {each}\n" for each in names]
         title = name.removeprefix("megamoe.")
-        found[f"reference/{name}.md"] = "\n".join([f"# {title}\n", *blocks])
+        found[f"reference/{name}.md"] = "\n".join([f"# {title}\n", *blocks, WAY_ON])
     return found
 
 
