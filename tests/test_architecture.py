@@ -53,6 +53,7 @@ MODELS = SHARDING | {"data", "model", "objectives", "checkpoint", "train", "vali
 APPS = {
     "apps.command": FOUNDATION | {"compat", "resilience"},
     "apps.cluster": MODELS | {"apps.command", "metrics"},
+    "apps.datatrove": FOUNDATION | {"data"},
     "apps.evaluation": {"apps.command"} | MODELS | {"apps.routing_record", "metrics"},
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
     "apps.generation": {"apps.command"} | MODELS | {"apps.evaluation", "apps.translation"},
@@ -80,6 +81,9 @@ VENDORS = {
     "apex": {"model"},
     "triton": {"kernels"},
     "lm_eval": {"apps.lm_eval"},
+    "datatrove": {"apps.datatrove"},
+    "pyarrow": {"data"},
+    "fsspec": {"data"},
     "sklearn": {"apps.finetune"},
     "scipy": {"apps.finetune", "apps.lab"},
     "wandb": {"metrics", "apps.report"},

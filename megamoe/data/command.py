@@ -45,20 +45,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="tokens that a trained tokenizer, or bytes, reserves: pad, mask, sentinels (100 of them, or "
         "sentinels=N), names such as <2de>, with commas between; other tokenizers must have them",
     )
-    parser.add_argument("--key", default="text", help="column or key of the text (default text)")
-    parser.add_argument(
-        "--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text"
-    )
-    parser.add_argument(
-        "--where",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="take the rows of a table that fulfil it, such as \"language == 'en' and score >= 0.5\"",
-    )
-    parser.add_argument(
-        "--member", default="txt", metavar="ENDING", help="of a document's file in a tar (default txt)"
-    )
+    _add_selection(parser)
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
     parser.add_argument("--max-documents", type=int, help="stop after so many")
     parser.add_argument(
@@ -78,6 +65,24 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.verify is not None and (given or arguments.inputs or arguments.stdlib):
         parser.error("--verify prepares nothing: give the prefix of prepared data alone")
     return arguments
+
+
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which documents of the inputs are taken."""
+    parser.add_argument("--key", default="text", help="column or key of the text (default text)")
+    parser.add_argument(
+        "--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text"
+    )
+    parser.add_argument(
+        "--where",
+        action="append",
+        default=[],
+        metavar="CONDITION",
+        help="take the rows of a table that fulfil it, such as \"language == 'en' and score >= 0.5\"",
+    )
+    parser.add_argument(
+        "--member", default="txt", metavar="ENDING", help="of a document's file in a tar (default txt)"
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
