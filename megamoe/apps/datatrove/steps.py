@@ -7,7 +7,7 @@ merge goes on where it stopped. Needs the extra `datatrove`.
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -80,7 +80,7 @@ class MergeTokens(PipelineStep):  # type: ignore[misc]
     Args:
         prefix, tokenizer: as for `WriteTokens`.
         tasks: their number.
-        logging_dir: of the earlier pipeline, whose counts go into the card; None: they do not.
+        counted: the logging folders of pipelines whose counts go into the card, with their numbers of tasks.
         shuffle: the seed to shuffle documents by; None: they stay in the order of the tasks.
     """
 
@@ -88,12 +88,17 @@ class MergeTokens(PipelineStep):  # type: ignore[misc]
     name = "merge tokens"
 
     def __init__(
-        self, prefix: str, tokenizer: str, tasks: int, logging_dir: Any = None, shuffle: int | None = None
+        self,
+        prefix: str,
+        tokenizer: str,
+        tasks: int,
+        counted: Sequence[tuple[Any, int]] = (),
+        shuffle: int | None = None,
     ) -> None:
         super().__init__()
         self.prefix, self.tokenizer = str(Path(prefix).absolute()), _absolute(tokenizer)
         self.tasks, self.shuffle = tasks, shuffle
-        self.logging_dir = None if logging_dir is None else get_datafolder(logging_dir)
+        self.counted = [(get_datafolder(folder), number) for folder, number in counted]
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
         if rank == 0:
@@ -133,7 +138,7 @@ class MergeTokens(PipelineStep):  # type: ignore[misc]
             else:
                 counts_V = shuffle_parts(parts, new, dtype, self.shuffle, folder)
             reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
-            steps = [] if self.logging_dir is None else counts_of_steps(self.logging_dir, self.tasks)
+            steps = [step for folder, number in self.counted for step in counts_of_steps(folder, number)]
             card = write_card(counts, tokenizer, reference, new, counts_V, self.shuffle, steps)
             publish(new, files)
         self.stat_update("documents", value=card.documents)
