@@ -90,7 +90,7 @@ def is_english(document: Any) -> bool:
     return sum(word in STOP_WORDS for word in words) >= LEAST_STOP_WORDS * max(1, len(words))
 
 
-class IndexHeldOut(PipelineStep):  # type: ignore[misc]
+class IndexHeldOut(PipelineStep):
     """Writes the hashes of all n-grams of held-out texts, for NGramsDecontFilter.
 
     As NGramsDecontIndexer, which needs lighteval even if no task of it is named.
@@ -191,7 +191,7 @@ def stages(options: argparse.Namespace) -> list[tuple[str, list[Any], int]]:
 def main() -> None:
     options = arguments()
     executor = executor_of(options)
-    last = None
+    last: Any = None
     for name, steps, tasks in stages(options):
         last = executor(name, steps, tasks, last)
     last.run()

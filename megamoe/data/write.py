@@ -47,7 +47,7 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, dtype:
 
 
 def encode_batches(
-    batches: Iterable[list[Document]], tokenizer: Tokenizer, dtype: type[np.number], num_workers: int
+    batches: Iterable[Sequence[Document]], tokenizer: Tokenizer, dtype: type[np.number], num_workers: int
 ) -> Iterator[Encoded]:
     """Yield `encode_documents` of each batch, in order, whatever the number of workers.
 
@@ -102,7 +102,7 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(documents: list[Document]) -> Encoded:
+def _encode_in_worker(documents: Sequence[Document]) -> Encoded:
     tokenizer, dtype = _worker
     return encode_documents(documents, tokenizer, dtype)
 
@@ -142,7 +142,7 @@ class TextCounts:
 
 
 def write_tokens(
-    batches: Iterable[list[Document]], tokenizer: Tokenizer, files: DataFiles, workers: int = 1
+    batches: Iterable[Sequence[Document]], tokenizer: Tokenizer, files: DataFiles, workers: int = 1
 ) -> np.ndarray:
     """Write .bin, .idx and the counts of documents, each ended by the end-of-document token.
 

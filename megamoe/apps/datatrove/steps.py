@@ -33,7 +33,7 @@ def _part(prefix: str, tokenizer: str, rank: int, world_size: int) -> Part:
     return Part(DataFiles(DataFiles(Path(prefix)).partial / FOLDER / f"{rank:05}"), (), key)
 
 
-class WriteTokens(PipelineStep):  # type: ignore[misc]
+class WriteTokens(PipelineStep):
     """Tokenizes the documents of a task and writes them as a part of the dataset `prefix`. The last step.
 
     prefix, tokenizer: as `--output` and `--tokenizer` of tools/prepare_data.py; not `train`.
@@ -74,7 +74,7 @@ class WriteTokens(PipelineStep):  # type: ignore[misc]
         yield from ()
 
 
-class MergeTokens(PipelineStep):  # type: ignore[misc]
+class MergeTokens(PipelineStep):
     """Joins the parts of all tasks of an earlier pipeline to the dataset; a pipeline of one task.
 
     Args:
