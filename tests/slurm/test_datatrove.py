@@ -1,9 +1,7 @@
 """A pipeline of datatrove on Slurm: the tasks of both nodes give the bytes of a pool of processes."""
 
 import os
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -17,15 +15,11 @@ pytest.importorskip("datatrove", reason="the extra datatrove is not installed")
 def test_two_nodes_give_the_bytes_of_a_pool(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SLURM_CONF", str(cluster.folder / "slurm.conf"))
     make_lines(tmp_path / "in")
     run_pipeline(tmp_path, "local")
-    variables = environment()
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    command = f"export PATH={path} PYTHONPATH={variables['PYTHONPATH']}"
+    command = f"export PATH={path} PYTHONPATH={environment()['PYTHONPATH']}"
     run_pipeline(tmp_path, "slurm", "partition=batch", f"env={command}")
-    deadline = time.monotonic() + 300
-    while not (tmp_path / "slurm.card.json").exists() and time.monotonic() < deadline:
-        time.sleep(1)
-    nodes = subprocess.run(["scontrol", "show", "job"], capture_output=True, text=True).stdout
-    assert (tmp_path / "slurm.card.json").exists(), nodes[-3000:]
+    cluster.wait((tmp_path / "slurm.card.json").exists, "the merged dataset")
     assert contents(tmp_path / "slurm") == contents(tmp_path / "local")

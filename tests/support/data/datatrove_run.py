@@ -21,9 +21,7 @@ def executor_of(kind: str, options: dict[str, str], name: str, depends: Any, **c
         return LocalPipelineExecutor(**common)
     if kind == "slurm":
         slurm = {"time": "00:10:00", "partition": options["partition"], "env_command": options["env"]}
-        return SlurmPipelineExecutor(
-            **common, **slurm, mem_per_cpu_gb=1, job_name=name, mail_type="NONE", qos=""
-        )
+        return SlurmPipelineExecutor(**common, **slurm, mem_per_cpu_gb=1, job_name=name, mail_type="NONE")
     from datatrove.executor.ray import RayPipelineExecutor
 
     return RayPipelineExecutor(**common, mem_per_cpu_gb=0.1)
