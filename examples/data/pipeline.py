@@ -35,7 +35,7 @@ from datatrove.pipeline.filters import (
 )
 from datatrove.pipeline.readers import JsonlReader, ParquetReader
 from datatrove.pipeline.writers import JsonlWriter
-from datatrove.utils.hashing import create_hash_func
+from datatrove.utils.hashing import HashConfig, create_hash_func
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import load_word_tokenizer
 
@@ -153,7 +153,9 @@ def executor_of(options: argparse.Namespace) -> Callable[..., Any]:
 def stages(options: argparse.Namespace) -> list[tuple[str, list[Any], int]]:
     """Return each stage's name, steps and number of tasks."""
     work, tasks = options.work, options.tasks
-    minhash, grams = MinhashConfig(), NGramsDecontConfig(find_query_ngrams=True)
+    hashes = HashConfig(hash_fc="sha1")  # the default, xxhash, fails with xxhash 4, which does not take text
+    minhash = MinhashConfig(hash_config=hashes)
+    grams = NGramsDecontConfig(find_query_ngrams=True, hash_config=hashes)
     jsonl = partial(JsonlReader, f"{work}/filtered", compression="gzip")
     english = LanguageFilter("en") if options.language == "fasttext" else LambdaFilter(is_english)
     found: list[tuple[str, list[Any], int]] = [
