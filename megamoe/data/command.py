@@ -14,7 +14,14 @@ import warnings
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    _add_documents(parser)
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="INPUT",
+        help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, folders, globs, and "
+        "URLs of them such as s3://bucket/*.parquet",
+    )
+    parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
     parser.add_argument(
         "--verify",
         metavar="PREFIX",
@@ -38,7 +45,18 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         help="tokens that a trained tokenizer, or bytes, reserves: pad, mask, sentinels (100 of them, or "
         "sentinels=N), names such as <2de>, with commas between; other tokenizers must have them",
     )
+    _add_selection(parser)
     parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
+    parser.add_argument("--max-documents", type=int, help="stop after so many")
+    parser.add_argument(
+        "--shuffle-files",
+        type=int,
+        metavar="SEED",
+        help="take the files in a random order: training and validation then see all kinds",
+    )
+    parser.add_argument(
+        "--shuffle-documents", type=int, metavar="SEED", help="write the documents in a random order"
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
     arguments = parser.parse_args(argv)
     given = [f"--{name}" for name in ("output", "tokenizer") if getattr(arguments, name) is not None]
@@ -49,16 +67,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return arguments
 
 
-def _add_documents(parser: argparse.ArgumentParser) -> None:
-    """Add what chooses the documents and their order."""
-    parser.add_argument(
-        "inputs",
-        nargs="*",
-        metavar="INPUT",
-        help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, folders, globs, and "
-        "URLs of them such as s3://bucket/*.parquet",
-    )
-    parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
+def _add_selection(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which documents of the inputs are taken."""
     parser.add_argument("--key", default="text", help="column or key of the text (default text)")
     parser.add_argument(
         "--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text"
@@ -72,16 +82,6 @@ def _add_documents(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--member", default="txt", metavar="ENDING", help="of a document's file in a tar (default txt)"
-    )
-    parser.add_argument("--max-documents", type=int, help="stop after so many")
-    parser.add_argument(
-        "--shuffle-files",
-        type=int,
-        metavar="SEED",
-        help="take the files in a random order: training and validation then see all kinds",
-    )
-    parser.add_argument(
-        "--shuffle-documents", type=int, metavar="SEED", help="write the documents in a random order"
     )
 
 

@@ -1,0 +1,1 @@
+"""Pipelines of datatrove that end in our datasets: its readers, filters, deduplication and executors."""
