@@ -1,7 +1,8 @@
 """Plants a defect in the running process, and marks tests that must fail with it.
 
-A defect is an edit of source text: `Edit(module, before, after)`. The edited module is compiled, and the functions
-of the running one get the code of their edited namesakes, wherever they are referred to. The files stay as they are.
+A defect is an edit of source text: `Edit(module, before, after)`. The edited module is compiled, and the
+functions of the running one get the code of their edited namesakes, wherever they are referred to. The files
+stay as they are.
 """
 
 import importlib
@@ -17,6 +18,7 @@ import pytest
 
 from tests.support.ranks.pool import Pool
 
+HANG_S = 25.0  # with a defect; the jobs take a second or two
 ACTIVE: list["Edit"] = []  # what is planted in this process now, for the ranks of a pool
 
 
@@ -51,8 +53,9 @@ def planted(*edits: Edit) -> Iterator[None]:
         yield
 
 
-def on_ranks(pool: Pool, job: Callable[..., Any], *arguments: Any, ranks: int, timeout_s: float = 120) -> Any:
-    """Return what `pool.run` returns; the ranks have the defect that is planted here."""
+def on_ranks(pool: Pool, job: Callable[..., Any], *arguments: Any, ranks: int) -> Any:
+    """Return what `pool.run` returns; the ranks have the defect that is planted here, and hang no longer."""
+    timeout_s = HANG_S if ACTIVE else 120.0
     return pool.run(_with_edits, tuple(ACTIVE), job, arguments, ranks=ranks, timeout_s=timeout_s)
 
 

@@ -3,13 +3,17 @@
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from megamoe.apps.hf.export_run import export_run
 from megamoe.errors import UserError
 from megamoe.parallel.chunks import Chunk, Sharding
 from megamoe.parallel.layout import Layout
 from tests.conformance.one_step import one_step
 from tests.conformance.planting import Edit, fails_with
 from tests.data.test_batches import stream
+from tests.support.checkpoint_files import read_tensors
 from tests.support.data.sources import take
 from tests.support.ranks.runs import ds_config
 from tests.support.tiny import check_on, tiny
@@ -19,8 +23,8 @@ from tests.train.test_loop import run, without_times
 @fails_with(
     Edit(
         "megamoe.optim.optimizers",
-        "            expert.setdefault(parameter.group_name, []).append(gradient)  # type: ignore[attr-defined]\n",
-        "            continue\n",
+        "            expert.setdefault(parameter.group_name, []).append(gradient)",
+        "            continue",
     )
 )
 def test_clipping_counts_the_experts(one_rank: None) -> None:
@@ -44,7 +48,7 @@ def test_clipping_counts_the_experts(one_rank: None) -> None:
 def test_a_checkpoint_has_the_experts_of_every_rank() -> None:
     """Every expert-parallel rank saves its experts under the same places, and those of one rank remain.
 
-    Reported: KempnerInstitute/KempnerForge#202, verl-project/verl#2086, NVIDIA/Model-Optimizer#1631
+    Reported: KempnerInstitute/KempnerForge#202, verl-project/verl#2086
     """
     layout = Layout(4, expert=4)
     local, saved = (2, 3, 5), set()  # two experts of 3 x 5 on each rank
@@ -54,6 +58,29 @@ def test_a_checkpoint_has_the_experts_of_every_rank() -> None:
         for chunk, _ in placement.global_chunks(Chunk((0, 0, 0), local)):
             saved |= set(range(chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]))
     assert saved == set(range(8))
+
+
+@fails_with(
+    Edit("megamoe.apps.hf.rules", "pattern.format(b=block, e=expert)", "pattern.format(b=block, e=0)")
+)
+def test_an_export_has_every_expert(tmp_path: Path) -> None:
+    """All experts are exported under the name of one, and the last one written remains.
+
+    Reported: NVIDIA/Model-Optimizer#1631, NVIDIA-NeMo/Megatron-Bridge#1716
+    """
+    run(tmp_path, "name=a", "train.steps=1", "evaluation.batches=0", "model.tie_embeddings=false")
+    export_run(tmp_path / "a", tmp_path / "hf", report=lambda line: None)
+    exported = {
+        name: tensor
+        for path in (tmp_path / "hf").glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
+    ours = read_tensors(tmp_path / "a/checkpoints/step_00000001")
+    for block in range(2):
+        down_EHX = ours[f"model/model.decoder.layers.{block}.mlp.layer.experts.down"]
+        for expert, down_HX in enumerate(down_EHX):
+            name = f"model.layers.{block}.block_sparse_moe.experts.{expert}.w2.weight"
+            assert name in exported and torch.equal(exported[name], down_HX), name
 
 
 @fails_with(

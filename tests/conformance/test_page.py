@@ -1,0 +1,52 @@
+"""docs/conformance.md lists every defect, its test and its reports. An edit that no longer fits is told."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.listed import HERE, listed
+from tests.conformance.planting import Edit, planted
+
+PAGE = Path(__file__).parents[2] / "docs/conformance.md"
+
+
+def test_the_page_has_every_defect() -> None:
+    page, defects = PAGE.read_text(encoding="utf-8"), list(listed())
+    assert len(defects) >= 20
+    assert [each.name for each in defects if each.row() not in page] == []
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", number) for each in defects for number in each.reports)
+
+
+def test_the_page_says_of_every_defect_what_the_vendors_do() -> None:
+    page, asked = PAGE.read_text(encoding="utf-8"), (HERE / "vendors.py").read_text(encoding="utf-8")
+    assert [each.name for each in listed() if f"\n| `{each.name}` |" not in page] == []
+    assert [each.name for each in listed() if f'"{each.name}"' not in asked] == []
+
+
+def test_every_test_here_has_a_defect() -> None:
+    """No test of this folder but those of this file goes without."""
+    written = [
+        name
+        for path in HERE.glob("test_*.py")
+        for name in re.findall(r"^def (test_\w+)", path.read_text(encoding="utf-8"), re.MULTILINE)
+        if path.name != Path(__file__).name
+    ]
+    assert sorted(written) == sorted(each.name for each in listed())
+
+
+def test_an_edit_that_does_not_fit_is_told() -> None:
+    module = "tests.conformance.listed"
+    for before, message in (
+        ("nowhere to be found", "found it 0 times"),
+        ('"Reported: "', "change no function"),
+    ):
+        with pytest.raises(ValueError, match=message), planted(Edit(module, before, '"x"')):
+            pass
+
+
+def test_a_planted_edit_is_gone_afterwards() -> None:
+    edit = Edit("tests.conformance.listed", "if not reports:", "if True:")
+    with planted(edit), pytest.raises(ValueError, match="expected a docstring"):
+        list(listed())
+    assert list(listed())
