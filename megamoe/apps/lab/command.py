@@ -245,5 +245,6 @@ def _repeated(options: argparse.Namespace) -> list[str]:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """Return the command that makes these results."""
-    return "python tools/lab.py " + shlex.join(_repeated(options))
+    """Return the command that makes these results, in whatever folder."""
+    given = argparse.Namespace(**{**vars(options), "output": None})
+    return "python tools/lab.py " + shlex.join(_repeated(given))

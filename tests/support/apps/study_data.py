@@ -8,7 +8,7 @@ from tests.support.data.sources import make_data
 
 LANGUAGES = ("de", "fr", "ro", "cs")
 LABELS = ("django", "plone")
-PAIRS = 100  # of each language
+PAIRS = 400  # of each language: enough for a batch of 32 in each split
 
 
 def make_study_data(root: Path) -> None:
