@@ -64,13 +64,11 @@ class Row:
 
 @dataclass
 class Finetune:
-    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it;
-    seeds: of the fine-tuning of each model; default: the model's own."""
+    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it."""
 
     __pydantic_config__ = STRICT
     task: PathText
     set: Settings = field(default_factory=dict)
-    seeds: list[Seed] | None = None
 
 
 @dataclass
@@ -87,12 +85,11 @@ class Translate:
 @dataclass
 class Analyze:
     """tools/analyze_routing.py. of: the last checkpoint, all of a run, or the last ones of all seeds of a
-    row. after: a stage that fine-tunes: instead, the models that it has tuned from one."""
+    row."""
 
     __pydantic_config__ = STRICT
     analyses: list[str]
     of: Literal["last", "all", "seeds"] = "last"
-    after: Name | None = None
     samples: PositiveInt | None = None
 
 
@@ -340,10 +337,6 @@ def _check_stages(study: Study) -> None:
         for row in stage.rows or []:
             if row not in study.rows:
                 raise ValueError(f"stages.{name}.rows: no row {row!r}; expected {', '.join(study.rows)}")
-        after = stage.analyze.after if stage.analyze is not None else None
-        earlier = list(study.stages)[: list(study.stages).index(name)]
-        if after is not None and (after not in earlier or study.stages[after].finetune is None):
-            raise ValueError(f"stages.{name}.analyze.after: {after!r} is no earlier stage that fine-tunes")
 
 
 def _check_measures(study: Study) -> None:

@@ -174,10 +174,6 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             {"stages": {"routing": {"rows": ["three"], "analyze": {"analyses": ["load"]}}}},
             "stages.routing.rows: no row 'three'; expected one, two, two_again",
         ),
-        (
-            {"stages": {"routing": {"analyze": {"analyses": ["load"], "after": "tuned"}}}},
-            "stages.routing.analyze.after: 'tuned' is no earlier stage that fine-tunes",
-        ),
         ({"stages": {"routing": {}}}, "stages.routing: found nothing, expected one of evaluate, finetune"),
         ({"claims": [{"text": "x", "test": "loss(one) < loss(three)"}]}, "claims[0].test: no row 'three'"),
         ({"claims": [{"text": "x", "test": "size(one) < 1"}]}, "claims[0].test: no measure 'size'"),
@@ -249,30 +245,26 @@ def test_what_is_taken_of_the_values_of_a_run() -> None:
 
 
 def test_the_stages_of_a_study(tmp_path: Path) -> None:
-    """A stage of some rows; fine-tuning with seeds of its own, and an analysis of what it has tuned."""
+    """A stage of some rows, and the number of samples of a size in all of them."""
     stages = {
-        "tuned": {"rows": ["two"], "finetune": {"task": "task.yaml", "seeds": [7, 8]}},
-        "agreement": {"rows": ["two"], "analyze": {"analyses": ["consistency"], "after": "tuned"}},
+        "tuned": {"rows": ["two"], "finetune": {"task": "task.yaml"}},
         "swept": {"rows": ["one", "two"], "evaluate": {"sweep": {"moe.router.selector.k": [1, 2]}}},
     }
     sizes = {"smoke": {"seeds": [1, 2], "time": "seconds", "samples": 2}}
     measures = {
-        "k_2": {"stage": ["swept", "agreement"], "path": "1/perplexity"},
+        "k_2": {"stage": ["swept", "tuned"], "path": "1/perplexity"},
         "balance": {"stage": "tuned", "metric": "moe/imbalance"},
         "loss": {"metric": "val/lm_loss"},
     }
     path = written(tmp_path, stages=stages, sizes=sizes, measures=measures, claims=[])
     tasks = study_tasks(load_plan(path, "smoke", None, []), tmp_path / "lab", {})
-    assert {key for key in tasks.stages if key[0] != "swept"} == {
-        (stage, "two", seed) for stage in ("tuned", "agreement") for seed in (1, 2)
-    }
-    tuned, agreement = tasks.stages["tuned", "two", 2], tasks.stages["agreement", "two", 2]
-    assert "task.seeds=[7, 8]" in tuned.arguments and tuned.needs == ("two-2",)
-    assert agreement.needs == (tuned.name,)
-    assert {str(tuned.folder / f"seed_{seed}") for seed in (7, 8)} <= set(agreement.arguments)
-    assert agreement.arguments[-4:-2] == ("--samples", "2")
+    assert {key for key in tasks.stages if key[0] == "tuned"} == {("tuned", "two", 1), ("tuned", "two", 2)}
+    assert "task.seeds=[2]" in tasks.stages["tuned", "two", 2].arguments
+    swept = tasks.stages["swept", "one", 1].arguments
+    assert swept[-2:] == ("--samples", "2") and "moe.router.selector.k=1,2" in swept
+    assert ("swept", "two_again", 1) not in tasks.stages
     chains = [[task.name for task in chain] for chain in tasks.chains()]
-    assert ["two-2", "tuned-two-2", "agreement-two-2", "swept-two-2"] in chains and len(chains) == 4
+    assert ["two-2", "tuned-two-2", "swept-two-2"] in chains and len(chains) == 4
 
 
 def test_a_value_at_the_end_of_the_tuned_ones_is_named() -> None:
