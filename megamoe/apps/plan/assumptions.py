@@ -17,7 +17,7 @@ CASES: tuple[Case, ...] = ("pessimistic", "likely", "optimistic")
 TABLE = Path(__file__).with_name("rates.json")
 MOST_BYTES = 1 << 20
 SECONDS = ("kernel_s", "sync_s", "collective_s", "peer_s", "aten_call_s", "own_call_s", "collective_call_s")
-SHARES = ("attention", "matmul", "grouped", "link", "bytes", "scattered_bytes", "hidden")
+SHARES = ("attention", "matmul", "grouped", "link", "network", "bytes", "scattered_bytes", "hidden")
 PHASES = ("", "forward", "backward")
 # What `at_least` of a kind bounds; nothing for the other kinds.
 SIZES = {
@@ -25,6 +25,7 @@ SIZES = {
     "matmul": "smallest dimension",
     "grouped": "smallest dimension of a weight",
     "link": "bytes a call",
+    "network": "bytes a call",
 }
 
 
@@ -60,10 +61,11 @@ class Rate:
 @dataclass(frozen=True)
 class Assumptions:
     """The rows of one case. matmul, grouped, attention: of the peak FLOP/s. bytes, scattered_bytes: of the
-    memory bandwidth, by passes over whole tensors and by rows at random places. link: of a link's bandwidth.
-    hidden: of a collective beside the backward pass. kernel_s: between two kernels. sync_s: a wait of the
-    host and until the next kernel. collective_s, peer_s: start of a collective, and for each rank of another
-    node of an all-to-all. aten_call_s, own_call_s, collective_call_s: the host's time of a call.
+    memory bandwidth, by passes over whole tensors and by rows at random places. link, network: of the
+    bandwidth of the links inside a node and between nodes. hidden: of a collective beside the backward pass.
+    kernel_s: between two kernels. sync_s: a wait of the host and until the next kernel. collective_s, peer_s:
+    start of a collective, and for each rank of another node of an all-to-all. aten_call_s, own_call_s,
+    collective_call_s: the host's time of a call.
     """
 
     case: Case
@@ -77,8 +79,13 @@ class Assumptions:
 
     @property
     def link(self) -> float:
-        """Of the links, for large messages."""
+        """Of the links inside a node, for large messages."""
         return self.of("link", float("inf"))
+
+    @property
+    def network(self) -> float:
+        """Of the links between nodes, for large messages."""
+        return self.of("network", float("inf"))
 
     def __getattr__(self, name: str) -> float:
         """Return a value that does not depend on a size."""

@@ -84,8 +84,9 @@ class Topology:
         if len(key.ranks) == 1 or not total.calls:
             return 0.0
         sent = self.sent(key, total)
-        slowest = max(sent.inside / gpu.nvlink, sent.between / gpu.network)
-        share = assumed.of("link", total.bytes / total.calls)
+        size = total.bytes / total.calls
+        inside = sent.inside / (gpu.nvlink * assumed.of("link", size))
+        between = sent.between / (gpu.network * assumed.of("network", size))
         away = sum(rank // self.ranks != key.ranks[0] // self.ranks for rank in key.ranks)
         peers = away if key.kind.startswith("alltoall") else 0
-        return total.calls * (assumed.collective_s + peers * assumed.peer_s) + slowest / share
+        return total.calls * (assumed.collective_s + peers * assumed.peer_s) + max(inside, between)

@@ -208,10 +208,10 @@ def _micro_batch(
         )
         inside = layout.expert // layout.nodes  # a node, if rows are exchanged by node
         rows = traffic.rows / _bandwidth(inside, layout.expert_tensor, gpu, gpus_per_node, ring=False)
-        between = traffic.between / (gpu.network * ASSUMED.link)
+        between = traffic.between / (gpu.network * ASSUMED.network)
         if config.train.in_flight == 2:  # it travels beside what the other micro batch computes
             seconds -= min(seconds, size.layers * (between if layout.nodes > 1 else rows))
-        rows += between + traffic.pairs / (gpu.network * ASSUMED.link)
+        rows += between + traffic.pairs / (gpu.network * ASSUMED.network)
         slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
         beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
         each = rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s
@@ -230,7 +230,8 @@ def _bandwidth(ranks: int, stride: int, gpu: Gpu, gpus_per_node: int, *, ring: b
     if here == ranks:
         return gpu.nvlink * ASSUMED.link
     away = 1 / here if ring else (ranks - here) / (ranks - 1)
-    return ASSUMED.link / max((1 - away) / gpu.nvlink, away / gpu.network)
+    inside, between = (1 - away) / (gpu.nvlink * ASSUMED.link), away / (gpu.network * ASSUMED.network)
+    return 1 / max(inside, between)
 
 
 def _heads(config: RunConfig) -> float:

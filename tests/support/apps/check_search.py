@@ -32,7 +32,13 @@ MODEL = (
     "parallel.deepspeed=ds_configs/zero1_bf16_cuda.json",
 )
 CLUSTER = Cluster(2, 2, GPUS["h100"])
-FEWER: dict[str, Any] = {"RECOMPUTE": ("none",), "SLICES": (1, 2), "ZERO_FILES": {"bf16": []}}
+FEWER: dict[str, Any] = {
+    "recomputations": lambda config: ("none",),
+    "SLICES": (1, 2),
+    "CHUNKS": (1,),
+    "CONTEXT": (1,),
+    "ZERO_FILES": {"bf16": []},
+}
 
 
 def searched(simulated: int) -> dict[str, Any]:
