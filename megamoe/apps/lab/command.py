@@ -172,12 +172,12 @@ def _tune(plan: Any, output: Path, runner: Any) -> dict[str, Any]:
     runner.run(tasks.by_name.values())
     tuned = {}
     for row, of_row in of_rows.items():
-        tuned[row], losses = lowest_by(rule.by, runner, of_row, rule.values)
+        tuned[row], losses = lowest_by(rule.metrics, runner, of_row, rule.values)
         shown = ", ".join(
             f"{value}: {'failed' if loss is None else f'{loss:.4f}'}"
             for value, loss in zip(rule.values, losses, strict=True)
         )
-        print(f"{row}: {rule.key} {tuned[row]} ({rule.by} of {shown})", flush=True)
+        print(f"{row}: {rule.key} {tuned[row]} ({', '.join(rule.metrics)} of {shown})", flush=True)
     return tuned
 
 
@@ -245,5 +245,6 @@ def _repeated(options: argparse.Namespace) -> list[str]:
 
 
 def _command(options: argparse.Namespace) -> str:
-    """Return the command that makes these results."""
-    return "python tools/lab.py " + shlex.join(_repeated(options))
+    """Return the command that makes these results, in whatever folder."""
+    given = argparse.Namespace(**{**vars(options), "output": None})
+    return "python tools/lab.py " + shlex.join(_repeated(given))

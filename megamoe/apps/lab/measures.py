@@ -82,21 +82,23 @@ def curves(plan: Plan, tasks: Tasks, runner: Runner) -> Curves:
 
 
 def lowest_by(
-    key: str, runner: Runner, tasks: Sequence[Task], values: Sequence[Any]
+    keys: Sequence[str], runner: Runner, tasks: Sequence[Task], values: Sequence[Any]
 ) -> tuple[Any, list[Any]]:
-    """Return the value whose run ended with the lowest metric `key`, and every run's metric (None: it
-    failed).
+    """Return the value whose run ended with the lowest metric, and every run's metric (None: it failed).
+
+    keys: of metrics; the first that a run has recorded counts.
 
     Raises:
         UserError: if no run has recorded it.
     """
     found: list[Any] = []
     for task in tasks:
-        recorded = series(read_run(task.folder).rows, key)[1] if runner.is_done(task) else []
+        rows = read_run(task.folder).rows if runner.is_done(task) else []
+        recorded = next((it for it in (series(rows, key)[1] for key in keys) if it), [])
         found.append(recorded[-1] if recorded and math.isfinite(recorded[-1]) else None)
     known = [(loss, number) for number, loss in enumerate(found) if loss is not None]
     if not known:
-        raise UserError(f"tuning: no run of {tasks[0].name} and its like has recorded {key}; see their logs")
+        raise UserError(f"tuning: no run of {tasks[0].name} and its like has recorded {keys}; see their logs")
     return values[min(known)[1]], found
 
 

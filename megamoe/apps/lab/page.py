@@ -136,9 +136,10 @@ def _tuning(results: dict[str, Any]) -> str:
     if rule is None:
         return "Nothing was tuned: every row has the settings of the study."
     values = ", ".join(map(str, rule["values"]))
+    by = rule["by"] if isinstance(rule["by"], str) else "` or `".join(rule["by"])
     told = (
         f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']} ended "
-        f"with the lowest `{rule['by']}`, on data that the table does not report."
+        f"with the lowest `{by}`, on data that the table does not report."
     )
     ends = (rule["values"][0], rule["values"][-1])
     at_end = [name for name, row in results["rows"].items() if row.get("tuned") in ends]

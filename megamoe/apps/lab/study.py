@@ -64,13 +64,11 @@ class Row:
 
 @dataclass
 class Finetune:
-    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it;
-    seeds: of the fine-tuning of each model; default: the model's own."""
+    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it."""
 
     __pydantic_config__ = STRICT
     task: PathText
     set: Settings = field(default_factory=dict)
-    seeds: list[Seed] | None = None
 
 
 @dataclass
@@ -87,12 +85,11 @@ class Translate:
 @dataclass
 class Analyze:
     """tools/analyze_routing.py. of: the last checkpoint, all of a run, or the last ones of all seeds of a
-    row. after: a stage that fine-tunes: instead, the models that it has tuned from one."""
+    row."""
 
     __pydantic_config__ = STRICT
     analyses: list[str]
     of: Literal["last", "all", "seeds"] = "last"
-    after: Name | None = None
     samples: PositiveInt | None = None
 
 
@@ -168,16 +165,21 @@ class Curve:
 class Tuning:
     """One rule for all rows: each is trained with every value, and takes the one with the lowest `by`.
 
-    key: of the configuration. by: a metric of validation data that the study does not report. seed: of these
-    runs. set: keys over the size's, such as fewer steps.
+    key: of the configuration. by: a metric of validation data that the study does not report; of several, the
+    first that a run has recorded. seed: of these runs. set: keys over the size's, such as fewer steps.
     """
 
     __pydantic_config__ = STRICT
     key: str
     values: Annotated[list[Any], Field(min_length=2)]
-    by: str = "val/lm_loss"
+    by: str | list[str] = "val/lm_loss"
     seed: Seed = 0
     set: Settings = field(default_factory=dict)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The keys of `by`, in order."""
+        return [self.by] if isinstance(self.by, str) else self.by
 
 
 @dataclass
@@ -335,10 +337,6 @@ def _check_stages(study: Study) -> None:
         for row in stage.rows or []:
             if row not in study.rows:
                 raise ValueError(f"stages.{name}.rows: no row {row!r}; expected {', '.join(study.rows)}")
-        after = stage.analyze.after if stage.analyze is not None else None
-        earlier = list(study.stages)[: list(study.stages).index(name)]
-        if after is not None and (after not in earlier or study.stages[after].finetune is None):
-            raise ValueError(f"stages.{name}.analyze.after: {after!r} is no earlier stage that fine-tunes")
 
 
 def _check_measures(study: Study) -> None:

@@ -62,14 +62,11 @@ class Tasks:
 
     def chains(self) -> list[list[Task]]:
         """Return each training run with the stages that need only it, in order: the work of one job."""
-        chains: dict[str, list[Task]] = {}  # of each task that is in one; equal lists are the same object
-        for task in self.by_name.values():  # a task follows those that it needs
-            if not task.needs:
-                chains[task.name] = [task]
-            elif len(task.needs) == 1 and task.needs[0] in chains:
-                chains[task.name] = chains[task.needs[0]]
-                chains[task.name].append(task)
-        return [chain for name, chain in chains.items() if chain[0].name == name]
+        chains = {task.name: [task] for task in self.by_name.values() if not task.needs}
+        for task in self.by_name.values():
+            if len(task.needs) == 1:
+                chains[task.needs[0]].append(task)
+        return [*chains.values()]
 
 
 def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[Task]]]:
@@ -102,8 +99,6 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any]) -> Tasks:
             over_seeds = stage.analyze is not None and stage.analyze.of == "seeds"
             for seed in plan.seeds[:1] if over_seeds else plan.seeds:
                 runs = [tasks.training[row, it] for it in (plan.seeds if over_seeds else [seed])]
-                if stage.analyze is not None and stage.analyze.after is not None:
-                    runs = [tasks.stages[stage.analyze.after, row, seed]]
                 tasks.stages[name, row, seed] = tasks.add(
                     _of_stage(plan, output, (name, stage), row, runs, seed)
                 )
@@ -143,8 +138,7 @@ def _of_stage(
     checkpoints_of = None
     if stage.finetune is not None:
         settings = merge(merge(stage.finetune.set, plan.size.finetune), plan.study.rows[row].finetune)
-        settings = {**settings, "seeds": stage.finetune.seeds or [seed]}
-        given = [f"task.{key}={json.dumps(value)}" for key, value in settings.items()]
+        given = [f"task.{key}={json.dumps(value)}" for key, value in {**settings, "seeds": [seed]}.items()]
         task_file = plan.path.parent / stage.finetune.task
         arguments = ["finetune", "--task", str(task_file), "--checkpoint", *paths, "--output", str(folder)]
         arguments += [*given, *plan.task_overrides]
@@ -156,10 +150,6 @@ def _of_stage(
     elif stage.analyze is not None:
         analyses = stage.analyze
         checkpoints_of = runs[0].folder if analyses.of == "all" else None
-        if analyses.after is not None:
-            tuned = plan.study.stages[analyses.after].finetune
-            assert tuned is not None
-            paths = [str(runs[0].folder / f"seed_{each}") for each in tuned.seeds or [seed]]
         arguments = ["analyze", "--analyses", ",".join(analyses.analyses), "--output", str(folder)]
         arguments += _samples(plan, analyses.samples)
         arguments += [] if checkpoints_of is not None else paths

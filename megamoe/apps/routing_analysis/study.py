@@ -29,6 +29,7 @@ from megamoe.errors import UserError
 
 ALONE = ("collapse", "required", "positive", "load", "tokens", "map", "coactivation", "removal")
 COMPARING = ("fluctuation", "consistency")
+ARCHITECTURES = ("decoder", "encoder")
 ASKED_FOR = ("removal",)  # one evaluation for each expert: only where it is asked for
 
 
@@ -136,7 +137,8 @@ def study(
     examined: list[Examined] = []
     data: StudyData | None = None
     for path in paths:
-        trained = ranks.open(path)
+        trained = ranks.open(path, architectures=ARCHITECTURES)
+        _check_unpadded(trained)
         report(f"{trained.path}, step {trained.step}, {trained.precision}")
         data = data or StudyData.of(trained, options)
         if examined:
@@ -151,6 +153,14 @@ def study(
         "checkpoints": [each.as_data() for each in examined],
         "comparisons": dict(compare(examined, options)),
     }
+
+
+def _check_unpadded(trained: TrainedModel) -> None:
+    """Refuse a model of labels: its sequences end in padding, which no router sees."""
+    if trained.config.model.num_labels:
+        raise UserError(
+            f"{trained.path}: the model has a head for labels; expected a decoder or a masked language model"
+        )
 
 
 def check_names(options: Options, checkpoints: int) -> None:

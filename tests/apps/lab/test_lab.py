@@ -7,18 +7,23 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
-from megamoe.apps.lab.measures import spikes
-from megamoe.apps.lab.study import load_plan, load_study
-from megamoe.apps.lab.tasks import study_tasks
+from megamoe.apps.lab.measures import _taken, lowest_by, spikes
+from megamoe.apps.lab.page import _tuning
+from megamoe.apps.lab.runner import Runner
+from megamoe.apps.lab.study import Measure, load_plan, load_study
+from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
 from megamoe.cli import call
+from tests.support.apps.study_data import make_study_data
 from tests.support.tiny import ROOT
 
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
+IN_MAKE_TEST = "deepseek_balance"
 RUN = {
     "data": {"mock": True, "sequence_length": 16},
     "model": {
@@ -57,7 +62,7 @@ STUDY: dict[str, Any] = {
 
 def written(folder: Path, **changes: Any) -> Path:
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
-    (folder / "study.yaml").write_text(yaml.safe_dump(STUDY | changes))
+    (folder / "study.yaml").write_text(yaml.safe_dump(STUDY | changes, sort_keys=False))
     return folder / "study.yaml"
 
 
@@ -91,6 +96,7 @@ def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.Capture
     assert " tasks" not in capfd.readouterr().out
 
 
+@pytest.mark.full
 def test_a_failed_run_is_a_row_and_a_killed_one_is_repeated(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -160,6 +166,14 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             "stage 'nowhere' is not among the stages: routing",
         ),
         ({"measures": {"loss": {"stage": "routing"}}}, "measures.loss: a stage needs a path"),
+        (
+            {"measures": {"loss": {"stage": "routing", "metric": "val/lm_loss"}}},
+            "measures.loss: stage 'routing' does not fine-tune",
+        ),
+        (
+            {"stages": {"routing": {"rows": ["three"], "analyze": {"analyses": ["load"]}}}},
+            "stages.routing.rows: no row 'three'; expected one, two, two_again",
+        ),
         ({"stages": {"routing": {}}}, "stages.routing: found nothing, expected one of evaluate, finetune"),
         ({"claims": [{"text": "x", "test": "loss(one) < loss(three)"}]}, "claims[0].test: no row 'three'"),
         ({"claims": [{"text": "x", "test": "size(one) < 1"}]}, "claims[0].test: no measure 'size'"),
@@ -187,19 +201,29 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
         assert plan.claims
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
-def test_every_study_to_its_page(path: Path, tmp_path: Path) -> None:
-    arguments = [
-        "--output",
-        str(tmp_path / "lab"),
-        "data.sources=[]",
-        "data.mock=true",
-        "data.split=[0.9,0.05,0.05]",
-    ]
-    assert call("lab", [str(path), *arguments, "model.vocab_size=256"]) == 0
+@pytest.fixture(scope="module")
+def study_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("studies")
+    make_study_data(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path if path.stem == IN_MAKE_TEST else pytest.param(path, marks=pytest.mark.full) for path in STUDIES],
+    ids=lambda path: path.stem,
+)
+def test_every_study_to_its_page(
+    path: Path, study_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With data of bytes in the place of what the study needs: all runs end, and all measures are found."""
+    monkeypatch.chdir(study_data)
+    assert call("lab", [str(path), "--output", str(tmp_path / "lab")]) == 0
     results = json.loads((tmp_path / "lab/page/results.json").read_text())
     assert not [line for row in results["rows"].values() for line in row["failed"]]
+    for claim in results["claims"]:
+        for comparison in claim["comparisons"]:
+            assert comparison["mean"] is not None, comparison["text"]
 
 
 def test_spikes_by_hand() -> None:
@@ -207,3 +231,65 @@ def test_spikes_by_hand() -> None:
     assert spikes(flat) == 0
     assert spikes([*flat, 3.0, *flat]) == 1
     assert spikes([*flat, float("nan")]) == 1
+
+
+def test_what_is_taken_of_the_values_of_a_run() -> None:
+    def taken(take: str) -> float | None:
+        run = SimpleNamespace(
+            rows=[{"step": at, "val/lm_loss": loss} for at, loss in enumerate([3.0, 1.0, 1.5])]
+        )
+        return _taken(Measure(metric="val/lm_loss", take=take), run)  # type: ignore[arg-type]
+
+    found = {take: taken(take) for take in ("first", "last", "lowest", "highest", "rise")}
+    assert found == {"first": 3.0, "last": 1.5, "lowest": 1.0, "highest": 3.0, "rise": 0.5}
+
+
+def test_the_stages_of_a_study(tmp_path: Path) -> None:
+    """A stage of some rows, and the number of samples of a size in all of them."""
+    stages = {
+        "tuned": {"rows": ["two"], "finetune": {"task": "task.yaml"}},
+        "swept": {"rows": ["one", "two"], "evaluate": {"sweep": {"moe.router.selector.k": [1, 2]}}},
+    }
+    sizes = {"smoke": {"seeds": [1, 2], "time": "seconds", "samples": 2}}
+    measures = {
+        "k_2": {"stage": ["swept", "tuned"], "path": "1/perplexity"},
+        "balance": {"stage": "tuned", "metric": "moe/imbalance"},
+        "loss": {"metric": "val/lm_loss"},
+    }
+    path = written(tmp_path, stages=stages, sizes=sizes, measures=measures, claims=[])
+    tasks = study_tasks(load_plan(path, "smoke", None, []), tmp_path / "lab", {})
+    assert {key for key in tasks.stages if key[0] == "tuned"} == {("tuned", "two", 1), ("tuned", "two", 2)}
+    assert "task.seeds=[2]" in tasks.stages["tuned", "two", 2].arguments
+    swept = tasks.stages["swept", "one", 1].arguments
+    assert swept[-2:] == ("--samples", "2") and "moe.router.selector.k=1,2" in swept
+    assert ("swept", "two_again", 1) not in tasks.stages
+    chains = [[task.name for task in chain] for chain in tasks.chains()]
+    assert ["two-2", "tuned-two-2", "swept-two-2"] in chains and len(chains) == 4
+
+
+def test_a_value_at_the_end_of_the_tuned_ones_is_named() -> None:
+    rule = {"key": "optimizer.lr", "values": [1, 2, 4], "seed": 0, "by": "val/lm_loss"}
+    inside = _tuning({"tuning": rule, "rows": {"a": {"tuned": 2}}})
+    outside = _tuning({"tuning": rule, "rows": {"a": {"tuned": 2}, "b": {"tuned": 4}}})
+    assert "beyond" not in inside
+    assert outside == inside + " The best one may lie beyond them, because the first or last was taken: b."
+
+
+def test_tuning_takes_the_lowest_of_the_first_metric_that_was_recorded(tmp_path: Path) -> None:
+    path = written(tmp_path, claims=[], stages={}, measures={"loss": {"metric": "val/lm_loss"}})
+    rule = {"key": "optimizer.lr", "values": [0.1, 0.2, 0.3], "by": ["test/lm_loss", "val/lm_loss"]}
+    sizes = {"smoke": {"seeds": [1], "time": "seconds", "tuning": rule}}
+    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"sizes": sizes}))
+    plan = load_plan(path, "smoke", None, [])
+    _, of_rows = tuning_tasks(plan, tmp_path / "lab")
+    runner = Runner(tmp_path / "lab", [None], print)
+    for task, loss in zip(of_rows["two"], (2.0, 1.0, None), strict=True):
+        if loss is not None:  # the third has failed
+            runner.folder.mkdir(parents=True, exist_ok=True)
+            record = {"identity": task.identity, "state": "done"}
+            (runner.folder / f"{task.name}.json").write_text(json.dumps(record))
+            task.folder.mkdir(parents=True)
+            (task.folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "val/lm_loss": loss}) + "\n")
+    assert plan.size.tuning is not None
+    found = lowest_by(plan.size.tuning.metrics, runner, of_rows["two"], [0.1, 0.2, 0.3])
+    assert found == (0.2, [2.0, 1.0, None])

@@ -65,8 +65,9 @@ def test_a_pass_keeps_the_sampled_tokens_and_counts_all() -> None:
         assert found.window_SW[place].tolist() == padded[position : position + 2 * WINDOW + 1]
 
 
-def test_the_loss_of_a_pass_is_that_of_an_evaluation() -> None:
-    trained = opened(TOP_2)
+@pytest.mark.parametrize("kind", [[], ["model.architecture=encoder", "train.objective=masked"]], ids=len)
+def test_the_loss_of_a_pass_is_that_of_an_evaluation(kind: list[str]) -> None:
+    trained = opened(TOP_2, *kind)
     assert passed(trained).lm_loss == perplexity_on(trained, data_of(trained), SAMPLES).lm_loss
 
 

@@ -11,7 +11,7 @@ from megamoe.moe.part import StepContext
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout
 from megamoe.train.resolved import resolve_run
-from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
+from tests.support.tiny import VOCABULARY, tiny, tiny_model
 
 SAMPLES, TOKENS = 8, 64  # sequences of 8 tokens
 
@@ -20,7 +20,8 @@ def opened(*overrides: str) -> TrainedModel:
     """Return a model of two MoE blocks of four experts, after step 5."""
     config = tiny("model.init_std=0.3", *overrides)
     context = StepContext(step=5)
-    model = tiny_gpt(config, context).eval()
+    words = VOCABULARY + (config.model.architecture == "encoder")  # the mask's is the last
+    model = tiny_model(config, context, words).eval()
     meta: Any = {"step": 5, "config": {"train": {"micro_batch_size": 2}}}
     vocabulary = Vocabulary(VOCABULARY, 0, None)
     path = Path("runs/tiny/checkpoints/step_00000005")
