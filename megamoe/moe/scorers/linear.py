@@ -64,7 +64,10 @@ class LinearScorer(Part):
             hidden_TH = hidden_TH.float() * self._jitter_TH(hidden_TH, context)
         scores_TE = scores(hidden_TH, self.weight, self.dims.kernels)
         scores_TE = scores_TE if self.bias is None else scores_TE + self.bias.float()
-        return (scores_TE, {"rows_EH": self.weight.float()}) if self.config.rows else scores_TE
+        if not self.config.rows:
+            return scores_TE
+        # A copy: ZeRO 3 frees the weight after this call.
+        return scores_TE, {"rows_EH": self.weight.to(torch.float32, copy=True)}
 
     def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         num_tokens, hidden_size = hidden_TH.shape
