@@ -24,7 +24,7 @@ def silent(line: str) -> None:
 
 
 def made(folder: Path, name: str, seed: int, **changes: Any) -> Path:
-    model = make("llama", folder / name, intermediate_size=40, **changes)
+    model = make("llama", folder / name, 1, intermediate_size=40, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter *= 1 + seed / 8
@@ -63,8 +63,8 @@ def test_ffns_are_the_experts_and_all_else_is_averaged(tmp_path: Path) -> None:
 def test_equal_models_are_the_dense_one_in_transformers_too(tmp_path: Path) -> None:
     import transformers
 
-    dense = make("llama", tmp_path / "a", intermediate_size=40)
-    make("llama", tmp_path / "b", intermediate_size=40)
+    dense = make("llama", tmp_path / "a", 1, intermediate_size=40)
+    make("llama", tmp_path / "b", 1, intermediate_size=40)
     upcycle([tmp_path / "a", tmp_path / "b"], tmp_path / "run", report=silent)
     export_run(tmp_path / "run", tmp_path / "out", model_class="mixtral", report=silent)
     mixtral = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
@@ -78,10 +78,10 @@ def test_what_does_not_fit_together_is_refused_in_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     one, other = made(tmp_path, "one", 1), made(tmp_path, "other", 2)
-    make("llama", tmp_path / "wide", intermediate_size=48)
+    make("llama", tmp_path / "wide", 1, intermediate_size=48)
     make("mixtral", tmp_path / "moe")
     words = made(tmp_path, "words", 3)
-    (words / "tokenizer.json").write_text(json.dumps({"model": {}}))
+    (words / "tokenizer_config.json").write_text(json.dumps({"model_max_length": 7}))
     cases = {
         "name two or more folders": [one],
         "model.ffn_hidden_size is 48, but 40 in": [one, tmp_path / "wide"],
