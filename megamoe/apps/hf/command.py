@@ -1,11 +1,13 @@
 """Convert models between Hugging Face folders and checkpoints of ours.
 
 python tools/convert_hf.py import models/Mixtral-8x7B-v0.1 runs/mixtral
+python tools/convert_hf.py upcycle models/code models/law models/news runs/mixed
 python tools/convert_hf.py export runs/mixtral_continued exported
 python tools/convert_hf.py export runs/demo exported --class mixtral --dtype bf16
 
 `import` writes a run's folder: a checkpoint, the tokenizer, and continue.yaml, a run that goes on from it.
-`export` writes config.json, sharded safetensors, and the tokenizer. Neither needs transformers, a GPU, or
+`upcycle` makes one MoE model of several dense ones: their FFNs are its experts, all else is averaged.
+`export` writes config.json, sharded safetensors, and the tokenizer. None needs transformers, a GPU, or
 the whole model in memory.
 """
 
@@ -49,6 +51,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     verb.set_defaults(work=_import)
 
+    verb = verbs.add_parser("upcycle", help="several dense Hugging Face folders to one MoE model and its run")
+    verb.add_argument("sources", type=Path, nargs="+", metavar="FOLDER", help="dense, of one architecture")
+    verb.add_argument("run", type=Path, metavar="RUN", help="a run's folder that does not exist, runs/<name>")
+    verb.add_argument("--top-k", type=int, default=2, help="experts of a token (default: 2)")
+    verb.add_argument("--seed", type=int, default=0, help="of the routers' initial weights (default: 0)")
+    verb.set_defaults(work=_upcycle)
+
     verb = verbs.add_parser("export", help="a checkpoint, saved at any layout, to a Hugging Face folder")
     verb.add_argument("path", type=Path, metavar="RUN", help="a run's folder, or a step_* folder")
     verb.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that does not exist")
@@ -67,6 +76,12 @@ def _import(options: argparse.Namespace) -> None:
     from megamoe.apps.hf.import_folder import import_folder
 
     import_folder(options.source, options.run, further=options.multi_token_prediction)
+
+
+def _upcycle(options: argparse.Namespace) -> None:
+    from megamoe.apps.hf.upcycle import upcycle
+
+    upcycle(options.sources, options.run, k=options.top_k, seed=options.seed)
 
 
 def _export(options: argparse.Namespace) -> None:

@@ -77,6 +77,23 @@ def import_folder(
     """
     opened = open_source(source, further)
     kept = read_other_files(source)
+    own_config = (json.dumps(portable(opened.folder.config), indent=2) + "\n").encode()
+    write_run(opened, kept, run, own_config, report)
+
+
+def write_run(
+    opened: Source,
+    kept: dict[str, bytes],
+    run: Path,
+    own_config: bytes | None = None,
+    report: Callable[[str], None] = print,
+) -> None:
+    """Write a run's folder from an open source. kept: the folder's other files; own_config: its config.json.
+
+    Raises:
+        UserError: if `run` exists, or the model could not be opened afterwards.
+    """
+    source = opened.folder.path
     with new_tree(run, source) as folder:
         checkpoint = folder / CHECKPOINTS / STEP
         checkpoint.mkdir(parents=True)
@@ -86,8 +103,7 @@ def import_folder(
         _write_checkpoint(checkpoint, opened, config)
         (folder / CHECKPOINTS / LATEST).write_text(STEP, encoding="utf-8")
         (folder / KEPT).mkdir()
-        kept[CONFIG] = (json.dumps(portable(opened.folder.config), indent=2) + "\n").encode()
-        for name, content in kept.items():
+        for name, content in {**kept, **({} if own_config is None else {CONFIG: own_config})}.items():
             (folder / KEPT / name).write_bytes(content)
         (folder / RUN_YAML).write_text(_run_yaml(opened, source, run, tokenizer), encoding="utf-8")
     report(f"{source}: {opened.family.architecture}, {_size(opened)}")
