@@ -85,7 +85,7 @@ VENDORS = {
     "lm_eval": {"apps.lm_eval"},
     "datatrove": {"apps.datatrove"},
     "pyarrow": {"data"},
-    "fsspec": {"data"},
+    "fsspec": {"data", "checkpoint"},
     "sklearn": {"apps.finetune"},
     "scipy": {"apps.finetune", "apps.lab"},
     "wandb": {"metrics", "apps.report"},

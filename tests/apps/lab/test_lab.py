@@ -194,7 +194,12 @@ def test_mistakes_in_one_line(
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: path.stem)
 def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
+    for name in ("examples", "ds_configs"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    languages = tmp_path / "data/papers/bilingual"  # a study may name all datasets of a folder
+    languages.mkdir(parents=True)
+    (languages / "de.idx").touch()
+    monkeypatch.chdir(tmp_path)
     for size in load_study(path).sizes:
         plan = load_plan(path, size, None, [])
         assert len(study_tasks(plan, tmp_path, {}).training) == len(plan.configs) * len(plan.seeds)

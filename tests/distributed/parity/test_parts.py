@@ -80,7 +80,7 @@ def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, An
     data = RANKS // layout.get("tensor", 1)
     size: dict[str, Any] = {"train__global_batch_size": data}  # each data-parallel rank has one micro batch
     if request.param == QUICK:
-        size |= {"model__num_layers": 1, "moe__layers": {"at": [1]}}
+        size |= {"model__num_layers": 1, "moe__layers": {"at": [1]}, "moe__groups": []}
     one = [{"steps": STEPS, **on_one_rank(*parts[0], data), **size} for parts in DISTINCT.values()]
     many = [run_of(*parts[0], steps=STEPS, parallel=layout, **size) for parts in DISTINCT.values()]
     (alone,) = pool.run(run_each, one, ranks=1, timeout_s=300)
