@@ -19,7 +19,7 @@ SCRIPTS = sorted([*ROOT.glob("*.py"), *(ROOT / "tools").glob("*.py")])
 OTHERS = sorted(path for name in ("tests", "benchmarks", "docs") for path in (ROOT / name).rglob("*.py"))
 PACKAGES = {path.name for path in PACKAGE.iterdir() if (path / "__init__.py").is_file()}
 
-FOUNDATION = {"config", "errors", "registry", "io", "host_memory", "redaction"}
+FOUNDATION = {"config", "errors", "registry", "io", "host_memory", "redaction", "object_storage"}
 SHARDING = FOUNDATION | {"compat", "moe", "kernels", "parallel", "parallel.zero", "optim"}
 # What each package of the core may import of megamoe, beside itself (`megamoe`: the version). No
 # list has an application: the core imports none of them. `parallel.zero` counts as a package of its own.
@@ -28,6 +28,7 @@ CORE = {
     "io": set(),
     "host_memory": set(),
     "redaction": set(),
+    "object_storage": {"redaction"},
     "registry": {"errors"},
     "compat": {"errors"},
     "config": {"errors", "registry", "io"},

@@ -30,8 +30,8 @@ from megamoe.checkpoint.format.folder import (
 from megamoe.checkpoint.format.meta import Meta, RandomLayout
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
-from megamoe.checkpoint.remote import Uploads
 from megamoe.checkpoint.state import EngineState, load_random
+from megamoe.checkpoint.uploads import Uploads
 from megamoe.checkpoint.writer import Save, Staging
 from megamoe.errors import UserError
 from megamoe.io import replace_file, sync

@@ -1,4 +1,4 @@
-"""A run's checkpoints in object storage: uploading in the background, finding, fetching, deleting old ones.
+"""A run's checkpoints in object storage: their places, finding and fetching them. `uploads` writes them.
 
 REMOTE/RUN/step_00000300-4f2a91c0/   a checkpoint's files; SHA256SUMS is the last, and makes it complete
 REMOTE/RUN/latest                    the name of the newest complete one
@@ -12,9 +12,6 @@ launches ever write the same object. Everything goes through fsspec, whose packa
 import contextlib
 import os
 import re
-import secrets
-import shutil
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -25,10 +22,9 @@ from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import LATEST, candidates, remove
 from megamoe.config import RunConfig
-from megamoe.errors import UserError, printable
+from megamoe.errors import UserError
 from megamoe.io import replace_file, sync
-from megamoe.redaction import HIDDEN, IN_URL, VALUES
-from megamoe.resilience.heartbeat import tick
+from megamoe.object_storage import PACKAGES, has_credentials, is_refusal, reason_of, shown
 from megamoe.resilience.processes import Launch
 
 KEY = "checkpoint.remote"
@@ -48,8 +44,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         }
     },
 }
-PACKAGES = {"s3": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs"}
 NAME = re.compile(r"[a-z0-9_-]+")
+OWN_NAME = re.compile(r"step_[0-9]{8,}-[0-9a-f]{8}")
 Result = TypeVar("Result")
 
 
@@ -64,12 +60,12 @@ def check_url(url: str) -> None:
         UserError: naming what is wrong.
     """
     scheme, separator, path = url.partition("://")
-    shown = IN_URL.sub(f"{HIDDEN}@", url)
+    safe = shown(url)
     if not separator or not path.strip("/"):
-        raise UserError(f"{KEY}: found {shown!r}, expected a URL such as s3://bucket/folder")
-    if IN_URL.search(url):
+        raise UserError(f"{KEY}: found {safe!r}, expected a URL such as s3://bucket/folder")
+    if has_credentials(url):
         raise UserError(
-            f"{KEY}: {shown} has credentials in it, and would write them into the run's configuration; "
+            f"{KEY}: {safe} has credentials in it, and would write them into the run's configuration; "
             "give them to the environment instead (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
         )
     import fsspec
@@ -79,10 +75,10 @@ def check_url(url: str) -> None:
     except ImportError:
         package = PACKAGES.get(scheme, "")
         way_out = f"pip install {package}" if package else "install fsspec's package for it"
-        raise UserError(f"{KEY}: {shown} needs a package that is not installed: {way_out}") from None
+        raise UserError(f"{KEY}: {safe} needs a package that is not installed: {way_out}") from None
     except ValueError:
         raise UserError(
-            f"{KEY}: {shown}: fsspec does not know {scheme}://; expected s3://, gs:// or az://"
+            f"{KEY}: {safe}: fsspec does not know {scheme}://; expected s3://, gs:// or az://"
         ) from None
 
 
@@ -108,14 +104,9 @@ class RemoteFolder:
             except Exception as error:
                 if isinstance(error, FileNotFoundError) and not creates:
                     raise
-                # A lack of rights or credentials does not pass; a full bucket may be emptied, and the next
-                # checkpoint tries again.
-                if (
-                    wait_s is None
-                    or isinstance(error, PermissionError)
-                    or "Credentials" in type(error).__name__
-                ):
-                    raise RemoteError(_line(error)) from error
+                # A full bucket may be emptied; the next checkpoint tries again.
+                if wait_s is None or is_refusal(error):
+                    raise RemoteError(reason_of(error)) from error
                 time.sleep(wait_s)
         raise AssertionError
 
@@ -150,7 +141,7 @@ class RemoteFolder:
             found: dict[str, float] = {}
             for path in self._fs.find(self._path):
                 name, _, file = path.removeprefix(self._path).lstrip("/").partition("/")
-                if name.startswith("step_") and file:
+                if OWN_NAME.fullmatch(name) and file:  # not one that a user renamed
                     found.setdefault(name, 0.0)
                     if file == SUMS:
                         found[name] = self._fs.modified(path).timestamp()
@@ -191,11 +182,6 @@ class RemoteFolder:
             self._attempt(lambda: self._fs.rm(self._place(name), recursive=True))
 
 
-def _line(error: Exception) -> str:
-    text = printable(str(error) or type(error).__name__, 200)
-    return VALUES.sub(HIDDEN, IN_URL.sub(f"{HIDDEN}@", text))
-
-
 def prepare(config: RunConfig, say: Callable[[str], None], is_first: bool) -> None:
     """Fetch what `checkpoint.resume: auto` goes on from, if this machine has no checkpoint of the run.
 
@@ -211,8 +197,10 @@ def prepare(config: RunConfig, say: Callable[[str], None], is_first: bool) -> No
     remote, folder = RemoteFolder(saves.remote, config.name), Path(config.output) / config.name
     if saves.resume == "auto":
         fetch_newest(remote, folder, say)
-    elif is_first and saves.resume == "never" and not config.overwrite and Launch.restarted(folder) is None:
-        with _told(remote):
+        return
+    goes_on = Launch.restarted(folder) is not None or candidates(folder / "checkpoints")
+    if is_first and not config.overwrite and not goes_on:
+        with told(remote):
             found = remote.complete()
         if found:
             raise UserError(
@@ -221,34 +209,9 @@ def prepare(config: RunConfig, say: Callable[[str], None], is_first: bool) -> No
             )
 
 
-def open_uploads(
-    config: RunConfig, last: Path | None, say: Callable[[str], None], *, continues: bool
-) -> "Uploads | None":
-    """Return the uploads of a run that is about to start, on the first rank, or None without a storage.
-
-    last: the newest checkpoint on this machine, which is uploaded if the storage lacks it. continues: the run
-    goes on; otherwise `overwrite` deletes the earlier run's checkpoints in the storage.
-
-    Raises:
-        UserError: if the storage does not answer.
-    """
-    saves = config.checkpoint
-    if saves.remote is None:
-        return None
-    remote = RemoteFolder(saves.remote, config.name)
-    uploads = Uploads(remote, Path(config.output) / config.name, saves.keep, say)
-    with _told(remote):
-        uploads.take_over()
-        if not continues and config.overwrite:
-            for name in remote.folders():
-                remote.delete(name)
-    if continues and last is not None:
-        uploads.add(last)
-    return uploads
-
-
 @contextlib.contextmanager
-def _told(remote: RemoteFolder) -> Iterator[None]:
+def told(remote: RemoteFolder) -> Iterator[None]:
+    """Turn RemoteError into a UserError."""
     try:
         yield
     except RemoteError as error:
@@ -274,7 +237,7 @@ def fetch_newest(remote: RemoteFolder, run_folder: Path, say: Callable[[str], No
         return
     try:
         run_folder.parent.mkdir(parents=True, exist_ok=True)
-        with _told(remote), FileLock(run_folder.with_name(f".{run_folder.name}.fetch.lock")):
+        with told(remote), FileLock(run_folder.with_name(f".{run_folder.name}.fetch.lock")):
             if not candidates(checkpoints):
                 _fetch(remote, run_folder, say)
     except OSError as error:
@@ -335,115 +298,3 @@ def _fetch_files(remote: RemoteFolder, name: str, folder: Path) -> str | None:
     with ThreadPoolExecutor(STREAMS) as pool:
         missing = next((it for it in pool.map(fetch, sums) if it), None)
     return missing or next(files.problems(folder), None)
-
-
-class Uploads:
-    """Uploads complete checkpoints in a thread, one after the other; of those that wait, the newest alone.
-
-    Used by the first rank. A checkpoint that cannot be uploaded is reported in one line and stays where it
-    is; the next one is tried again.
-
-    keep: complete checkpoints that stay in the storage. say: takes a line.
-    """
-
-    def __init__(self, remote: RemoteFolder, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
-        self.remote = remote
-        self.keep = keep
-        self.launch = secrets.token_hex(4)
-        self._record = run_folder / RECORD
-        self._say = say
-        self._waiting: Path | None = None
-        self._current: Path | None = None
-        self._problem: str | None = None  # of the newest checkpoint
-        self._is_closed = False
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-
-    def take_over(self) -> None:
-        """Become the launch that may write; one that wrote before finds out and stops."""
-        self.remote.write(self.launch.encode(), WRITER)
-
-    def add(self, checkpoint: Path) -> None:
-        """Upload a complete checkpoint as soon as the one before is done."""
-        with self._changed:
-            self._waiting, self._is_closed = checkpoint, False
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
-
-    def needs(self, checkpoint: Path) -> bool:
-        """Return whether a checkpoint is being uploaded or waits, so that it must not be deleted."""
-        with self._changed:
-            return checkpoint in (self._waiting, self._current)
-
-    def close(self) -> str | None:
-        """Wait for the uploads; return why the newest checkpoint is not in the storage, or None."""
-        with self._changed:
-            self._is_closed = True
-            self._changed.notify_all()
-        while (thread := self._thread) is not None:
-            tick()
-            thread.join(1.0)
-        return self._problem
-
-    def _run(self) -> None:
-        for checkpoint in self._taken():
-            problem = None
-            try:
-                self._upload(checkpoint)
-            except Exception as error:  # training goes on whatever the storage's package raises
-                problem = f"{KEY}: {checkpoint} is not in {self.remote.url}: {_line(error)}"
-                self._say(f"{problem}; it stays where it is")
-            with self._changed:
-                self._problem, self._current = problem, None
-
-    def _taken(self) -> Iterator[Path]:
-        while True:
-            with self._changed:
-                while self._waiting is None:
-                    if self._is_closed:
-                        self._thread = None
-                        return
-                    self._changed.wait()
-                self._current, self._waiting = self._waiting, None
-                current = self._current
-            yield current
-
-    def _upload(self, checkpoint: Path) -> None:
-        listed = files.read_bytes(checkpoint / SUMS)
-        sums = files.parse_sums(listed)
-        latest = self.remote.read_name(LATEST)
-        if latest and self.remote.read(latest, SUMS, most=files.LARGEST_JSON) == listed:
-            return  # this is where the run goes on
-        name = f"{checkpoint.name}-{self.launch}"
-        with ThreadPoolExecutor(STREAMS) as pool:
-            list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
-        self._check_writer()
-        self.remote.put(checkpoint / SUMS, name, SUMS)
-        self.remote.write(name.encode(), LATEST)
-        if self._record.exists():
-            copied = self._record.with_name(f".{RECORD}.uploading")
-            try:
-                shutil.copyfile(self._record, copied)  # the run appends to it
-                self.remote.put(copied, RECORD)
-            finally:
-                copied.unlink(missing_ok=True)
-        self._check_writer()
-        self._delete_old(name)
-
-    def _check_writer(self) -> None:
-        writer = self.remote.read_name(WRITER)
-        if writer != self.launch:
-            raise RemoteError(f"another launch ({writer or 'unknown'}), which started later, writes there")
-
-    def _delete_old(self, newest: str) -> None:
-        """Delete complete checkpoints but the newest `keep`, and what ended launches have left incomplete."""
-        found = self.remote.folders()
-        complete = sorted(
-            (name for name in found if found[name]), key=lambda name: (name != newest, -found[name])
-        )
-        old = [*complete[self.keep :], *(name for name in found if not found[name])]
-        for name in old:
-            if name != newest:
-                self.remote.delete(name)

@@ -33,7 +33,7 @@ from megamoe.data.sources import Source, find_sources, open_source
 from megamoe.data.special import expand
 from megamoe.data.tables import condition_of
 from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, load_with_special, train_bpe
-from megamoe.data.write import TextCounts, locked_folder, reference_of, write_card, write_tokens
+from megamoe.data.write import TextCounts, locked_folder, reference_of, unwritable, write_card, write_tokens
 from megamoe.errors import UserError
 from megamoe.io import sync
 
@@ -104,10 +104,7 @@ def prepare(preparation: Preparation) -> DataCard:
             card = write_card(counts, tokenizer, reference, new, counts_V, preparation.shuffle_documents)
             publish(new, files)
     except OSError as error:
-        raise UserError(
-            f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
-            "name a writable folder with enough free space"
-        ) from error
+        raise unwritable(preparation.output, error) from error
     return card
 
 

@@ -11,25 +11,14 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from megamoe.errors import UserError
-from megamoe.redaction import HIDDEN, IN_URL, VALUES
+from megamoe.object_storage import PACKAGES, has_credentials, is_refusal, reason_of, shown
 
 URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*://")
-SIGNATURE = re.compile(r"\?\S*")  # a signed URL carries its credential behind the question mark
-PACKAGES = {
-    **{"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"},
-    **{"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "hf": "huggingface_hub"},
-}
-LONGEST_REASON = 300
 
 
 def is_url(item: str) -> bool:
     """Return whether an input names a file behind fsspec, and not a path."""
     return URL.match(item) is not None
-
-
-def shown(url: str) -> str:
-    """Return a URL as logs and cards may show it: without user, password and query."""
-    return SIGNATURE.sub("", IN_URL.sub(f"{HIDDEN}@", url))
 
 
 def find(url: str) -> list[str]:
@@ -38,7 +27,7 @@ def find(url: str) -> list[str]:
     Raises:
         UserError: if it names nothing, its scheme is unknown, or it cannot be reached.
     """
-    if IN_URL.search(url):
+    if has_credentials(url):
         raise UserError(
             f"input {shown(url)!r} holds credentials; give them by the environment or the provider's own file"
         )
@@ -106,7 +95,7 @@ class RemoteFile(io.RawIOBase):
         try:
             yield
         except Exception as error:
-            raise OSError(_reason(error, self._url)) from None
+            raise OSError(reason_of(error, self._url)) from None
 
 
 def _opened(url: str) -> tuple[Any, str]:
@@ -134,16 +123,9 @@ def _told(url: str) -> Iterator[None]:
             raise UserError(
                 f"input {name!r}: unknown scheme {scheme}://; expected one that fsspec knows, such as s3://"
             ) from None
-        if isinstance(error, PermissionError) or "credential" in f"{type(error).__name__} {error}".lower():
+        if is_refusal(error):
             raise UserError(
                 f"input {name!r}: credentials are missing or refused; set them as the store's own tools read "
                 "them (environment or file)"
             ) from None
-        raise UserError(f"input {name!r} cannot be reached: {_reason(error, url)}") from None
-
-
-def _reason(error: Exception, url: str) -> str:
-    """Return what a library says, in one line of bounded length and without secrets."""
-    text = " ".join(str(error).replace(url, shown(url)).split()) or type(error).__name__
-    text = SIGNATURE.sub("", VALUES.sub(HIDDEN, IN_URL.sub(f"{HIDDEN}@", text)))
-    return text[:LONGEST_REASON]
+        raise UserError(f"input {name!r} cannot be reached: {reason_of(error, url)}") from None

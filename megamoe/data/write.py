@@ -259,3 +259,11 @@ def file_card(path: Path) -> FileCard:
     """Return the size and the SHA-256 of a file."""
     with open(path, "rb") as file:
         return FileCard(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def unwritable(output: str, error: OSError) -> UserError:
+    """Return the error to raise where prepared data cannot be written."""
+    return UserError(
+        f"output {output!r} cannot be written: {error.strerror or error}; "
+        "name a writable folder with enough free space"
+    )

@@ -14,6 +14,7 @@ from megamoe.checkpoint import remote
 from megamoe.checkpoint.format.meta import Meta, read_meta
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import Checkpoints, first_intact, load
+from megamoe.checkpoint.uploads import Uploads, open_uploads
 from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.groups import experts_by_layer
@@ -353,15 +354,13 @@ class Trainer:
             f"optimizer.{warmup}, and {way_out}"
         )
 
-    def _uploads(self) -> remote.Uploads | None:
+    def _uploads(self) -> Uploads | None:
         """Return the uploads to object storage, on the first rank; the others learn of a problem."""
-        found: list[remote.Uploads | None] = [None]
+        found: list[Uploads | None] = [None]
 
         def open_them() -> None:
             continues = self.folder.continues
-            found[0] = remote.open_uploads(
-                self.config, self.folder.resume_from, self.world.say, continues=continues
-            )
+            found[0] = open_uploads(self.config, self.folder.resume_from, self.world.say, continues=continues)
 
         if self.config.checkpoint.remote is not None:
             raise_any_error(catch_error(open_them) if self.world.is_first else None)

@@ -11,7 +11,8 @@ import pytest
 
 from megamoe.checkpoint import remote
 from megamoe.checkpoint.format.files import SUMS
-from megamoe.checkpoint.remote import RemoteFolder, Uploads, check_url
+from megamoe.checkpoint.remote import RemoteFolder, check_url
+from megamoe.checkpoint.uploads import Uploads
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.loop import train
 from tests.support.checkpoint_files import assert_same_bits, read_tensors
@@ -83,6 +84,9 @@ def test_what_is_there_is_not_replaced_unasked(tmp_path: Path, storage: Path) ->
     with pytest.raises(UserError, match=r"checkpoint.remote: .* holds step_00000002-\w+: add --resume"):
         run(tmp_path / "second", storage)
     assert (storage / "a/latest").read_text() == before
+    elsewhere = tmp_path / "first/a/checkpoints/step_00000002"
+    with pytest.raises(UserError, match="holds step_00000002"):
+        run(tmp_path / "third", storage, f"checkpoint.resume={elsewhere}")
     run(tmp_path / "second", storage, "overwrite=true", "train.steps=4")
     assert steps(storage) == ["step_00000002", "step_00000004"]
     assert before not in {path.name for path in (storage / "a").iterdir()}
@@ -112,6 +116,18 @@ def test_the_launch_that_started_last_writes(tmp_path: Path, storage: Path) -> N
     assert len(steps(storage)) == 2
     second.add(made(tmp_path / "step_00000006", "{  }"))
     assert second.close() is None and steps(storage) == ["step_00000006"]
+
+
+def test_only_what_a_run_named_is_deleted(tmp_path: Path, storage: Path) -> None:
+    kept = [made(storage / "a" / name) for name in ("step_00000001-4f2a91c0_best", "step_notes")]
+    left = storage / "a/step_00000001-4f2a91c0"  # of a launch that was killed
+    made(left)
+    (left / SUMS).unlink()
+    uploads = Uploads(RemoteFolder(f"file://{storage}", "a"), tmp_path, 1, print)
+    uploads.take_over()
+    uploads.add(made(tmp_path / "step_00000002", "{ }"))
+    assert uploads.close() is None
+    assert all(path.is_dir() for path in kept) and not (left / "checkpoint.json").exists()
 
 
 def test_of_those_that_wait_the_newest_is_uploaded(
@@ -169,6 +185,7 @@ def test_a_failed_upload_is_one_line_and_training_goes_on(
         ("bucket/runs", "expected a URL such as s3://bucket/folder"),
         ("s3://", "expected a URL"),
         ("s3://AKIAKEY:secret@bucket/runs", "has credentials in it"),
+        ("nowhere://bucket/runs?sig=secret", "does not know nowhere://"),
         ("nowhere://bucket/runs", "does not know nowhere://"),
     ],
 )

@@ -34,6 +34,7 @@ from megamoe.data.write import (
     locked_folder,
     reference_of,
     start_worker,
+    unwritable,
     write_card,
 )
 from megamoe.errors import UserError
@@ -217,10 +218,7 @@ def prepare_chat(preparation: ChatPreparation) -> ChatCard:
             save_checked(asdict(chat), new.card)
             _publish(new, files)
     except OSError as error:
-        raise UserError(
-            f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
-            "name a writable folder with enough free space"
-        ) from error
+        raise unwritable(preparation.output, error) from error
     return chat
 
 

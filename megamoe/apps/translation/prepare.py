@@ -46,7 +46,15 @@ from megamoe.data.tokenizers import (
     train_bpe,
     train_sentencepiece,
 )
-from megamoe.data.write import TextCounts, lengths_of, locked_folder, reference_of, write_card, write_tokens
+from megamoe.data.write import (
+    TextCounts,
+    lengths_of,
+    locked_folder,
+    reference_of,
+    unwritable,
+    write_card,
+    write_tokens,
+)
 from megamoe.errors import UserError
 
 TRAIN, SENTENCEPIECE = "train", "sentencepiece"
@@ -149,10 +157,7 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
             summary = writer.write(counts)
             _publish(partial, output)
     except OSError as error:
-        raise UserError(
-            f"output {preparation.output!r} cannot be written: {error.strerror or error}; "
-            "name a writable folder with enough free space"
-        ) from error
+        raise unwritable(preparation.output, error) from error
     return summary
 
 

@@ -91,6 +91,8 @@ def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.Capture
     assert {path.name for path in (tmp_path / "published/configurations").iterdir()} == {
         *("one-1.yaml", "one-2.yaml", "two-1.yaml", "two-2.yaml")
     }
+    published = (tmp_path / "published/configurations/one-1.yaml").read_text()
+    assert "output: runs\n" in published and str(tmp_path) not in published
     assert "plotly" in (output / "page/report.html").read_text()
     assert call("lab", arguments) == 0
     assert " tasks" not in capfd.readouterr().out

@@ -1,0 +1,154 @@
+"""Uploading a run's checkpoints to object storage while it trains, and deleting old ones there."""
+
+import secrets
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from megamoe.checkpoint.format import files
+from megamoe.checkpoint.format.files import SUMS
+from megamoe.checkpoint.format.folder import LATEST
+from megamoe.checkpoint.remote import KEY, RECORD, STREAMS, WRITER, RemoteError, RemoteFolder, told
+from megamoe.config import RunConfig
+from megamoe.object_storage import reason_of
+from megamoe.resilience.heartbeat import tick
+
+
+def open_uploads(
+    config: RunConfig, last: Path | None, say: Callable[[str], None], *, continues: bool
+) -> "Uploads | None":
+    """Return the uploads of a run that is about to start, on the first rank, or None without a storage.
+
+    last: the newest checkpoint on this machine, which is uploaded if the storage lacks it. continues: the run
+    goes on; otherwise `overwrite` deletes the earlier run's checkpoints in the storage.
+
+    Raises:
+        UserError: if the storage does not answer.
+    """
+    saves = config.checkpoint
+    if saves.remote is None:
+        return None
+    remote = RemoteFolder(saves.remote, config.name)
+    uploads = Uploads(remote, Path(config.output) / config.name, saves.keep, say)
+    with told(remote):
+        uploads.take_over()
+        if not continues and config.overwrite:
+            for name in remote.folders():
+                remote.delete(name)
+    if continues and last is not None:
+        uploads.add(last)
+    return uploads
+
+
+class Uploads:
+    """Uploads complete checkpoints in a thread, one after the other; of those that wait, the newest alone.
+
+    Used by the first rank. A checkpoint that cannot be uploaded is reported in one line and stays where it
+    is; the next one is tried again.
+
+    keep: complete checkpoints that stay in the storage. say: takes a line.
+    """
+
+    def __init__(self, remote: RemoteFolder, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
+        self.remote = remote
+        self.keep = keep
+        self.launch = secrets.token_hex(4)
+        self._record = run_folder / RECORD
+        self._say = say
+        self._waiting: Path | None = None
+        self._current: Path | None = None
+        self._problem: str | None = None  # of the newest checkpoint
+        self._is_closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def take_over(self) -> None:
+        """Become the launch that may write; one that wrote before finds out and stops."""
+        self.remote.write(self.launch.encode(), WRITER)
+
+    def add(self, checkpoint: Path) -> None:
+        """Upload a complete checkpoint as soon as the one before is done."""
+        with self._changed:
+            self._waiting, self._is_closed = checkpoint, False
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+
+    def needs(self, checkpoint: Path) -> bool:
+        """Return whether a checkpoint is being uploaded or waits, so that it must not be deleted."""
+        with self._changed:
+            return checkpoint in (self._waiting, self._current)
+
+    def close(self) -> str | None:
+        """Wait for the uploads; return why the newest checkpoint is not in the storage, or None."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        while (thread := self._thread) is not None:
+            tick()
+            thread.join(1.0)
+        return self._problem
+
+    def _run(self) -> None:
+        for checkpoint in self._taken():
+            problem = None
+            try:
+                self._upload(checkpoint)
+            except Exception as error:  # training goes on whatever the storage's package raises
+                problem = f"{KEY}: {checkpoint} is not in {self.remote.url}: {reason_of(error)}"
+                self._say(f"{problem}; it stays where it is")
+            with self._changed:
+                self._problem, self._current = problem, None
+
+    def _taken(self) -> Iterator[Path]:
+        while True:
+            with self._changed:
+                while self._waiting is None:
+                    if self._is_closed:
+                        self._thread = None
+                        return
+                    self._changed.wait()
+                self._current, self._waiting = self._waiting, None
+                current = self._current
+            yield current
+
+    def _upload(self, checkpoint: Path) -> None:
+        listed = files.read_bytes(checkpoint / SUMS)
+        sums = files.parse_sums(listed)
+        latest = self.remote.read_name(LATEST)
+        if latest and self.remote.read(latest, SUMS, most=files.LARGEST_JSON) == listed:
+            return  # this is where the run goes on
+        name = f"{checkpoint.name}-{self.launch}"
+        with ThreadPoolExecutor(STREAMS) as pool:
+            list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
+        self._check_writer()
+        self.remote.put(checkpoint / SUMS, name, SUMS)
+        self.remote.write(name.encode(), LATEST)
+        if self._record.exists():
+            copied = self._record.with_name(f".{RECORD}.uploading")
+            try:
+                shutil.copyfile(self._record, copied)  # the run appends to it
+                self.remote.put(copied, RECORD)
+            finally:
+                copied.unlink(missing_ok=True)
+        self._check_writer()
+        self._delete_old(name)
+
+    def _check_writer(self) -> None:
+        writer = self.remote.read_name(WRITER)
+        if writer != self.launch:
+            raise RemoteError(f"another launch ({writer or 'unknown'}), which started later, writes there")
+
+    def _delete_old(self, newest: str) -> None:
+        """Delete complete checkpoints but the newest `keep`, and what ended launches have left incomplete."""
+        found = self.remote.folders()
+        complete = sorted(
+            (name for name in found if found[name]), key=lambda name: (name != newest, -found[name])
+        )
+        old = [*complete[self.keep :], *(name for name in found if not found[name])]
+        for name in old:
+            if name != newest:
+                self.remote.delete(name)
