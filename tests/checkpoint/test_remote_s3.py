@@ -79,7 +79,7 @@ def test_a_full_bucket_is_one_line_and_the_checkpoints_stay(
     assert (tmp_path / "first/a/checkpoints/step_00000004/SHA256SUMS").is_file()
     told = capfd.readouterr()
     assert "testing-secret" not in told.out + told.err
-    faults.share = 0.0  # with room again, a resume uploads what is missing
+    faults.share = 0.0  # with space again, a resume uploads what is missing
     run(tmp_path / "first", "train.steps=4", "checkpoint.resume=auto")
     assert RemoteFolder(URL, "a").read_name("latest").startswith("step_00000004-")
     config = (tmp_path / "first/a/config.yaml").read_text()

@@ -147,22 +147,22 @@ def _regions(learned_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def pack(length_N: np.ndarray, size: int, window: int = WINDOW) -> list[list[int]]:
     """Return which of N conversations, in this order, share a sequence of `size` tokens.
 
-    Within a window the longest is placed first, each where it leaves the least room (best fit decreasing).
+    Within a window the longest is placed first, each where it leaves the least space (best fit decreasing).
     Sequences come in the order of their first conversation, and conversations in that of `length_N`.
     """
     packed: list[list[int]] = []
     for first in range(0, len(length_N), window):
-        rooms: list[tuple[int, int]] = []  # the room of each sequence and its number, ascending
+        left: list[tuple[int, int]] = []  # the space left in each sequence, and its number, ascending
         found: list[list[int]] = []
         part_N = length_N[first : first + window]
         for place in np.argsort(-part_N, kind="stable").tolist():
             length = int(part_N[place])
-            fits = bisect.bisect_left(rooms, (length, 0))
-            room, number = rooms.pop(fits) if fits < len(rooms) else (size, len(found))
+            fits = bisect.bisect_left(left, (length, 0))
+            space, number = left.pop(fits) if fits < len(left) else (size, len(found))
             if number == len(found):
                 found.append([])
             found[number].append(first + place)
-            bisect.insort(rooms, (room - length, number))
+            bisect.insort(left, (space - length, number))
         packed += sorted(sorted(each) for each in found)
     return packed
 
@@ -177,7 +177,7 @@ class PackedConversations(Dataset[Item]):
     Args:
         places: of the conversations, int64.
         order: returns a random order of so many, for an epoch.
-        averages: whether the weights of a conversation.s tokens sum to 1, and are not 1 each.
+        averages: whether the weights of a conversation's tokens sum to 1, and are not 1 each.
         repeats: whether an epoch follows another; otherwise sequences without a loss follow.
         packs: whether a sequence may hold several conversations.
     """
