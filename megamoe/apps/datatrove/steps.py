@@ -78,7 +78,8 @@ class MergeTokens(PipelineStep):
     """Joins the parts of all tasks of an earlier pipeline to the dataset; a pipeline of one task.
 
     Args:
-        prefix, tokenizer: as for `WriteTokens`.
+        prefix: as for `WriteTokens`.
+        tokenizer: as for `WriteTokens`.
         tasks: their number.
         counted: the logging folders of pipelines whose counts go into the card, with their numbers of tasks.
         shuffle: the seed to shuffle documents by; None: they stay in the order of the tasks.
