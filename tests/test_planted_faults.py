@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.planted_faults import FAULTS, ROOT, Fault, planted
+from tests.faults import FAULTS, Fault
+from tests.planted_faults import ROOT, planted
 
 
 def test_there_are_twenty_and_each_has_a_name() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import planted_faults, touched
+from tests.faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -75,7 +76,7 @@ def test_a_fault_planted_in_a_loss_is_noticed_within_a_minute(tmp_path: Path) ->
         copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
         copy(ROOT / name, tmp_path / name)
     name = "megamoe/moe/losses/switch_balance.py"
-    fault = next(fault for fault in planted_faults.FAULTS if fault.file == name)
+    fault = next(fault for fault in FAULTS if fault.file == name)
     text = (ROOT / name).read_text()
     (tmp_path / name).write_text(text.replace(fault.before, fault.after))
     assert text.count(fault.before) == 1

@@ -40,7 +40,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "config_kwargs": {
             "connect_timeout": 20,
             "read_timeout": 60,
-            "retries": {"max_attempts": 4, "mode": "standard"},
+            # Its further attempts would draw from Python's random numbers, whose state checkpoints hold.
+            "retries": {"total_max_attempts": 1},
         }
     },
 }
