@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
     cdiv,
@@ -68,7 +69,18 @@ def weigh(
     tile = tile_for("to_weight", rows_NI)
     grid = (cdiv(outer, tile.rows) * cdiv(inner, tile.columns), experts)
     precision = precision_of(rows_NI)
-    _to_weight[grid](sent_NO, rows_NI, ends_E, inner, outer, out_EOI, PRECISION=precision, **tile.options())
+    run_kernel(
+        _to_weight,
+        grid,
+        sent_NO,
+        rows_NI,
+        ends_E,
+        inner,
+        outer,
+        out_EOI,
+        PRECISION=precision,
+        **tile.options(),
+    )
 
 
 def multiply(
@@ -111,7 +123,7 @@ def launch(
     grid = (row_tiles * cdiv(columns, tile.columns),)
     constants |= {"EXPERTS": next_power_of_2(experts), "PRECISION": precision_of(rows)}
     arguments = (rows, weight, ends_E, experts, inner, columns, *outputs)
-    kernel[grid](*arguments, **constants, **tile.options())
+    run_kernel(kernel, grid, *arguments, **constants, **tile.options())
 
 
 def precision_of(rows: Tensor) -> str:
