@@ -82,7 +82,7 @@ VENDORS = {
     },
     "transformer_engine": {"model", "compat", "validation"},
     "apex": {"model"},
-    "triton": {"kernels"},
+    "triton": {"kernels", "compat"},
     "lm_eval": {"apps.lm_eval"},
     "datatrove": {"apps.datatrove"},
     "pyarrow": {"data"},

@@ -74,11 +74,7 @@ class Kernels:
 
     def rows_on(self, device: torch.device) -> RowKernels | None:
         """Return the kernels of passes over rows on that device, or None for PyTorch's operators."""
-        if self.uses_triton(device):
-            from megamoe.kernels.triton import TritonKernels
-
-            return TritonKernels()
-        return self.library_on(device)
+        return _triton_kernels() if self.uses_triton(device) else self.library_on(device)
 
     def rows_for(self, rows: Tensor) -> RowKernels | None:
         """Return the kernels for rows if they support these, which must be contiguous; else None."""
@@ -91,6 +87,13 @@ class Kernels:
         if not self.uses_triton(rows.device):
             return False
         return self.triton_products or not has_grouped_product(rows.dtype, rows.device)
+
+
+@cache
+def _triton_kernels() -> "TritonKernels":
+    from megamoe.kernels.triton import TritonKernels
+
+    return TritonKernels()
 
 
 DEFAULT_KERNELS = Kernels()

@@ -5,11 +5,14 @@ data, and it counts their FLOPs. A launch of a Triton kernel is invisible to it.
 an operator `megamoe::NAME` with a fake implementation and a `KernelCost`, and `megamoe.apps.plan` counts it.
 """
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from megamoe.compat.torch_compat import watches_operators
 
 # Each gets the operator's arguments, by position and name, and its result as the keyword `result`.
 Formula = Callable[..., int]
@@ -55,8 +58,9 @@ def kernel_operator(
     The function's arguments and result need type hints that `torch.library.infer_schema` knows: Tensor,
     Tensor | None, list[Tensor], int, float, bool, str; a result that is one of its arguments is not allowed.
     It has no gradient, and PyTorch does not count its writes as changes of saved tensors: call it inside a
-    torch.autograd.Function. fake: the same arguments to empty results of
-    the right shapes and dtypes; None where the function returns nothing and writes into its arguments.
+    torch.autograd.Function. Where nothing watches operators, it is called without the dispatcher. fake: the
+    same arguments to empty results of the right shapes and dtypes; None where the function returns nothing
+    and writes into its arguments.
     mutates: the arguments that it writes. The rest: see `KernelCost`.
     """
 
@@ -66,6 +70,12 @@ def kernel_operator(
         shapes = fake or (lambda *arguments, **keywords: None)
         torch.library.register_fake(f"megamoe::{name}", shapes, lib=_library)
         _costs[f"megamoe::{name}"] = KernelCost(bytes_moved, flops, launches)
-        return getattr(torch.ops.megamoe, name).default
+        operator = getattr(torch.ops.megamoe, name).default
+
+        @functools.wraps(launch)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            return (operator if watches_operators() else launch)(*arguments, **keywords)
+
+        return call
 
     return declare

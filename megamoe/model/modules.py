@@ -27,6 +27,7 @@ from megamoe.model.backends import (
     uses_apex_norms,
     uses_transformer_engine,
 )
+from megamoe.model.linears import ColumnLinear, RowLinear
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products
 from megamoe.moe.recompute import drop_output, register_dropped
 
@@ -112,14 +113,14 @@ AMAX_HISTORY = 1024  # Transformer Engine's default
 class Modules:
     """The classes of a block.
 
-    norm: from (config, hidden_size, eps). linears: column and row parallel; None: Megatron-Core's.
+    norm: from (config, hidden_size, eps). linears: column and row parallel.
     own_rotation: `SDPAttention` applies the rotary positions, in fp32; else Megatron-Core applies them, in
     the model's dtype. fused_rotation: Megatron-Core applies them by Transformer Engine's fused kernel.
     """
 
     norm: Callable[..., nn.Module] = Norm
     core_attention: type = SDPAttention
-    linears: tuple[type, type] | None = None
+    linears: tuple[type, type] = (ColumnLinear, RowLinear)
     products: Products = OWN_PRODUCTS
     own_rotation: bool = False
     fused_rotation: bool = False
@@ -132,10 +133,9 @@ class Modules:
         attention.core_attention = self.core_attention
         if self.core_attention is SDPAttention:
             block.self_attention.module = SplittingSelfAttention
-        if self.linears is not None:
-            ffn = ffn_submodules(block.mlp)
-            attention.linear_qkv, attention.linear_proj = self.linears
-            ffn.linear_fc1, ffn.linear_fc2 = self.linears
+        ffn = ffn_submodules(block.mlp)
+        attention.linear_qkv, attention.linear_proj = self.linears
+        ffn.linear_fc1, ffn.linear_fc2 = self.linears
         if model.bias != has_input_bias(model):
             attention.linear_qkv = with_bias(attention.linear_qkv, has_input_bias(model))
         if model.bias != has_output_bias(model):

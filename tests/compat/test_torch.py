@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from megamoe.compat import torch_compat
@@ -35,6 +36,7 @@ from megamoe.compat.torch_compat import (
     sgemm_address,
     shut_down_loader,
     step_with_scaled_gradients,
+    watches_operators,
     widen_bf16_products,
 )
 from tests.support.ranks.pool import Pool
@@ -306,3 +308,18 @@ def test_memory_has_a_key() -> None:
             first, second, empty = torch.zeros(4), torch.zeros(4), torch.zeros(0)
             assert memory_key(first[1:3].view(2, 1)) == memory_key(first)
             assert len({memory_key(each) for each in (first, second, empty)}) == 3
+
+
+def test_watched_operators() -> None:
+    """A dispatch mode and the profiler see operators; nothing else does."""
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return function(*args, **(kwargs or {}))
+
+    assert not watches_operators()
+    with Mode():
+        assert watches_operators()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert watches_operators()
+    assert not watches_operators()

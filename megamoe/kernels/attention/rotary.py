@@ -5,13 +5,16 @@ apply them.
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
+
+if TYPE_CHECKING:
+    from megamoe.kernels.triton import TritonKernels
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,8 @@ def apply_rotary_qk(
     By Triton's kernels the turned heads are contiguous, and for sides of one shape the three gradients are
     slices of one tensor [S, B, heads, 3 D], so that `split_heads` need not copy them together.
     """
-    library = kernels.rows_on(query_SBND.device) if kernels.uses_triton(query_SBND.device) else None
+    chosen = kernels.rows_on(query_SBND.device) if kernels.uses_triton(query_SBND.device) else None
+    library = cast("TritonKernels | None", chosen)
     alike = query_SBND.dtype == key_SBND.dtype and rotary.rotates_halves(query_SBND.shape[-1])
     if library is None or query_SBND.dtype not in library.dtypes or not alike:
         return apply_rotary(query_SBND, rotary, kernels), apply_rotary(key_SBND, rotary, kernels), value_SBND
@@ -242,20 +246,18 @@ class _ApplyRotaryQK(Function):
         value: Tensor,
         cosine_SD: Tensor,
         sine_SD: Tensor,
-        library: RowKernels,
+        library: "TritonKernels",
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.angles, ctx.library = (cosine_SD, sine_SD), library
-        query, key = (
-            _rotate(side, side.new_empty(side.shape), ctx.angles, 1.0, library) for side in (query, key)
-        )
-        return query, key, value.view_as(value)
+        turned = query.new_empty(query.shape), key.new_empty(key.shape)
+        _rotate_two((query, key), turned, ctx.angles, 1.0, library)
+        return *turned, value.view_as(value)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *sent: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value = gradients_of(*sent)
-        for side, gradient in ((query, sent[0]), (key, sent[1])):
-            _rotate(gradient, side, ctx.angles, -1.0, ctx.library)
+        _rotate_two(sent[:2], (query, key), ctx.angles, -1.0, ctx.library)
         return query, key, value.copy_(sent[2]), None, None, None
 
 
@@ -285,6 +287,22 @@ class _ApplyRotary(Function):
     def backward(ctx: Any, gradient_SBND: Tensor) -> tuple[Tensor, None, None, None]:
         output_SBND = gradient_SBND.new_empty(gradient_SBND.shape)
         return _rotate(gradient_SBND, output_SBND, ctx.angles, -1.0, ctx.library), None, None, None
+
+
+def _rotate_two(
+    sides: tuple[Tensor, ...],
+    outputs: tuple[Tensor, Tensor],
+    angles: tuple[Tensor, Tensor],
+    turn: float,
+    library: "TritonKernels",
+) -> None:
+    """Turn queries and keys; in one launch if they are of one shape."""
+    query, key = (side if side.stride(-1) == 1 else side.contiguous() for side in sides)
+    if query.shape == key.shape:
+        library.rotate_both(query, key, *outputs, *angles, turn)
+    else:
+        _rotate(query, outputs[0], angles, turn, library)
+        _rotate(key, outputs[1], angles, turn, library)
 
 
 def _rotate(

@@ -52,6 +52,7 @@ class TritonKernels:
     summed_rms_norm = staticmethod(block.summed_rms_norm)
     summed_rms_norm_backward = staticmethod(block.summed_rms_norm_backward)
     rotate = staticmethod(block.rotate)
+    rotate_both = staticmethod(block.rotate_both)
     router_scores = staticmethod(router.scores)
     router_scores_backward = staticmethod(router.scores_backward)
     chosen_weights = staticmethod(router.chosen_weights)

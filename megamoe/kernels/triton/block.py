@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
     VARYING,
@@ -54,7 +55,7 @@ def _normalise(
     if count:
         options = _options(width)
         grid = (cdiv(count, options["ROWS"]),)
-        _rms_norm[grid](rows, added, weight_H, count, width, *rest, **options)
+        run_kernel(_rms_norm, grid, rows, added, weight_H, count, width, *rest, **options)
 
 
 @kernel_operator("rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2)
@@ -99,7 +100,7 @@ def _differentiate(
     options = _options(width)
     programs = min(programs_of(to_rows.device, PROGRAMS), cdiv(count, options["ROWS"]))
     part_PH = to_rows.new_empty(programs, width, dtype=torch.float32)
-    _rms_norm_backward[(programs,)](*sides, count, width, to_rows, part_PH, **options)
+    run_kernel(_rms_norm_backward, (programs,), *sides, count, width, to_rows, part_PH, **options)
     sum_parts(part_PH, to_weight_H)
 
 
@@ -189,20 +190,55 @@ def rotate(
     from_s, from_b, from_n: strides of `heads` over positions, sequences and heads; to_...: those of `out`.
     half: columns of half a head.
     """
+    sides = (heads, out, (from_s, from_b, from_n), (to_s, to_b, to_n))
+    _rotate_sides(sides, sides, 1, (length, batch, count, half), (cosine_SD, sine_SD), turn)
+
+
+@kernel_operator("rotate_both", mutates={"out", "second_out"}, bytes_moved=each_once)
+def rotate_both(
+    heads: Tensor,
+    second: Tensor,
+    out: Tensor,
+    second_out: Tensor,
+    cosine_SD: Tensor,
+    sine_SD: Tensor,
+    turn: float,
+) -> None:
+    """Do `rotate` for queries and keys of one shape [S, B, heads, D] in one launch; columns lie together."""
+    length, batch, count, size = heads.shape
+    sides = (heads, out, heads.stride(), out.stride())
+    other = (second, second_out, second.stride(), second_out.stride())
+    _rotate_sides(sides, other, 2, (length, batch, count, size // 2), (cosine_SD, sine_SD), turn)
+
+
+def _rotate_sides(
+    sides: tuple[Any, ...],
+    other: tuple[Any, ...],
+    number: int,
+    sizes: tuple[int, int, int, int],
+    angles: tuple[Tensor, Tensor],
+    turn: float,
+) -> None:
+    """sides, other: heads, result and their strides; number: how many of the two there are."""
+    heads, out, strides, out_strides = sides
+    second, second_out, second_strides, second_out_strides = other
     if not out.numel():
         return
+    length, batch, count, half = sizes
     block = next_power_of_2(half)
     tall = min(next_power_of_2(count), max(1, ROTARY_NUMBERS // block))
-    grid = (length * batch, cdiv(count, tall))
-    strides = (from_s, from_b, from_n, to_s, to_b, to_n)
-    arguments = (heads, out, cosine_SD, sine_SD, *strides, batch, count, half, turn)
-    _rotate[grid](*arguments, HEADS=tall, BLOCK=block)
+    grid = (length * batch, cdiv(count, tall), number)
+    places = (*strides[:3], *out_strides[:3], *second_strides[:3], *second_out_strides[:3])
+    arguments = (heads, out, second, second_out, *angles, *places, batch, count, half, turn)
+    run_kernel(_rotate, grid, *arguments, HEADS=tall, BLOCK=block)
 
 
 @triton.jit
 def _rotate(  # type: ignore[no-untyped-def]
     heads,
     out,
+    second,
+    second_out,
     cosine,
     sine,
     from_s,
@@ -211,6 +247,12 @@ def _rotate(  # type: ignore[no-untyped-def]
     to_s,
     to_b,
     to_n,
+    second_from_s,
+    second_from_b,
+    second_from_n,
+    second_to_s,
+    second_to_b,
+    second_to_n,
     batch,
     count,
     half,
@@ -218,18 +260,33 @@ def _rotate(  # type: ignore[no-untyped-def]
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one position of one sequence, HEADS heads."""
+    """Each program handles one position of one sequence, HEADS heads of one of two sides."""
     s = (tl.program_id(0) // batch).to(tl.int64)
     b = (tl.program_id(0) % batch).to(tl.int64)
     n = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
+    if tl.program_id(2) == 0:
+        begin = heads + s * from_s + b * from_b
+        end = out + s * to_s + b * to_b
+        _turn_heads(begin, end, from_n, to_n, cosine, sine, s, n, count, half, turn, BLOCK)
+    else:
+        begin = second + s * second_from_s + b * second_from_b
+        end = second_out + s * second_to_s + b * second_to_b
+        _turn_heads(begin, end, second_from_n, second_to_n, cosine, sine, s, n, count, half, turn, BLOCK)
+
+
+@triton.jit
+def _turn_heads(  # type: ignore[no-untyped-def]
+    heads, out, from_n, to_n, cosine, sine, s, n, count, half, turn, BLOCK: tl.constexpr
+):
+    """Turn the heads n of position s, whose first ones begin at `heads`."""
     column = tl.arange(0, BLOCK)
     inside = (n < count)[:, None] & (column < half)[None, :]
     angle = s * half + column
     cos = tl.load(cosine + angle, mask=column < half, other=0)[None, :]
     sin = tl.load(sine + angle, mask=column < half, other=0)[None, :] * turn
-    place = heads + s * from_s + b * from_b + n[:, None] * from_n + column[None, :]
+    place = heads + n[:, None] * from_n + column[None, :]
     first = tl.load(place, mask=inside, other=0).to(tl.float32)
     second = tl.load(place + half, mask=inside, other=0).to(tl.float32)
-    place = out + s * to_s + b * to_b + n[:, None] * to_n + column[None, :]
+    place = out + n[:, None] * to_n + column[None, :]
     tl.store(place, (first * cos - second * sin).to(out.dtype.element_ty), mask=inside)
     tl.store(place + half, (second * cos + first * sin).to(out.dtype.element_ty), mask=inside)

@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
+
 LARGEST_BLOCK = 1024  # columns that one program of a pass over rows holds at a time
 AMPERE, HOPPER = 8, 9  # major compute capabilities; later ones have the tiles of Hopper
 INTERPRETED = 0  # tensors of the CPU
@@ -144,7 +146,7 @@ def sum_parts(part_PX: Tensor, out_X: Tensor) -> None:
     """Write the sum over the first dimension, fp32, in one order, into `out_X` in its dtype."""
     columns = out_X.numel()
     arguments = (part_PX, len(part_PX), columns, out_X)
-    _sum_parts[(cdiv(columns, COLUMNS),)](*arguments, ROWS=PARTS, BLOCK=COLUMNS)
+    run_kernel(_sum_parts, (cdiv(columns, COLUMNS),), *arguments, ROWS=PARTS, BLOCK=COLUMNS)
 
 
 @triton.jit(do_not_specialize=VARYING)

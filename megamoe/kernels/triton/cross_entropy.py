@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
     bytes_of,
@@ -34,7 +35,7 @@ def statistics(
     if tokens:
         results = (largest_T, sum_T, label_logit_T, total_T)
         block = min(BLOCK, next_power_of_2(words))
-        _statistics[(tokens,)](logits_TV, label_T, words, *results, BLOCK=block, num_warps=WARPS)
+        run_kernel(_statistics, (tokens,), logits_TV, label_T, words, *results, BLOCK=block, num_warps=WARPS)
 
 
 @kernel_operator(
@@ -57,7 +58,7 @@ def gradient(
     if tokens and words:
         block = min(BLOCK, next_power_of_2(words))
         arguments = (logits_TV, label_T, largest_T, scale_T, sent_T, words, of_label, of_all)
-        _gradient[(tokens, cdiv(words, block))](*arguments, BLOCK=block, num_warps=WARPS)
+        run_kernel(_gradient, (tokens, cdiv(words, block)), *arguments, BLOCK=block, num_warps=WARPS)
 
 
 @triton.jit

@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
     bytes_of,
@@ -27,7 +28,7 @@ def swiglu(rows_N2F: Tensor, count: int, width: int, out_NF: Tensor) -> None:
     """Compute gate * sigmoid(gate) * value: [N, 2F] of gate | value to [N, F]."""
     if out_NF.numel():
         block = row_block(width)
-        _swiglu[(count, cdiv(width, block))](rows_N2F, width, out_NF, None, BLOCK=block)
+        run_kernel(_swiglu, (count, cdiv(width, block)), rows_N2F, width, out_NF, None, BLOCK=block)
 
 
 @kernel_operator("swiglu_backward", mutates={"to_rows_N2F"}, bytes_moved=each_once)
@@ -38,7 +39,7 @@ def swiglu_backward(
     if gradient_NF.numel():
         block = row_block(width)
         grid = (count, cdiv(width, block))
-        _swiglu_backward[grid](gradient_NF, rows_N2F, width, to_rows_N2F, BLOCK=block)
+        run_kernel(_swiglu_backward, grid, gradient_NF, rows_N2F, width, to_rows_N2F, BLOCK=block)
 
 
 @kernel_operator("weighted_swiglu", mutates={"out_NF"}, bytes_moved=each_once)
@@ -46,7 +47,7 @@ def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, count: int, width: int, 
     """Compute `swiglu` times each row's weight, fp32."""
     if out_NF.numel():
         block = row_block(width)
-        _swiglu[(count, cdiv(width, block))](rows_N2F, width, out_NF, weight_N, BLOCK=block)
+        run_kernel(_swiglu, (count, cdiv(width, block)), rows_N2F, width, out_NF, weight_N, BLOCK=block)
 
 
 @kernel_operator("weighted_swiglu_backward", mutates={"to_rows_N2F", "to_weight_N"}, bytes_moved=each_once)
@@ -63,7 +64,7 @@ def weighted_swiglu_backward(
     if count:
         block = row_block(width)
         arguments = (gradient_NF, rows_N2F, weight_N, width, to_rows_N2F, to_weight_N)
-        _weighted_swiglu_backward[(count,)](*arguments, BLOCK=block)
+        run_kernel(_weighted_swiglu_backward, (count,), *arguments, BLOCK=block)
 
 
 @triton.jit

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
     cdiv,
@@ -25,6 +26,9 @@ from megamoe.kernels.triton.common import (
 
 # Of fp32 products. "ieee" multiplies in fp32; "tf32x3" uses tensor cores three times and loses about one bit.
 FP32_PRECISION = "ieee"
+
+
+GROUP = tl.constexpr(8)  # tiles of rows
 
 
 def _flops(rows: Tensor, *others: Any, result: None) -> int:
@@ -68,7 +72,18 @@ def weigh(
     tile = tile_for("to_weight", rows_NI)
     grid = (cdiv(outer, tile.rows) * cdiv(inner, tile.columns), experts)
     precision = precision_of(rows_NI)
-    _to_weight[grid](sent_NO, rows_NI, ends_E, inner, outer, out_EOI, PRECISION=precision, **tile.options())
+    run_kernel(
+        _to_weight,
+        grid,
+        sent_NO,
+        rows_NI,
+        ends_E,
+        inner,
+        outer,
+        out_EOI,
+        PRECISION=precision,
+        **tile.options(),
+    )
 
 
 def multiply(
@@ -111,7 +126,7 @@ def launch(
     grid = (row_tiles * cdiv(columns, tile.columns),)
     constants |= {"EXPERTS": next_power_of_2(experts), "PRECISION": precision_of(rows)}
     arguments = (rows, weight, ends_E, experts, inner, columns, *outputs)
-    kernel[grid](*arguments, **constants, **tile.options())
+    run_kernel(kernel, grid, *arguments, **constants, **tile.options())
 
 
 def precision_of(rows: Tensor) -> str:
@@ -125,9 +140,10 @@ def find_rows(  # type: ignore[no-untyped-def]
 ):
     """Return this program's (expert, first row, number of rows, first column).
 
-    Tiles are counted expert by expert, and within a tile of rows column by column. The expert is `experts`
-    for a program beyond the last tile. The first row is int64. Offsets from it are int32, as a tensor of
-    64-bit addresses would take twice the registers.
+    Tiles are counted expert by expert. Within an expert, GROUP tiles of rows go through the columns together:
+    what runs at a time shares rows and columns of the weight in the L2 cache. The expert is `experts` for a
+    program beyond the last tile. The first row is int64. Offsets from it are int32, as a tensor of 64-bit
+    addresses would take twice the registers.
     """
     across = tl.cdiv(columns, COLUMNS)
     tile = tl.program_id(0) // across
@@ -138,10 +154,15 @@ def find_rows(  # type: ignore[no-untyped-def]
     tiles = tl.where(inside, (end - start + ROWS - 1) // ROWS, 0)
     expert = tl.sum((inside & (tl.cumsum(tiles, axis=0) <= tile)).to(tl.int32), axis=0)
     before = tl.sum(tl.where(index < expert, tiles, 0), axis=0)
-    first = tl.sum(tl.where(index == expert, start, 0), axis=0) + (tile - before) * ROWS
+    own = tl.sum(tl.where(index == expert, tiles, 0), axis=0).to(tl.int32)
+    place = tl.program_id(0) - before.to(tl.int32) * across  # among the tiles of the expert
+    group = place // (GROUP * across) * GROUP
+    tall = tl.maximum(tl.minimum(own - group, GROUP), 1)
+    place %= GROUP * across
+    first = tl.sum(tl.where(index == expert, start, 0), axis=0) + (group + place % tall) * ROWS
     last = tl.sum(tl.where(index == expert, end, 0), axis=0)
     rows = tl.minimum(last - first, ROWS).to(tl.int32)
-    return expert, first, rows, tl.program_id(0) % across * COLUMNS
+    return expert, first, rows, place // tall * COLUMNS
 
 
 @triton.jit

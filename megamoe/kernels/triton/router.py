@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
     VARYING,
@@ -48,8 +49,17 @@ def scores(rows_TH: Tensor, weight_EH: Tensor, tokens: int, experts: int, width:
         block = _experts_of_a_block(experts)
         grid = (cdiv(tokens, TOKENS), cdiv(experts, block))
         sizes = {"ROWS": TOKENS, "COLUMNS": block, "DEPTH": DEPTH}
-        _fp32_product[grid](
-            rows_TH, weight_EH, tokens, width, experts, out_TE, WEIGHT_IS_OUT_IN=True, **sizes
+        run_kernel(
+            _fp32_product,
+            grid,
+            rows_TH,
+            weight_EH,
+            tokens,
+            width,
+            experts,
+            out_TE,
+            WEIGHT_IS_OUT_IN=True,
+            **sizes,
         )
 
 
@@ -83,13 +93,13 @@ def scores_backward(
     grid = (cdiv(tokens, TOKENS), cdiv(width, DEPTH))
     sizes = {"ROWS": TOKENS, "COLUMNS": DEPTH, "DEPTH": 16}
     arguments = (sent_TE, weight_EH, tokens, experts, width, to_rows_TH)
-    _fp32_product[grid](*arguments, WEIGHT_IS_OUT_IN=False, **sizes)
+    run_kernel(_fp32_product, grid, *arguments, WEIGHT_IS_OUT_IN=False, **sizes)
     block = min(EXPERTS_OF_A_GRADIENT, _experts_of_a_block(experts))
     parts = min(PARTS, cdiv(tokens, TOKENS))
     part_PEH = torch.empty(parts, experts, width, dtype=torch.float32, device=rows_TH.device)
     grid_of_parts = (cdiv(width, DEPTH), cdiv(experts, block), parts)
     sizes = {"ROWS": block, "COLUMNS": DEPTH, "DEPTH": TOKENS}
-    _to_weight[grid_of_parts](sent_TE, rows_TH, tokens, experts, width, part_PEH, **sizes)
+    run_kernel(_to_weight, grid_of_parts, sent_TE, rows_TH, tokens, experts, width, part_PEH, **sizes)
     sum_parts(part_PEH, to_weight_EH)
 
 
@@ -109,7 +119,7 @@ def chosen_weights(
         sizes = {"ROWS": TOKENS_OF_A_PASS, "CHOICES": next_power_of_2(choices)}
         grid = (cdiv(tokens, TOKENS_OF_A_PASS),)
         arguments = (probs_TE, expert_TK, tokens, experts, choices, smallest, scale, out_TK)
-        _chosen_weights[grid](*arguments, **sizes)
+        run_kernel(_chosen_weights, grid, *arguments, **sizes)
 
 
 @kernel_operator("chosen_weights_backward", mutates={"to_probs_TE"}, bytes_moved=each_once)
@@ -129,7 +139,7 @@ def chosen_weights_backward(
         sizes = {"ROWS": TOKENS_OF_A_PASS, "EXPERTS": next_power_of_2(experts), "CHOICES": choices}
         grid = (cdiv(tokens, TOKENS_OF_A_PASS),)
         arguments = (sent_TK, probs_TE, expert_TK, tokens, experts, smallest, scale, to_probs_TE)
-        _chosen_weights_backward[grid](*arguments, **sizes)
+        run_kernel(_chosen_weights_backward, grid, *arguments, **sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -237,7 +247,7 @@ def top_k(ranking_TE: Tensor, tokens: int, experts: int, count: int, chosen_TK: 
         width = next_power_of_2(experts)
         rows = min(TOKENS_OF_A_PASS, max(1, NUMBERS // width))
         arguments = (ranking_TE, tokens, experts, chosen_TK)
-        _top_k[(cdiv(tokens, rows),)](*arguments, COUNT=count, ROWS=rows, EXPERTS=width)
+        run_kernel(_top_k, (cdiv(tokens, rows),), *arguments, COUNT=count, ROWS=rows, EXPERTS=width)
 
 
 @triton.jit(do_not_specialize=VARYING)

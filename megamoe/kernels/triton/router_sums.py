@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
     VARYING,
@@ -41,7 +42,7 @@ def z_loss(scores_TE: Tensor, tokens: int, experts: int, log_sum_T: Tensor, out:
         out.zero_()
         return
     part_P = out.new_empty(_programs(tokens))
-    _z_loss[(len(part_P),)](scores_TE, tokens, experts, log_sum_T, part_P, **_options(experts))
+    run_kernel(_z_loss, (len(part_P),), scores_TE, tokens, experts, log_sum_T, part_P, **_options(experts))
     torch.sum(part_P, dim=0, out=out)
 
 
@@ -52,7 +53,7 @@ def z_loss_backward(
     """Compute sent * 2 / T * log_sum * softmax(scores)."""
     if scores_TE.numel():
         arguments = (sent, scores_TE, log_sum_T, tokens, experts, to_scores_TE)
-        _z_loss_backward[(cdiv(tokens, TOKENS),)](*arguments, **_options(experts))
+        run_kernel(_z_loss_backward, (cdiv(tokens, TOKENS),), *arguments, **_options(experts))
 
 
 @kernel_operator("balance_loss", mutates={"factor_E", "out"}, bytes_moved=each_once, launches=2)
@@ -66,7 +67,7 @@ def balance_loss(
         return
     part_P = out.new_empty(_programs(tokens))
     arguments = (probs_TE, counts_E, tokens, experts, factor_E, part_P)
-    _balance_loss[(len(part_P),)](*arguments, **_options(experts))
+    run_kernel(_balance_loss, (len(part_P),), *arguments, **_options(experts))
     torch.sum(part_P, dim=0, out=out)
 
 
@@ -85,7 +86,7 @@ def gate_sums(
     part_P2 = sums_2.new_empty(programs, 2)
     part_PD = torch.empty(programs, experts + 1, dtype=torch.int32, device=sums_2.device)
     arguments = (probs_TE, token_N, tokens, experts, pairs, pairs.bit_length(), part_P2, part_PD)
-    _gate_sums[(programs,)](*arguments, **_options(experts), BINS=next_power_of_2(experts + 1))
+    run_kernel(_gate_sums, (programs,), *arguments, **_options(experts), BINS=next_power_of_2(experts + 1))
     torch.sum(part_P2, dim=0, out=sums_2)
     torch.sum(part_PD, dim=0, out=width_D)
 

@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
 from megamoe.kernels.triton.common import (
     VARYING,
@@ -33,7 +34,9 @@ def combine(
         out.zero_()
         return
     block = row_block(width)
-    _combine[(tokens, cdiv(width, block))](rows_NH, row_N, ends_T, weight_N, width, out, BLOCK=block)
+    run_kernel(
+        _combine, (tokens, cdiv(width, block)), rows_NH, row_N, ends_T, weight_N, width, out, BLOCK=block
+    )
 
 
 def _bytes_of_combine_backward(gradient_TH: Tensor, rows_NH: Tensor, *rest: Any, result: None) -> int:
@@ -57,7 +60,7 @@ def combine_backward(
     """Compute to_rows[n] = weight[n] * gradient[token[n]], to_weight[n] = <rows[n], gradient[token[n]]>."""
     if count:
         arguments = (gradient_TH, rows_NH, token_N, weight_N, width, to_rows_NH, to_weight_N)
-        _combine_backward[(count,)](*arguments, BLOCK=row_block(width))
+        run_kernel(_combine_backward, (count,), *arguments, BLOCK=row_block(width))
 
 
 @triton.jit
@@ -131,7 +134,7 @@ def group_pairs(
     """
     if tokens:
         arguments = (token_N, pairs, tokens, pairs.bit_length(), ends_T)
-        _ends[(cdiv(tokens, TOKENS),)](*arguments, BLOCK=TOKENS)
+        run_kernel(_ends, (cdiv(tokens, TOKENS),), *arguments, BLOCK=TOKENS)
     if not pairs:
         counts_E.zero_()
         return
@@ -140,10 +143,10 @@ def group_pairs(
     blocks = cdiv(pairs, tall)
     before_BE = torch.empty(blocks, experts, dtype=torch.int32, device=expert_N.device)
     sizes = {"ROWS": tall, "EXPERTS": width}
-    _count[(blocks,)](expert_N, pairs, experts, before_BE, **sizes)
-    _add_up[(experts,)](before_BE, blocks, experts, counts_E, BLOCK=BLOCKS)
+    run_kernel(_count, (blocks,), expert_N, pairs, experts, before_BE, **sizes)
+    run_kernel(_add_up, (experts,), before_BE, blocks, experts, counts_E, BLOCK=BLOCKS)
     given = (expert_N, token_N, weight_N, counts_E, before_BE, pairs, experts)
-    _place[(blocks,)](*given, order_N, place_N, moved_token_N, moved_weight_N, **sizes)
+    run_kernel(_place, (blocks,), *given, order_N, place_N, moved_token_N, moved_weight_N, **sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)

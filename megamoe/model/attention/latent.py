@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -74,7 +73,7 @@ def latent_options(model: ModelConfig) -> dict[str, Any]:
 def latent_attention(attention: ModuleSpec, modules: Modules) -> ModuleSpec:
     """Return the specification of latent attention with the classes of standard attention's."""
     own, norm = attention.submodules, _norm_of_compressed(modules.norm)
-    column = ColumnParallelLinear if modules.linears is None else modules.linears[0]
+    column = modules.linears[0]
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=column,
         linear_q_down_proj=column,

@@ -11,7 +11,6 @@ from megatron.core.parallel_state import (
     get_tensor_model_parallel_world_size,
 )
 from megatron.core.tensor_parallel import (
-    ColumnParallelLinear,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
@@ -24,6 +23,7 @@ from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.cross_entropy import Sums, Target, statistics, write_gradient
 from megamoe.model.attention.core import BlockConfig
+from megamoe.model.linears import ColumnLinear
 from megamoe.model.modules import Norm
 from megamoe.model.scales import change_logits
 from megamoe.moe.experts.activations import pointwise
@@ -152,7 +152,7 @@ class Head(nn.Module):
             nn.init.zeros_(linear.bias)
             activation = _Activation(pointwise(model.activation))
             self.transform = nn.Sequential(linear, activation, Norm(whole, model.hidden_size, model.norm_eps))
-        self.output_layer = ColumnParallelLinear(
+        self.output_layer = ColumnLinear(
             model.hidden_size,
             vocab_size,
             config=whole,

@@ -96,7 +96,7 @@ LAUNCHES: dict[str, Launch] = {
     "pairs_count": Launch(rows._count, "issc", fixed(**OF_PAIRS)),
     "pairs_add_up": Launch(rows._add_up, "casi", fixed(BLOCK=rows.BLOCKS)),
     "pairs_place": Launch(rows._place, "iificssiiif", fixed(**OF_PAIRS)),
-    "rotate": Launch(block._rotate, "xxffssssssaasr", fixed(HEADS=16, BLOCK=64)),
+    "rotate": Launch(block._rotate, "xxxxff" + 12 * "s" + "aasr", fixed(HEADS=16, BLOCK=64)),
     "cross_entropy": Launch(cross_entropy._statistics, "xisffff", fixed(BLOCK=4096, num_warps=8)),
     "cross_entropy_backward": Launch(cross_entropy._gradient, "xifffsrr", fixed(BLOCK=4096, num_warps=8)),
 }
