@@ -36,6 +36,7 @@ from megamoe.errors import UserError
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 STAGES = ("evaluate", "finetune", "translate", "analyze")
+ENDS = ("first", "last")  # what may be taken of windows
 TASK_PREFIX = "task."  # of overrides that change the fine-tuning
 
 
@@ -64,7 +65,9 @@ class Row:
 
 @dataclass
 class Finetune:
-    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it."""
+    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it, such
+    as `run.log.every`. Its seed is that of the pretraining, unless `set` has `seeds`.
+    """
 
     __pydantic_config__ = STRICT
     task: PathText
@@ -128,8 +131,9 @@ class Measure:
     before (`measures.spikes`), `rise` is the last minus the lowest. fact: instead, a number about the run,
     see `measures.FACTS`. stage, path: instead, a number in the JSON of a stage, of several stages the first
     that is done with the row: keys and indices with slashes, * for the mean over all without those in
-    `without`. stage, metric: of the runs of a stage that fine-tunes, the mean. exponential: of a loss: the
-    perplexity. text: what it is, with its unit.
+    `without`. stage, metric: of the runs of a stage that fine-tunes, the mean. stage, consistency: the
+    inter-run consistency of these runs, of the loads of so many steps (`measures.consistency`).
+    exponential: of a loss: the perplexity. text: what it is, with its unit.
     """
 
     __pydantic_config__ = STRICT
@@ -140,6 +144,7 @@ class Measure:
     )
     stage: Name | list[Name] | None = None
     path: str | None = None
+    consistency: PositiveInt | None = None
     without: list[str] = field(default_factory=list)
     exponential: bool = False
     scale: float = 1.0
@@ -154,10 +159,14 @@ class Measure:
 
 @dataclass
 class Curve:
-    """A picture of a metric over the steps, a line for each row: the mean over the seeds."""
+    """A picture of a metric over the steps, a line for each row: the mean over the seeds. stage, consistency:
+    instead, of each window of the fine-tunings, as a measure's.
+    """
 
     __pydantic_config__ = STRICT
-    metric: str
+    metric: str | None = None
+    stage: Name | None = None
+    consistency: PositiveInt | None = None
     text: str = ""
 
 
@@ -308,6 +317,7 @@ def _checked(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, Claim]
     """Check what the study's keys say of each other; return the claims whose rows are all of this size."""
     _check_stages(study)
     _check_measures(study)
+    _check_curves(study)
     for name, row in study.rows.items():
         for measured in row.published:
             if measured not in study.measures:
@@ -348,12 +358,26 @@ def _check_measures(study: Study) -> None:
             if stage not in study.stages:
                 known = ", ".join(study.stages) or "none"
                 raise ValueError(f"measures.{name}: stage {stage!r} is not among the stages: {known}")
-            if measure.metric is not None and study.stages[stage].finetune is None:
+            of_seeds = measure.metric is not None or measure.consistency is not None
+            if of_seeds and study.stages[stage].finetune is None:
                 raise ValueError(f"measures.{name}: stage {stage!r} does not fine-tune, so it has no metric")
-        if measure.stage is not None and (measure.path is None) == (measure.metric is None):
+        given = sum(each is not None for each in (measure.path, measure.metric, measure.consistency))
+        if measure.stage is not None and given != 1:
             raise ValueError(
-                f"measures.{name}: a stage needs a path in its JSON, such as 0/perplexity, or a metric"
+                f"measures.{name}: a stage needs one of path in its JSON, such as 0/perplexity, metric, and "
+                "consistency"
             )
+        if measure.consistency is not None and (measure.stage is None or measure.take not in ENDS):
+            raise ValueError(f"measures.{name}: consistency needs a stage, and take: {' or '.join(ENDS)}")
+
+
+def _check_curves(study: Study) -> None:
+    for name, curve in study.curves.items():
+        of_run = curve.metric is not None and curve.stage is None and curve.consistency is None
+        stage = study.stages.get(curve.stage or "")
+        of_stage = curve.metric is None and curve.consistency is not None and stage is not None
+        if not of_run and not (of_stage and stage is not None and stage.finetune is not None):
+            raise ValueError(f"curves.{name}: expected metric, or consistency and a stage that fine-tunes")
 
 
 def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[str]) -> dict[str, Any]:

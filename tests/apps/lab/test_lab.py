@@ -10,15 +10,18 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
-from megamoe.apps.lab.measures import _taken, lowest_by, spikes
+from megamoe.apps.lab.measures import _taken, consistency, lowest_by, spikes
 from megamoe.apps.lab.page import _tuning
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import Measure, load_plan, load_study
 from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
+from megamoe.apps.routing_analysis.measures import inter_run_consistency
 from megamoe.cli import call
+from megamoe.metrics.names import LOAD, of_layer
 from tests.support.apps.study_data import make_study_data
 from tests.support.tiny import ROOT
 
@@ -167,7 +170,7 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             {"measures": {"loss": {"stage": "nowhere", "path": "a"}}},
             "stage 'nowhere' is not among the stages: routing",
         ),
-        ({"measures": {"loss": {"stage": "routing"}}}, "measures.loss: a stage needs a path"),
+        ({"measures": {"loss": {"stage": "routing"}}}, "measures.loss: a stage needs one of path"),
         (
             {"measures": {"loss": {"stage": "routing", "metric": "val/lm_loss"}}},
             "measures.loss: stage 'routing' does not fine-tune",
@@ -179,6 +182,22 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
         ({"stages": {"routing": {}}}, "stages.routing: found nothing, expected one of evaluate, finetune"),
         ({"claims": [{"text": "x", "test": "loss(one) < loss(three)"}]}, "claims[0].test: no row 'three'"),
         ({"claims": [{"text": "x", "test": "size(one) < 1"}]}, "claims[0].test: no measure 'size'"),
+        (
+            {"measures": {"loss": {"stage": "routing", "consistency": 100}}},
+            "measures.loss: stage 'routing' does not fine-tune",
+        ),
+        (
+            {"measures": {"loss": {"metric": "val/lm_loss", "consistency": 100}}},
+            "measures.loss: consistency needs a stage, and take: first or last",
+        ),
+        (
+            {"curves": {"ic": {"stage": "routing", "consistency": 100}}},
+            "curves.ic: expected metric, or consistency and a stage that fine-tunes",
+        ),
+        (
+            {"curves": {"ic": {"metric": "val/lm_loss", "stage": "routing"}}},
+            "curves.ic: expected metric, or consistency and a stage that fine-tunes",
+        ),
         ({"rows": {"One": {}}}, "rows.One"),
         ({"rows": {"one": {"set": {"moe": {"experts": 3}}}}}, "row one: moe: unknown key 'experts'"),
         ({"sizes": {"cpu": {"seeds": [1], "time": "x"}}}, "--size: "),
@@ -249,6 +268,47 @@ def test_what_is_taken_of_the_values_of_a_run() -> None:
 
     found = {take: taken(take) for take in ("first", "last", "lowest", "highest", "rise")}
     assert found == {"first": 3.0, "last": 1.5, "lowest": 1.0, "highest": 3.0, "rise": 0.5}
+
+
+def test_consistency_of_windows_is_that_of_the_analyses() -> None:
+    """Three runs of 5 steps and two MoE layers, in windows of 2 steps: the fifth step is left out."""
+    load_RSLE = np.random.default_rng(0).integers(0, 50, (3, 5, 2, 4))
+    keys = [of_layer(layer)[LOAD] for layer in (2, 11)]
+    runs = [
+        [
+            {"step": step + 1, **dict(zip(keys, of_step.tolist(), strict=True))}
+            for step, of_step in enumerate(of_run)
+        ]
+        for of_run in load_RSLE
+    ]
+    runs[1].insert(1, {"step": 1, "val/lm_loss": 2.0})  # a record without loads is no step
+    expected = []
+    for first in (0, 2):
+        load_RLE = load_RSLE[:, first : first + 2].sum(1)
+        layers = [inter_run_consistency(load_RLE[:, layer]) for layer in range(2)]
+        expected.append((first + 2, pytest.approx(np.mean(layers))))  # type: ignore[arg-type]
+    assert consistency(runs, 2) == expected
+    ((step, whole),) = consistency(runs, 100)  # more than there are: one window of all steps
+    assert step == 5 and whole not in [value for _, value in expected]
+    assert consistency(runs[:1], 2) == [] and consistency([], 2) == []
+    level = [{"step": 1, **{key: [2, 2, 2, 2] for key in keys}}]
+    assert consistency([runs[0], level], 2) == [] and consistency([[{"step": 1}]] * 2, 2) == []
+
+
+def test_seeds_of_a_fine_tuning(tmp_path: Path) -> None:
+    """By default that of the pretraining; the study's own go before it, and the size's before these."""
+    stages = {"tuned": {"finetune": {"task": "task.yaml"}}}
+    measures = {"ic": {"stage": "tuned", "consistency": 10}, "loss": {"metric": "val/lm_loss"}}
+    for settings, size, seeds in (
+        ({}, {}, "[3]"),
+        ({"seeds": [1, 2]}, {}, "[1, 2]"),
+        ({}, {"seeds": [7]}, "[7]"),
+    ):
+        stages["tuned"]["finetune"]["set"] = settings  # type: ignore[assignment]
+        sizes = {"smoke": {"seeds": [3], "time": "seconds", "finetune": size}}
+        path = written(tmp_path, stages=stages, sizes=sizes, measures=measures, claims=[])
+        tasks = study_tasks(load_plan(path, "smoke", None, []), tmp_path / "lab", {})
+        assert f"task.seeds={seeds}" in tasks.stages["tuned", "one", 3].arguments
 
 
 def test_the_stages_of_a_study(tmp_path: Path) -> None:
