@@ -275,11 +275,13 @@ def load_study(path: Path) -> Study:
     return study
 
 
-def load_plan(path: Path, size: str, seeds: int | None, overrides: list[str]) -> Plan:
+def load_plan(
+    path: Path, size: str, seeds: int | None, overrides: list[str], rows: list[str] | None = None
+) -> Plan:
     """Read a study's YAML and work out every row's configuration at a size.
 
-    seeds: take 1 to this number instead of the size's. overrides: `section.key=value` of every run, and
-    `task.key=value` of the fine-tuning.
+    seeds: take 1 to this number instead of the size's. rows: take these instead of the size's. overrides:
+    `section.key=value` of every run, and `task.key=value` of the fine-tuning.
 
     Raises:
         UserError: for a file that cannot be read, an unknown key, row, measure or stage, or a claim that
@@ -291,16 +293,18 @@ def load_plan(path: Path, size: str, seeds: int | None, overrides: list[str]) ->
     chosen = study.sizes[size]
     if seeds is not None:
         chosen = replace(chosen, seeds=list(range(1, seeds + 1)))
+    if rows is not None:
+        chosen = replace(chosen, rows=rows)
     try:
-        rows = _rows(study, chosen)
-        claims = _checked(study, rows)
+        of_size = _rows(study, chosen)
+        claims = _checked(study, of_size)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     of_task = [each for each in overrides if each.startswith(TASK_PREFIX)]
     of_run = [each for each in overrides if not each.startswith(TASK_PREFIX)]
     if of_task and not any(stage.finetune for stage in study.stages.values()):
         raise UserError(f"{of_task[0]}: the study has no stage `finetune`; leave it out")
-    configs = {name: _config(path.parent, study, chosen, rows[name], of_run) for name in rows}
+    configs = {name: _config(path.parent, study, chosen, of_size[name], of_run) for name in of_size}
     return Plan(path.stem, path, study, size, chosen, configs, claims, of_task)
 
 
@@ -309,7 +313,7 @@ def _rows(study: Study, size: Size) -> dict[str, Row]:
         return dict(study.rows)
     for name in size.rows:
         if name not in study.rows:
-            raise ValueError(f"sizes: rows: {name!r} is no row; expected some of {', '.join(study.rows)}")
+            raise ValueError(f"rows: found {name!r}, expected some of {', '.join(study.rows)}")
     return {name: row for name, row in study.rows.items() if name in size.rows}
 
 
@@ -361,12 +365,9 @@ def _check_measures(study: Study) -> None:
             of_seeds = measure.metric is not None or measure.consistency is not None
             if of_seeds and study.stages[stage].finetune is None:
                 raise ValueError(f"measures.{name}: stage {stage!r} does not fine-tune, so it has no metric")
-        given = sum(each is not None for each in (measure.path, measure.metric, measure.consistency))
-        if measure.stage is not None and given != 1:
-            raise ValueError(
-                f"measures.{name}: a stage needs one of path in its JSON, such as 0/perplexity, metric, and "
-                "consistency"
-            )
+        given = (measure.path, measure.metric, measure.consistency)
+        if measure.stage is not None and given.count(None) != 2:
+            raise ValueError(f"measures.{name}: a stage needs one of path, metric, and consistency")
         if measure.consistency is not None and (measure.stage is None or measure.take not in ENDS):
             raise ValueError(f"measures.{name}: consistency needs a stage, and take: {' or '.join(ENDS)}")
 

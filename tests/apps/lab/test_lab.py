@@ -14,8 +14,10 @@ import numpy as np
 import pytest
 import yaml
 
+from megamoe.apps.lab.index import write_index
 from megamoe.apps.lab.measures import _taken, consistency, lowest_by, spikes
 from megamoe.apps.lab.page import _tuning
+from megamoe.apps.lab.results import tuned_by
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import Measure, load_plan, load_study
 from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
@@ -26,7 +28,7 @@ from tests.support.apps.study_data import make_study_data
 from tests.support.tiny import ROOT
 
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
-IN_MAKE_TEST = "deepseek_balance"
+IN_MAKE_TEST = ("deepseek_balance", ["bias"])  # one process: each takes seconds to import its libraries
 RUN = {
     "data": {"mock": True, "sequence_length": 16},
     "model": {
@@ -170,7 +172,10 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             {"measures": {"loss": {"stage": "nowhere", "path": "a"}}},
             "stage 'nowhere' is not among the stages: routing",
         ),
-        ({"measures": {"loss": {"stage": "routing"}}}, "measures.loss: a stage needs one of path"),
+        (
+            {"measures": {"loss": {"stage": "routing"}}},
+            "measures.loss: a stage needs one of path, metric, and consistency",
+        ),
         (
             {"measures": {"loss": {"stage": "routing", "metric": "val/lm_loss"}}},
             "measures.loss: stage 'routing' does not fine-tune",
@@ -225,6 +230,9 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
         plan = load_plan(path, size, None, [])
         assert len(study_tasks(plan, tmp_path, {}).training) == len(plan.configs) * len(plan.seeds)
         assert plan.claims
+        assert any(measure.fact == "flops_per_token" for measure in plan.study.measures.values())
+        # What is tuned by is not reported, but for the validation loss over the steps of Xie 2022, figure 4.
+        assert set(tuned_by(plan)) <= {"overfitting"}
 
 
 @pytest.fixture(scope="module")
@@ -235,21 +243,43 @@ def study_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [path if path.stem == IN_MAKE_TEST else pytest.param(path, marks=pytest.mark.full) for path in STUDIES],
-    ids=lambda path: path.stem,
+    ("path", "only"),
+    [
+        *(pytest.param(path, None, marks=pytest.mark.full, id=path.stem) for path in STUDIES),
+        pytest.param(ROOT / f"examples/studies/{IN_MAKE_TEST[0]}.yaml", IN_MAKE_TEST[1], id="a_row"),
+    ],
 )
 def test_every_study_to_its_page(
-    path: Path, study_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, only: list[str] | None, study_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With data of bytes in the place of what the study needs: all runs end, each measure has a number."""
     monkeypatch.chdir(study_data)
-    assert call("lab", [str(path), "--output", str(tmp_path / "lab")]) == 0
+    chosen = ["--rows", ",".join(only)] if only else []
+    assert call("lab", [str(path), "--output", str(tmp_path / "lab"), *chosen]) == 0
     results = json.loads((tmp_path / "lab/page/results.json").read_text())
     assert not [line for row in results["rows"].values() for line in row["failed"]]
+    assert only is None or [*results["rows"]] == only
     rows = results["rows"].values()
     for name in load_study(path).measures:  # such as a path in the JSON of a stage
         assert any(row["measures"][name]["seeds"] for row in rows), name
+
+
+def test_rows_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claims of other rows are left out; a row that the study has not is a mistake."""
+    path = written(tmp_path)
+    assert [*load_plan(path, "smoke", None, [], ["two"]).configs] == ["two"]
+    assert load_plan(path, "smoke", None, [], ["two"]).claims == []
+    assert len(load_plan(path, "smoke", None, [], ["two", "one"]).claims) == 1
+    assert call("lab", [str(path), "--output", str(tmp_path / "lab"), "--rows", "two,three"]) == 2
+    assert "rows: found 'three', expected some of one, two, two_again" in capsys.readouterr().err
+
+
+def test_the_list_of_published_pages_is_up_to_date(tmp_path: Path) -> None:
+    """After another page was published: `python tools/lab.py --index docs/lab`."""
+    for folder in (ROOT / "docs/lab").glob("*/results.json"):
+        (tmp_path / folder.parent.name).mkdir()
+        (tmp_path / folder.parent.name / "results.json").write_bytes(folder.read_bytes())
+    assert write_index(tmp_path, STUDIES).read_text() == (ROOT / "docs/lab/index.md").read_text()
 
 
 def test_spikes_by_hand() -> None:
@@ -338,7 +368,9 @@ def test_a_value_at_the_end_of_the_tuned_ones_is_named() -> None:
     rule = {"key": "optimizer.lr", "values": [1, 2, 4], "seed": 0, "by": "val/lm_loss"}
     inside = _tuning({"tuning": rule, "rows": {"a": {"tuned": 2}}})
     outside = _tuning({"tuning": rule, "rows": {"a": {"tuned": 2}, "b": {"tuned": 4}}})
-    assert "beyond" not in inside
+    assert "beyond" not in inside and "that the table does not report." in inside
+    reported = _tuning({"tuning": rule | {"reported": ["rise"]}, "rows": {"a": {"tuned": 2}}})
+    assert reported.endswith("that the table does not report, except in rise.")
     assert outside == inside + " The best one may lie beyond them, because the first or last was taken: b."
 
 
