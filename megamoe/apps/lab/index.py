@@ -18,8 +18,8 @@ For readers of the papers: which claims of [the studies](../lab.md) were run, on
 """
 MISSING = """## Not run yet
 
-Of these no result is known: the size `smoke` shows that a study runs, and decides nothing. The time is the planned
-one of size `cpu`.
+Of these no result is known: the size `smoke` shows that a study runs, and decides nothing. The time is the
+planned one of size `cpu`.
 """
 
 NEXT = "Next: [lab.md](../lab.md) for what a verdict means and how to run a study."
