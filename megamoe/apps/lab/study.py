@@ -193,13 +193,16 @@ class Tuning:
 
 @dataclass
 class Size:
-    """How large the study's runs are. time: what it takes, as text. samples: of every stage, instead of its
-    own. ranks: of each run, by torchrun."""
+    """How large the study's runs are. time: what it takes, as text. scale: factors by key, such as
+    `moe.expert_ffn_hidden_size`, of what a row has there. samples: of every stage, instead of its own.
+    ranks: of each run, by torchrun.
+    """
 
     __pydantic_config__ = STRICT
     seeds: Annotated[list[Seed], Field(min_length=1)]
     time: str
     set: Settings = field(default_factory=dict)
+    scale: dict[str, PositiveInt] = field(default_factory=dict)
     finetune: Settings = field(default_factory=dict)
     rows: list[Name] | None = None  # of the study's; default: all
     samples: PositiveInt | None = None
@@ -391,6 +394,10 @@ def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[st
         tree = merge(tree, above)
     for settings in (study.set, size.set, row.set):
         tree = merge(tree, settings)
+    for key, factor in size.scale.items():
+        section, _, name = key.partition(".")
+        if isinstance(found := (tree.get(section) or {}).get(name), int):
+            apply_override(tree, f"{key}={factor * found}")
     for override in overrides:
         apply_override(tree, override)
     return tree

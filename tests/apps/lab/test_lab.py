@@ -20,10 +20,13 @@ from megamoe.apps.lab.page import _tuning
 from megamoe.apps.lab.results import tuned_by
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import Measure, load_plan, load_study
-from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
+from megamoe.apps.lab.tasks import Task, study_tasks, tuning_tasks
 from megamoe.apps.routing_analysis.measures import inter_run_consistency
 from megamoe.cli import call
+from megamoe.config.files import merge
+from megamoe.config.load import configure
 from megamoe.metrics.names import LOAD, of_layer
+from megamoe.validation.run import section_problems
 from tests.support.apps.study_data import make_study_data
 from tests.support.tiny import ROOT
 
@@ -103,10 +106,46 @@ def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.Capture
     assert " tasks" not in capfd.readouterr().out
 
 
+def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(tmp_path: Path) -> None:
+    """By Python without a model: kill -9 once is repeated, twice is a failure, as is what needs the task."""
+    dies = "import os, pathlib, sys; at = pathlib.Path(sys.argv[1]); "
+    dies += "n = len(at.read_text()) if at.exists() else 0; at.write_text('x' * (n + 1)); "
+    dies += "n < int(sys.argv[2]) and os.kill(os.getpid(), 9)"
+
+    def task(name: str, times: int, needs: tuple[str, ...] = ()) -> Task:
+        arguments = ("-c", dies, str(tmp_path / f"{name}.count"), str(times))
+        return Task(name, tmp_path / "stages" / name, arguments, name, needs)
+
+    wrong = Task("wrong", tmp_path / "stages/wrong", ("-c", "raise SystemExit('error: no data')"), "wrong")
+    tasks = [
+        task("once", 1),
+        task("twice", 2),
+        task("after", 0, ("twice",)),
+        task("last", 0, ("once",)),
+        wrong,
+    ]
+    lines: list[str] = []
+    runner = Runner(tmp_path, [None, None], lines.append)
+    runner.run(tasks)
+    found = {each.name: runner.record_of(each) for each in tasks}
+    assert {name: record.state for name, record in found.items()} == {
+        **{"once": "done", "twice": "failed", "after": "failed", "last": "done", "wrong": "failed"}
+    }
+    assert "once: ended by signal 9; once more" in lines and found["twice"].problem.startswith(
+        "ended by signal 9"
+    )
+    assert (
+        found["after"].problem == "twice failed" and found["wrong"].problem == "error: no data (exit code 1)"
+    )
+    Runner(tmp_path, [None], lines.append).run(
+        tasks
+    )  # the next call: what failed is tried again, and no other
+    assert (tmp_path / "twice.count").read_text() == "xxx" and (tmp_path / "once.count").read_text() == "xx"
+    assert runner.is_done(tasks[1]) and runner.is_done(tasks[2]) and not runner.is_done(wrong)
+
+
 @pytest.mark.full
-def test_a_failed_run_is_a_row_and_a_killed_one_is_repeated(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = {"good": {"base": "run.yaml"}, "bad": {"base": "run.yaml", "set": {"data": {"mock": False}}}}
     (tmp_path / "broken.idx").write_text("no index")
     rows["bad"]["set"]["data"]["sources"] = [str(tmp_path / "broken")]  # type: ignore[index]
@@ -233,6 +272,22 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
         assert any(measure.fact == "flops_per_token" for measure in plan.study.measures.values())
         # What is tuned by is not reported, but for the validation loss over the steps of Xie 2022, figure 4.
         assert set(tuned_by(plan)) <= {"overfitting"}
+        for row, tree in plan.configs.items():
+            config = configure(merge(tree, {}), [])
+            assert not [*section_problems(config, plan.size.ranks, None)], (size, row)
+
+
+def test_experts_of_a_larger_size_keep_their_share_of_the_dense_ffn() -> None:
+    for name in ("yang2024_table1", "tournament", "xie2022_table2", "chi2022_table1"):
+        path = ROOT / f"examples/studies/{name}.yaml"
+        small, large = (load_plan(path, size, None, []).configs for size in ("cpu", "gpu"))
+        for row, tree in small.items():
+            shares = [
+                of_size[row]["moe"]["expert_ffn_hidden_size"] / of_size[row]["model"]["ffn_hidden_size"]
+                for of_size in (small, large)
+                if "expert_ffn_hidden_size" in tree.get("moe", {})
+            ]
+            assert len(set(shares)) < 2, (name, row, shares)
 
 
 @pytest.fixture(scope="module")
