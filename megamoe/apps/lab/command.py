@@ -43,6 +43,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--size", choices=("smoke", "cpu", "gpu"), default="smoke", help="default: smoke")
     add("--seeds", type=int, metavar="N", help="take the seeds 1 to N; default: the study's")
+    add("--rows", type=lambda text: text.split(","), metavar="NAME,...", help="these rows and their claims")
     add("--output", type=Path, metavar="DIR", help="default: runs/lab/<study>_<size>")
     add("--workers", type=int, metavar="N", help="processes at a time; default: as many as GPUs, or cores")
     add("--overwrite", action="store_true", help="begin anew in the output folder")
@@ -54,6 +55,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--slurm", metavar="OPTIONS", help="submit job arrays with these options of sbatch, and end")
     add("--list", action="store_true", help="list the studies of examples/studies, and end")
+    add("--index", type=Path, metavar="DIR", help="write DIR/index.md, a list of the pages in DIR, and end")
     add("--chain", type=int, help=argparse.SUPPRESS)  # of a job array: the number of the chain, from 0
     add("--phase", choices=("tuning", "study"), help=argparse.SUPPRESS)
     return parser
@@ -63,13 +65,18 @@ def _run(options: argparse.Namespace) -> None:
     if options.list:
         _list()
         return
+    if options.index is not None:
+        from megamoe.apps.lab.index import write_index
+
+        print(f"written: {write_index(options.index, sorted(STUDIES.glob('*.yaml')))}")
+        return
     if options.study is None:
         raise UserError("STUDY: none is named; --list shows those of examples/studies")
     check_positive("--seeds", options.seeds)
     check_positive("--workers", options.workers)
     from megamoe.apps.lab.study import load_plan
 
-    plan = load_plan(_path_of(options.study), options.size, options.seeds, options.overrides)
+    plan = load_plan(_path_of(options.study), options.size, options.seeds, options.overrides, options.rows)
     output = options.output or Path("runs/lab") / f"{plan.name}_{plan.size_name}"
     if options.chain is not None:
         _run_chain(plan, output, options)
@@ -243,6 +250,7 @@ def _repeated(options: argparse.Namespace) -> list[str]:
     """Return the arguments with which a job of an array repeats this call."""
     given = [options.study, "--size", options.size]
     given += [] if options.seeds is None else ["--seeds", str(options.seeds)]
+    given += [] if options.rows is None else ["--rows", ",".join(options.rows)]
     given += [] if options.output is None else ["--output", str(options.output)]
     return [*given, *options.overrides]
 

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from megamoe.apps.lab.runner import Runner
-from megamoe.apps.lab.study import Measure, Plan
+from megamoe.apps.lab.study import Curve, Measure, Plan
 from megamoe.apps.lab.tasks import RESULT, Task, Tasks
-from megamoe.apps.report.run_statistics import Run, read_run, series
+from megamoe.apps.report.run_statistics import Rows, Run, moe_layers, read_run, series
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 from megamoe.metrics import names
@@ -53,11 +55,14 @@ def _of_stage(plan: Plan, tasks: Tasks, runner: Runner, name: str, row: str, see
         task = tasks.stages.get((stage, row, seed))
         if task is None or not runner.is_done(task):
             continue
-        if measure.metric is None:
+        if measure.path is not None:
             return _at(
                 _json(task.folder / RESULT[plan.study.stages[stage].kind]), measure, f"measures.{name}"
             )
-        runs = [read_run(path.parent) for path in sorted(task.folder.glob("seed_*/metrics.jsonl"))]
+        runs = _tuned(task)
+        if measure.consistency is not None:
+            windows = consistency([run.rows for run in runs], measure.consistency)
+            return windows[0 if measure.take == "first" else -1][1] if windows else None
         values = [value for run in runs if (value := _taken(measure, run)) is not None]
         return statistics.fmean(values) if values else None
     return None
@@ -70,14 +75,55 @@ def curves(plan: Plan, tasks: Tasks, runner: Runner) -> Curves:
         for row in plan.configs:
             at: dict[int, list[float]] = {}
             for seed in plan.seeds:
-                training = tasks.training[row, seed]
-                if runner.is_done(training):
-                    for step, value in zip(
-                        *series(read_run(training.folder).rows, curve.metric), strict=True
-                    ):
-                        at.setdefault(step, []).append(float(value))
+                for step, value in _points(curve, tasks, runner, row, seed):
+                    at.setdefault(step, []).append(value)
             if at:
                 found[name][row] = [(step, statistics.fmean(values)) for step, values in sorted(at.items())]
+    return found
+
+
+def _points(curve: Curve, tasks: Tasks, runner: Runner, row: str, seed: int) -> Sequence[tuple[int, float]]:
+    """Return step and value of a curve's points of one row and seed; none if its task is not complete."""
+    task = tasks.training[row, seed] if curve.stage is None else tasks.stages.get((curve.stage, row, seed))
+    if task is None or not runner.is_done(task):
+        return []
+    if curve.consistency is not None:
+        return consistency([run.rows for run in _tuned(task)], curve.consistency)
+    assert curve.metric is not None
+    steps, values = series(read_run(task.folder).rows, curve.metric)
+    return [(step, float(value)) for step, value in zip(steps, values, strict=True)]
+
+
+def _tuned(task: Task) -> list[Run]:
+    """Return the runs of a stage that fine-tunes, one for each seed."""
+    return [read_run(path.parent) for path in sorted(task.folder.glob("seed_*/metrics.jsonl"))]
+
+
+def consistency(runs: Sequence[Rows], window: int) -> list[tuple[int, float]]:
+    """Return IC = sum over i, j of rho(l_i, l_j) / m^2 for each window of steps, with its last step.
+
+    runs: the records of m runs. l_i: the pairs that each expert computed in run i, over the window's logged
+    steps; rho: Pearson's correlation. The mean over MoE layers, without those where a run gave all experts
+    the same load. A last window with fewer steps is left out, unless it is the only one. Empty: fewer than
+    two runs, or none with MoE layers.
+
+    Source: Chi et al. 2022 (X-MoE), section 4.5 and figure 3b: fine-tunings of one model that differ in seed.
+    """
+    keys = [names.of_layer(layer)[names.LOAD] for layer in (moe_layers(runs[0]) if runs else [])]
+    logged = [[row for row in rows if all(key in row for key in keys)] for rows in runs]
+    steps = min(map(len, logged), default=0)
+    window = min(window, steps)
+    found = []
+    for end in range(window, steps + 1 if window and len(runs) > 1 else 0, window or 1):
+        of_layers = []
+        for key in keys:
+            load_RE = np.array(
+                [np.sum([row[key] for row in rows[end - window : end]], axis=0) for rows in logged]
+            )
+            if load_RE.std(axis=1).all():
+                of_layers.append(float(np.corrcoef(load_RE).mean()))
+        if of_layers:
+            found.append((int(logged[0][end - 1][names.STEP]), statistics.fmean(of_layers)))
     return found
 
 

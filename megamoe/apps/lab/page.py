@@ -49,11 +49,11 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     parts = [f"# {study.title}", f"{study.source}. Size `{results['size']}`, seeds {seeds}.", study.question]
     parts.append(f"```\n{made['command']}\n```")
     if results["claims"]:
-        parts += ["## Claims", _markdown(claims_table(results)), _rule(results)]
-    parts += ["## Numbers", _markdown(rows_table(plan, results)), _legend(plan)]
+        parts += ["## Claims", markdown_table(claims_table(results)), _rule(results)]
+    parts += ["## Numbers", markdown_table(rows_table(plan, results)), _legend(plan)]
     others = paper_table(results)
     if len(others) > 1:
-        parts += ["## Numbers of the paper that are not measured here", _markdown(others)]
+        parts += ["## Numbers of the paper that are not measured here", markdown_table(others)]
     parts += [f"![{name.removesuffix('.svg')}]({name})" for name in pictures]
     failed = [line for row in results["rows"].values() for line in row["failed"]]
     if failed:
@@ -139,8 +139,9 @@ def _tuning(results: dict[str, Any]) -> str:
     by = rule["by"] if isinstance(rule["by"], str) else "` or `".join(rule["by"])
     told = (
         f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']} ended "
-        f"with the lowest `{by}`, on data that the table does not report."
+        f"with the lowest `{by}`, on data that the table does not report"
     )
+    told += f", except in {', '.join(rule['reported'])}." if rule.get("reported") else "."
     ends = (rule["values"][0], rule["values"][-1])
     at_end = [name for name, row in results["rows"].items() if row.get("tuned") in ends]
     if at_end:
@@ -163,7 +164,8 @@ def _number(value: float, digits: int = 4) -> str:
     return f"{value:,.{digits}f}"
 
 
-def _markdown(rows: Table) -> str:
+def markdown_table(rows: Table) -> str:
+    """Return a table in Markdown, the first row as its head."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
 

@@ -54,7 +54,7 @@ def _curves(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
         for row, points in of_rows.items():
             axes.plot([step for step, _ in points], [value for _, value in points], label=row)
         axes.set_xlabel("step")
-        axes.set_ylabel(plan.study.curves[name].text or plan.study.curves[name].metric)
+        axes.set_ylabel(plan.study.curves[name].text or plan.study.curves[name].metric or name)
         axes.grid(color="#e8eaef")
         axes.legend(fontsize="small")
         paths.append(_saved(figure, folder / f"curve_{name}.svg"))

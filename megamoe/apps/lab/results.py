@@ -53,9 +53,17 @@ def results_of(
         "rows": rows,
         "claims": claims,
         "curves": curves(plan, tasks, runner),
-        "tuning": None if plan.size.tuning is None else asdict(plan.size.tuning),
+        "tuning": None
+        if plan.size.tuning is None
+        else asdict(plan.size.tuning) | {"reported": tuned_by(plan)},
         "made": _environment(command),
     }
+
+
+def tuned_by(plan: Plan) -> list[str]:
+    """Return the measures whose metric is one that the rows are tuned by."""
+    by = plan.size.tuning.metrics if plan.size.tuning else []
+    return [name for name, measure in plan.study.measures.items() if measure.metric in by]
 
 
 def _over_seeds(values: dict[int, float]) -> dict[str, Any]:

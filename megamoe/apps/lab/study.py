@@ -36,6 +36,7 @@ from megamoe.errors import UserError
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 STAGES = ("evaluate", "finetune", "translate", "analyze")
+ENDS = ("first", "last")  # what may be taken of windows
 TASK_PREFIX = "task."  # of overrides that change the fine-tuning
 
 
@@ -64,7 +65,9 @@ class Row:
 
 @dataclass
 class Finetune:
-    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it."""
+    """tools/finetune.py on each trained model. task: the YAML, relative to the study; set: keys over it, such
+    as `run.log.every`. Its seed is that of the pretraining, unless `set` has `seeds`.
+    """
 
     __pydantic_config__ = STRICT
     task: PathText
@@ -128,8 +131,9 @@ class Measure:
     before (`measures.spikes`), `rise` is the last minus the lowest. fact: instead, a number about the run,
     see `measures.FACTS`. stage, path: instead, a number in the JSON of a stage, of several stages the first
     that is done with the row: keys and indices with slashes, * for the mean over all without those in
-    `without`. stage, metric: of the runs of a stage that fine-tunes, the mean. exponential: of a loss: the
-    perplexity. text: what it is, with its unit.
+    `without`. stage, metric: of the runs of a stage that fine-tunes, the mean. stage, consistency: the
+    inter-run consistency of these runs, of the loads of so many steps (`measures.consistency`).
+    exponential: of a loss: the perplexity. text: what it is, with its unit.
     """
 
     __pydantic_config__ = STRICT
@@ -140,6 +144,7 @@ class Measure:
     )
     stage: Name | list[Name] | None = None
     path: str | None = None
+    consistency: PositiveInt | None = None
     without: list[str] = field(default_factory=list)
     exponential: bool = False
     scale: float = 1.0
@@ -154,10 +159,14 @@ class Measure:
 
 @dataclass
 class Curve:
-    """A picture of a metric over the steps, a line for each row: the mean over the seeds."""
+    """A picture of a metric over the steps, a line for each row: the mean over the seeds. stage, consistency:
+    instead, of each window of the fine-tunings, as a measure's.
+    """
 
     __pydantic_config__ = STRICT
-    metric: str
+    metric: str | None = None
+    stage: Name | None = None
+    consistency: PositiveInt | None = None
     text: str = ""
 
 
@@ -184,13 +193,16 @@ class Tuning:
 
 @dataclass
 class Size:
-    """How large the study's runs are. time: what it takes, as text. samples: of every stage, instead of its
-    own. ranks: of each run, by torchrun."""
+    """How large the study's runs are. time: what it takes, as text. scale: factors by key, such as
+    `moe.expert_ffn_hidden_size`, of what a row has there. samples: of every stage, instead of its own.
+    ranks: of each run, by torchrun.
+    """
 
     __pydantic_config__ = STRICT
     seeds: Annotated[list[Seed], Field(min_length=1)]
     time: str
     set: Settings = field(default_factory=dict)
+    scale: dict[str, PositiveInt] = field(default_factory=dict)
     finetune: Settings = field(default_factory=dict)
     rows: list[Name] | None = None  # of the study's; default: all
     samples: PositiveInt | None = None
@@ -266,11 +278,13 @@ def load_study(path: Path) -> Study:
     return study
 
 
-def load_plan(path: Path, size: str, seeds: int | None, overrides: list[str]) -> Plan:
+def load_plan(
+    path: Path, size: str, seeds: int | None, overrides: list[str], rows: list[str] | None = None
+) -> Plan:
     """Read a study's YAML and work out every row's configuration at a size.
 
-    seeds: take 1 to this number instead of the size's. overrides: `section.key=value` of every run, and
-    `task.key=value` of the fine-tuning.
+    seeds: take 1 to this number instead of the size's. rows: take these instead of the size's. overrides:
+    `section.key=value` of every run, and `task.key=value` of the fine-tuning.
 
     Raises:
         UserError: for a file that cannot be read, an unknown key, row, measure or stage, or a claim that
@@ -282,16 +296,18 @@ def load_plan(path: Path, size: str, seeds: int | None, overrides: list[str]) ->
     chosen = study.sizes[size]
     if seeds is not None:
         chosen = replace(chosen, seeds=list(range(1, seeds + 1)))
+    if rows is not None:
+        chosen = replace(chosen, rows=rows)
     try:
-        rows = _rows(study, chosen)
-        claims = _checked(study, rows)
+        of_size = _rows(study, chosen)
+        claims = _checked(study, of_size)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     of_task = [each for each in overrides if each.startswith(TASK_PREFIX)]
     of_run = [each for each in overrides if not each.startswith(TASK_PREFIX)]
     if of_task and not any(stage.finetune for stage in study.stages.values()):
         raise UserError(f"{of_task[0]}: the study has no stage `finetune`; leave it out")
-    configs = {name: _config(path.parent, study, chosen, rows[name], of_run) for name in rows}
+    configs = {name: _config(path.parent, study, chosen, of_size[name], of_run) for name in of_size}
     return Plan(path.stem, path, study, size, chosen, configs, claims, of_task)
 
 
@@ -300,7 +316,7 @@ def _rows(study: Study, size: Size) -> dict[str, Row]:
         return dict(study.rows)
     for name in size.rows:
         if name not in study.rows:
-            raise ValueError(f"sizes: rows: {name!r} is no row; expected some of {', '.join(study.rows)}")
+            raise ValueError(f"rows: found {name!r}, expected some of {', '.join(study.rows)}")
     return {name: row for name, row in study.rows.items() if name in size.rows}
 
 
@@ -308,6 +324,7 @@ def _checked(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, Claim]
     """Check what the study's keys say of each other; return the claims whose rows are all of this size."""
     _check_stages(study)
     _check_measures(study)
+    _check_curves(study)
     for name, row in study.rows.items():
         for measured in row.published:
             if measured not in study.measures:
@@ -348,12 +365,23 @@ def _check_measures(study: Study) -> None:
             if stage not in study.stages:
                 known = ", ".join(study.stages) or "none"
                 raise ValueError(f"measures.{name}: stage {stage!r} is not among the stages: {known}")
-            if measure.metric is not None and study.stages[stage].finetune is None:
+            of_seeds = measure.metric is not None or measure.consistency is not None
+            if of_seeds and study.stages[stage].finetune is None:
                 raise ValueError(f"measures.{name}: stage {stage!r} does not fine-tune, so it has no metric")
-        if measure.stage is not None and (measure.path is None) == (measure.metric is None):
-            raise ValueError(
-                f"measures.{name}: a stage needs a path in its JSON, such as 0/perplexity, or a metric"
-            )
+        given = (measure.path, measure.metric, measure.consistency)
+        if measure.stage is not None and given.count(None) != 2:
+            raise ValueError(f"measures.{name}: a stage needs one of path, metric, and consistency")
+        if measure.consistency is not None and (measure.stage is None or measure.take not in ENDS):
+            raise ValueError(f"measures.{name}: consistency needs a stage, and take: {' or '.join(ENDS)}")
+
+
+def _check_curves(study: Study) -> None:
+    for name, curve in study.curves.items():
+        of_run = curve.metric is not None and curve.stage is None and curve.consistency is None
+        stage = study.stages.get(curve.stage or "")
+        of_stage = curve.metric is None and curve.consistency is not None and stage is not None
+        if not of_run and not (of_stage and stage is not None and stage.finetune is not None):
+            raise ValueError(f"curves.{name}: expected metric, or consistency and a stage that fine-tunes")
 
 
 def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[str]) -> dict[str, Any]:
@@ -366,6 +394,10 @@ def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[st
         tree = merge(tree, above)
     for settings in (study.set, size.set, row.set):
         tree = merge(tree, settings)
+    for key, factor in size.scale.items():
+        section, _, name = key.partition(".")
+        if isinstance(found := (tree.get(section) or {}).get(name), int):
+            apply_override(tree, f"{key}={factor * found}")
     for override in overrides:
         apply_override(tree, override)
     return tree

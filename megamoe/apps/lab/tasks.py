@@ -138,7 +138,8 @@ def _of_stage(
     checkpoints_of = None
     if stage.finetune is not None:
         settings = merge(merge(stage.finetune.set, plan.size.finetune), plan.study.rows[row].finetune)
-        given = [f"task.{key}={json.dumps(value)}" for key, value in {**settings, "seeds": [seed]}.items()]
+        settings = settings | {"seeds": settings.get("seeds", [seed])}
+        given = [f"task.{key}={json.dumps(value)}" for key, value in settings.items()]
         task_file = plan.path.parent / stage.finetune.task
         arguments = ["finetune", "--task", str(task_file), "--checkpoint", *paths, "--output", str(folder)]
         arguments += [*given, *plan.task_overrides]

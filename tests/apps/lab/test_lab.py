@@ -10,20 +10,28 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import yaml
 
-from megamoe.apps.lab.measures import _taken, lowest_by, spikes
+from megamoe.apps.lab.index import write_index
+from megamoe.apps.lab.measures import _taken, consistency, lowest_by, spikes
 from megamoe.apps.lab.page import _tuning
+from megamoe.apps.lab.results import tuned_by
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import Measure, load_plan, load_study
-from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
+from megamoe.apps.lab.tasks import Task, study_tasks, tuning_tasks
+from megamoe.apps.routing_analysis.measures import inter_run_consistency
 from megamoe.cli import call
+from megamoe.config.files import merge
+from megamoe.config.load import configure
+from megamoe.metrics.names import LOAD, of_layer
+from megamoe.validation.run import section_problems
 from tests.support.apps.study_data import make_study_data
 from tests.support.tiny import ROOT
 
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
-IN_MAKE_TEST = "deepseek_balance"
+IN_MAKE_TEST = ("deepseek_balance", ["bias"])  # one process: each takes seconds to import its libraries
 RUN = {
     "data": {"mock": True, "sequence_length": 16},
     "model": {
@@ -98,10 +106,46 @@ def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.Capture
     assert " tasks" not in capfd.readouterr().out
 
 
+def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(tmp_path: Path) -> None:
+    """By Python without a model: kill -9 once is repeated, twice is a failure, as is what needs the task."""
+    dies = "import os, pathlib, sys; at = pathlib.Path(sys.argv[1]); "
+    dies += "n = len(at.read_text()) if at.exists() else 0; at.write_text('x' * (n + 1)); "
+    dies += "n < int(sys.argv[2]) and os.kill(os.getpid(), 9)"
+
+    def task(name: str, times: int, needs: tuple[str, ...] = ()) -> Task:
+        arguments = ("-c", dies, str(tmp_path / f"{name}.count"), str(times))
+        return Task(name, tmp_path / "stages" / name, arguments, name, needs)
+
+    wrong = Task("wrong", tmp_path / "stages/wrong", ("-c", "raise SystemExit('error: no data')"), "wrong")
+    tasks = [
+        task("once", 1),
+        task("twice", 2),
+        task("after", 0, ("twice",)),
+        task("last", 0, ("once",)),
+        wrong,
+    ]
+    lines: list[str] = []
+    runner = Runner(tmp_path, [None, None], lines.append)
+    runner.run(tasks)
+    found = {each.name: runner.record_of(each) for each in tasks}
+    assert {name: record.state for name, record in found.items()} == {
+        **{"once": "done", "twice": "failed", "after": "failed", "last": "done", "wrong": "failed"}
+    }
+    assert "once: ended by signal 9; once more" in lines and found["twice"].problem.startswith(
+        "ended by signal 9"
+    )
+    assert (
+        found["after"].problem == "twice failed" and found["wrong"].problem == "error: no data (exit code 1)"
+    )
+    Runner(tmp_path, [None], lines.append).run(
+        tasks
+    )  # the next call: what failed is tried again, and no other
+    assert (tmp_path / "twice.count").read_text() == "xxx" and (tmp_path / "once.count").read_text() == "xx"
+    assert runner.is_done(tasks[1]) and runner.is_done(tasks[2]) and not runner.is_done(wrong)
+
+
 @pytest.mark.full
-def test_a_failed_run_is_a_row_and_a_killed_one_is_repeated(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_failed_run_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     rows = {"good": {"base": "run.yaml"}, "bad": {"base": "run.yaml", "set": {"data": {"mock": False}}}}
     (tmp_path / "broken.idx").write_text("no index")
     rows["bad"]["set"]["data"]["sources"] = [str(tmp_path / "broken")]  # type: ignore[index]
@@ -167,7 +211,10 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             {"measures": {"loss": {"stage": "nowhere", "path": "a"}}},
             "stage 'nowhere' is not among the stages: routing",
         ),
-        ({"measures": {"loss": {"stage": "routing"}}}, "measures.loss: a stage needs a path"),
+        (
+            {"measures": {"loss": {"stage": "routing"}}},
+            "measures.loss: a stage needs one of path, metric, and consistency",
+        ),
         (
             {"measures": {"loss": {"stage": "routing", "metric": "val/lm_loss"}}},
             "measures.loss: stage 'routing' does not fine-tune",
@@ -179,6 +226,22 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
         ({"stages": {"routing": {}}}, "stages.routing: found nothing, expected one of evaluate, finetune"),
         ({"claims": [{"text": "x", "test": "loss(one) < loss(three)"}]}, "claims[0].test: no row 'three'"),
         ({"claims": [{"text": "x", "test": "size(one) < 1"}]}, "claims[0].test: no measure 'size'"),
+        (
+            {"measures": {"loss": {"stage": "routing", "consistency": 100}}},
+            "measures.loss: stage 'routing' does not fine-tune",
+        ),
+        (
+            {"measures": {"loss": {"metric": "val/lm_loss", "consistency": 100}}},
+            "measures.loss: consistency needs a stage, and take: first or last",
+        ),
+        (
+            {"curves": {"ic": {"stage": "routing", "consistency": 100}}},
+            "curves.ic: expected metric, or consistency and a stage that fine-tunes",
+        ),
+        (
+            {"curves": {"ic": {"metric": "val/lm_loss", "stage": "routing"}}},
+            "curves.ic: expected metric, or consistency and a stage that fine-tunes",
+        ),
         ({"rows": {"One": {}}}, "rows.One"),
         ({"rows": {"one": {"set": {"moe": {"experts": 3}}}}}, "row one: moe: unknown key 'experts'"),
         ({"sizes": {"cpu": {"seeds": [1], "time": "x"}}}, "--size: "),
@@ -206,6 +269,25 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
         plan = load_plan(path, size, None, [])
         assert len(study_tasks(plan, tmp_path, {}).training) == len(plan.configs) * len(plan.seeds)
         assert plan.claims
+        assert any(measure.fact == "flops_per_token" for measure in plan.study.measures.values())
+        # What is tuned by is not reported, but for the validation loss over the steps of Xie 2022, figure 4.
+        assert set(tuned_by(plan)) <= {"overfitting"}
+        for row, tree in plan.configs.items():
+            config = configure(merge(tree, {}), [])
+            assert not [*section_problems(config, plan.size.ranks, None)], (size, row)
+
+
+def test_experts_of_a_larger_size_keep_their_share_of_the_dense_ffn() -> None:
+    for name in ("yang2024_table1", "tournament", "xie2022_table2", "chi2022_table1"):
+        path = ROOT / f"examples/studies/{name}.yaml"
+        small, large = (load_plan(path, size, None, []).configs for size in ("cpu", "gpu"))
+        for row, tree in small.items():
+            shares = [
+                of_size[row]["moe"]["expert_ffn_hidden_size"] / of_size[row]["model"]["ffn_hidden_size"]
+                for of_size in (small, large)
+                if "expert_ffn_hidden_size" in tree.get("moe", {})
+            ]
+            assert len(set(shares)) < 2, (name, row, shares)
 
 
 @pytest.fixture(scope="module")
@@ -216,21 +298,43 @@ def study_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(
-    "path",
-    [path if path.stem == IN_MAKE_TEST else pytest.param(path, marks=pytest.mark.full) for path in STUDIES],
-    ids=lambda path: path.stem,
+    ("path", "only"),
+    [
+        *(pytest.param(path, None, marks=pytest.mark.full, id=path.stem) for path in STUDIES),
+        pytest.param(ROOT / f"examples/studies/{IN_MAKE_TEST[0]}.yaml", IN_MAKE_TEST[1], id="a_row"),
+    ],
 )
 def test_every_study_to_its_page(
-    path: Path, study_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    path: Path, only: list[str] | None, study_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With data of bytes in the place of what the study needs: all runs end, each measure has a number."""
     monkeypatch.chdir(study_data)
-    assert call("lab", [str(path), "--output", str(tmp_path / "lab")]) == 0
+    chosen = ["--rows", ",".join(only)] if only else []
+    assert call("lab", [str(path), "--output", str(tmp_path / "lab"), *chosen]) == 0
     results = json.loads((tmp_path / "lab/page/results.json").read_text())
     assert not [line for row in results["rows"].values() for line in row["failed"]]
+    assert only is None or [*results["rows"]] == only
     rows = results["rows"].values()
     for name in load_study(path).measures:  # such as a path in the JSON of a stage
         assert any(row["measures"][name]["seeds"] for row in rows), name
+
+
+def test_rows_of_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Claims of other rows are left out; a row that the study has not is a mistake."""
+    path = written(tmp_path)
+    assert [*load_plan(path, "smoke", None, [], ["two"]).configs] == ["two"]
+    assert load_plan(path, "smoke", None, [], ["two"]).claims == []
+    assert len(load_plan(path, "smoke", None, [], ["two", "one"]).claims) == 1
+    assert call("lab", [str(path), "--output", str(tmp_path / "lab"), "--rows", "two,three"]) == 2
+    assert "rows: found 'three', expected some of one, two, two_again" in capsys.readouterr().err
+
+
+def test_the_list_of_published_pages_is_up_to_date(tmp_path: Path) -> None:
+    """After another page was published: `python tools/lab.py --index docs/lab`."""
+    for folder in (ROOT / "docs/lab").glob("*/results.json"):
+        (tmp_path / folder.parent.name).mkdir()
+        (tmp_path / folder.parent.name / "results.json").write_bytes(folder.read_bytes())
+    assert write_index(tmp_path, STUDIES).read_text() == (ROOT / "docs/lab/index.md").read_text()
 
 
 def test_spikes_by_hand() -> None:
@@ -249,6 +353,47 @@ def test_what_is_taken_of_the_values_of_a_run() -> None:
 
     found = {take: taken(take) for take in ("first", "last", "lowest", "highest", "rise")}
     assert found == {"first": 3.0, "last": 1.5, "lowest": 1.0, "highest": 3.0, "rise": 0.5}
+
+
+def test_consistency_of_windows_is_that_of_the_analyses() -> None:
+    """Three runs of 5 steps and two MoE layers, in windows of 2 steps: the fifth step is left out."""
+    load_RSLE = np.random.default_rng(0).integers(0, 50, (3, 5, 2, 4))
+    keys = [of_layer(layer)[LOAD] for layer in (2, 11)]
+    runs = [
+        [
+            {"step": step + 1, **dict(zip(keys, of_step.tolist(), strict=True))}
+            for step, of_step in enumerate(of_run)
+        ]
+        for of_run in load_RSLE
+    ]
+    runs[1].insert(1, {"step": 1, "val/lm_loss": 2.0})  # a record without loads is no step
+    expected = []
+    for first in (0, 2):
+        load_RLE = load_RSLE[:, first : first + 2].sum(1)
+        layers = [inter_run_consistency(load_RLE[:, layer]) for layer in range(2)]
+        expected.append((first + 2, pytest.approx(np.mean(layers))))  # type: ignore[arg-type]
+    assert consistency(runs, 2) == expected
+    ((step, whole),) = consistency(runs, 100)  # more than there are: one window of all steps
+    assert step == 5 and whole not in [value for _, value in expected]
+    assert consistency(runs[:1], 2) == [] and consistency([], 2) == []
+    level = [{"step": 1, **{key: [2, 2, 2, 2] for key in keys}}]
+    assert consistency([runs[0], level], 2) == [] and consistency([[{"step": 1}]] * 2, 2) == []
+
+
+def test_seeds_of_a_fine_tuning(tmp_path: Path) -> None:
+    """By default that of the pretraining; the study's own go before it, and the size's before these."""
+    stages = {"tuned": {"finetune": {"task": "task.yaml"}}}
+    measures = {"ic": {"stage": "tuned", "consistency": 10}, "loss": {"metric": "val/lm_loss"}}
+    for settings, size, seeds in (
+        ({}, {}, "[3]"),
+        ({"seeds": [1, 2]}, {}, "[1, 2]"),
+        ({}, {"seeds": [7]}, "[7]"),
+    ):
+        stages["tuned"]["finetune"]["set"] = settings  # type: ignore[assignment]
+        sizes = {"smoke": {"seeds": [3], "time": "seconds", "finetune": size}}
+        path = written(tmp_path, stages=stages, sizes=sizes, measures=measures, claims=[])
+        tasks = study_tasks(load_plan(path, "smoke", None, []), tmp_path / "lab", {})
+        assert f"task.seeds={seeds}" in tasks.stages["tuned", "one", 3].arguments
 
 
 def test_the_stages_of_a_study(tmp_path: Path) -> None:
@@ -278,7 +423,9 @@ def test_a_value_at_the_end_of_the_tuned_ones_is_named() -> None:
     rule = {"key": "optimizer.lr", "values": [1, 2, 4], "seed": 0, "by": "val/lm_loss"}
     inside = _tuning({"tuning": rule, "rows": {"a": {"tuned": 2}}})
     outside = _tuning({"tuning": rule, "rows": {"a": {"tuned": 2}, "b": {"tuned": 4}}})
-    assert "beyond" not in inside
+    assert "beyond" not in inside and "that the table does not report." in inside
+    reported = _tuning({"tuning": rule | {"reported": ["rise"]}, "rows": {"a": {"tuned": 2}}})
+    assert reported.endswith("that the table does not report, except in rise.")
     assert outside == inside + " The best one may lie beyond them, because the first or last was taken: b."
 
 
