@@ -169,7 +169,11 @@ class Trainer:
             self._changes = check_resume(config, self.run.vocabulary.size, resume_from)
         elif config.checkpoint.init.path is not None:
             check_init(config, self.run.vocabulary.size, self.folder.path)
-        facts.update(facts_of_files(config, self.run.vocabulary, self.run.plan.content, resume_from))
+        facts.update(
+            facts_of_files(
+                config, self.run.config.data, self.run.vocabulary, self.run.plan.content, resume_from
+            )
+        )
         return resume_from
 
     def step(self) -> tuple[StepRecord, dict[str, Any]]:
