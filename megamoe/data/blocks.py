@@ -103,7 +103,7 @@ def _beside(path: Path, ending: str) -> Path:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing. The lock ends with this process at the latest."""
+    """Hold the lock of a file, which is made if it is missing; it is freed if this process is killed."""
     handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX)

@@ -1,6 +1,5 @@
 """The resolved run: everything that follows from the configuration and the number of ranks."""
 
-import copy
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,14 +9,20 @@ from typing import Any
 
 from megamoe.config import RunConfig
 from megamoe.config.schema import DataConfig
-from megamoe.data.stored import localized, source_line
+from megamoe.data.stored import source_line
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import Problem, UserError, raise_first
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.optim.schedule import BatchSchedule, run_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
-from megamoe.train.objective import build_objective, data_vocabulary, num_added_ids, sample_tokens
+from megamoe.train.objective import (
+    build_objective,
+    data_vocabulary,
+    localized_run,
+    num_added_ids,
+    sample_tokens,
+)
 from megamoe.validation.memory import memory_problems
 from megamoe.validation.objective import objective_problems, source_problems
 from megamoe.validation.run import validate, warmup_problems
@@ -119,20 +124,6 @@ def _vocabulary(config: RunConfig) -> Vocabulary:
     """Return the vocabulary of the data, and after it the objective's own ids."""
     vocabulary = data_vocabulary(config)
     return vocabulary.with_added(num_added_ids(config, vocabulary), config.model.vocab_size)
-
-
-def localized_run(config: RunConfig) -> RunConfig:
-    """Return the configuration with local copies in the place of data that URLs name; itself without URLs.
-
-    Raises:
-        UserError: as `localized`.
-    """
-    data = localized(config.data)
-    if data is config.data:
-        return config
-    found = copy.copy(config)
-    found.data = data
-    return found
 
 
 def _resolved(
