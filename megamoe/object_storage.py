@@ -1,19 +1,90 @@
-"""What data and checkpoints in object storage share: packages by scheme, and texts without credentials.
+"""What data and checkpoints in object storage share: file systems, attempts, texts without credentials.
 
 Files are reached through fsspec. Credentials come from where the providers' own tools take them (the
 environment, ~/.aws and the like), never from a URL, which configurations, cards and logs show.
 """
 
+import math
 import re
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 from megamoe.redaction import HIDDEN, IN_URL, VALUES
 
+URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*://")
 SIGNATURE = re.compile(r"\?\S*")  # a signed URL carries its credential behind the question mark
 PACKAGES = {
     **{"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs"},
     **{"az": "adlfs", "abfs": "adlfs", "abfss": "adlfs", "hf": "huggingface_hub"},
 }
 LONGEST_REASON = 300  # characters
+WAITS_S = (1.0, 3.0, 9.0, 27.0)  # before each further attempt; never drawn from Python's random numbers
+# By scheme: time limits where the package lets a connection hang for long, and folders made as needed.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "file": {"auto_mkdir": True},
+    "s3": {
+        "config_kwargs": {
+            "connect_timeout": 20,
+            "read_timeout": 60,
+            # Its further attempts would draw from Python's random numbers, whose state checkpoints hold.
+            "retries": {"total_max_attempts": 1},
+        }
+    },
+}
+OPTIONS["s3a"] = OPTIONS["s3"]
+Result = TypeVar("Result")
+
+
+class RemoteError(Exception):
+    """Object storage that does not answer, or refuses; the text is one line without secrets."""
+
+
+def is_url(text: str) -> bool:
+    """Return whether a text names something behind fsspec, and not a path."""
+    return URL.match(text) is not None
+
+
+def open_system(url: str) -> tuple[Any, str]:
+    """Return the file system of a URL, which remembers no listings, and the path in it.
+
+    Raises:
+        ImportError: if the scheme's package is not installed.
+        ValueError: if fsspec does not know the scheme.
+    """
+    from fsspec.core import url_to_fs
+
+    options = OPTIONS.get(url.partition("://")[0].lower(), {})
+    system, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
+    return system, str(path)
+
+
+def attempt(
+    action: Callable[[], Result],
+    waits_s: Sequence[float],
+    *,
+    passes: tuple[type[Exception], ...] = (),
+    within_s: float = math.inf,
+) -> Result:
+    """Return what the action returns, in the first attempt that succeeds.
+
+    waits_s: the pauses before further attempts. passes: errors that pass through at once. within_s: no
+    attempt begins after this time.
+
+    Raises:
+        RemoteError: if the last attempt fails, or credentials are missing or refused.
+    """
+    begun = time.monotonic()
+    for wait_s in (*waits_s, None):
+        try:
+            return action()
+        except Exception as error:
+            if isinstance(error, passes):
+                raise
+            if wait_s is None or is_refusal(error) or time.monotonic() + wait_s > begun + within_s:
+                raise RemoteError(reason_of(error)) from error
+            time.sleep(wait_s)
+    raise AssertionError
 
 
 def has_credentials(url: str) -> bool:

@@ -404,6 +404,15 @@ FAULTS = (
         ("tests/checkpoint/test_remote.py",),
     ),
     Fault(
+        "stored-block",
+        "a block of the data that was damaged on the way is not used",
+        "data.md",
+        "megamoe/data/blocks.py",
+        "            if found == expected:\n                return block\n",
+        "            return block\n",
+        ("tests/data/test_stored.py",),
+    ),
+    Fault(
         "remote-writer",
         "of two launches that write to one place, the one that started last may",
         "checkpoints.md",

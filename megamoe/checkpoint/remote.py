@@ -12,11 +12,10 @@ launches ever write the same object. Everything goes through fsspec, whose packa
 import contextlib
 import os
 import re
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
@@ -24,34 +23,25 @@ from megamoe.checkpoint.format.folder import LATEST, candidates, remove
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.io import replace_file, sync
-from megamoe.object_storage import PACKAGES, has_credentials, is_refusal, reason_of, shown
+from megamoe.object_storage import (
+    PACKAGES,
+    WAITS_S,
+    RemoteError,
+    attempt,
+    has_credentials,
+    open_system,
+    shown,
+)
 from megamoe.resilience.processes import Launch
 
 KEY = "checkpoint.remote"
 WRITER, RECORD = "writer", "metrics.jsonl"
 FETCHING = ".fetching_"  # prefix of a checkpoint that is being fetched
 STREAMS = 4  # files that are sent or fetched at a time
-WAITS_S = (1.0, 3.0, 9.0, 27.0)  # before each further attempt
 LONGEST_NAME = 200  # bytes that are read of `latest` and `writer`
-# By scheme: time limits where the package lets a connection hang for long, and folders made as needed.
-OPTIONS: dict[str, dict[str, Any]] = {
-    "file": {"auto_mkdir": True},
-    "s3": {
-        "config_kwargs": {
-            "connect_timeout": 20,
-            "read_timeout": 60,
-            # Its further attempts would draw from Python's random numbers, whose state checkpoints hold.
-            "retries": {"total_max_attempts": 1},
-        }
-    },
-}
 NAME = re.compile(r"[a-z0-9_-]+")
 OWN_NAME = re.compile(r"step_[0-9]{8,}-[0-9a-f]{8}")
 Result = TypeVar("Result")
-
-
-class RemoteError(Exception):
-    """Object storage that does not answer, or refuses; the text is one line without secrets."""
 
 
 def check_url(url: str) -> None:
@@ -87,29 +77,16 @@ class RemoteFolder:
     """The folder REMOTE/RUN. Every method may raise RemoteError after the attempts of WAITS_S."""
 
     def __init__(self, remote: str, run: str) -> None:
-        import fsspec
-
         self.url = f"{remote.rstrip('/')}/{run}"
-        scheme = self.url.partition("://")[0]
-        options = {"use_listings_cache": False, "skip_instance_cache": True, **OPTIONS.get(scheme, {})}
-        self._fs, self._path = fsspec.core.url_to_fs(self.url, **options)
+        self._fs, self._path = open_system(self.url)
 
     def _place(self, *names: str) -> str:
         return "/".join((self._path, *names))
 
     def _attempt(self, action: Callable[[], Result], *, creates: bool = False) -> Result:
         """Return what the action returns. FileNotFoundError passes, unless it `creates` an object."""
-        for wait_s in (*WAITS_S, None):
-            try:
-                return action()
-            except Exception as error:
-                if isinstance(error, FileNotFoundError) and not creates:
-                    raise
-                # A full bucket may be emptied; the next checkpoint tries again.
-                if wait_s is None or is_refusal(error):
-                    raise RemoteError(reason_of(error)) from error
-                time.sleep(wait_s)
-        raise AssertionError
+        # A full bucket may be emptied; the next checkpoint tries again.
+        return attempt(action, WAITS_S, passes=() if creates else (FileNotFoundError,))
 
     def read(self, *names: str, most: int) -> bytes | None:
         """Return the content of a small object, or None if there is none.

@@ -10,9 +10,9 @@ from pathlib import Path
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import LATEST
-from megamoe.checkpoint.remote import KEY, RECORD, STREAMS, WRITER, RemoteError, RemoteFolder, told
+from megamoe.checkpoint.remote import KEY, RECORD, STREAMS, WRITER, RemoteFolder, told
 from megamoe.config import RunConfig
-from megamoe.object_storage import reason_of
+from megamoe.object_storage import RemoteError, reason_of
 from megamoe.resilience.heartbeat import tick
 
 

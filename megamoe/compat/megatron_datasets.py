@@ -3,11 +3,46 @@
 Seen with: Megatron-Core 0.16.1 and 0.19.2, where an entry does not say otherwise.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset, _BinReader, _IndexReader, get_idx_path
+from torch.utils.data import Dataset
+
+
+class RemoteTokens(_BinReader):
+    """Reads tokens by a function of the first byte and the number of bytes.
+
+    Reason: Megatron-Core's own reader of S3 keeps one block in memory, without attempts, checksums or a disk.
+    Without it: tokens must lie on a local disk.
+    Canary: test_megatron_datasets.py::test_tokens_that_are_read_by_a_function
+    """
+
+    def __init__(self, read: Callable[[int, int], bytes]) -> None:
+        self._read = read
+
+    def read(self, dtype: Any, count: int, offset: int) -> Any:
+        """Return `count` numbers from byte `offset` on."""
+        return np.frombuffer(self._read(int(offset), int(count) * np.dtype(dtype).itemsize), dtype)
+
+
+class RemoteIndexedDataset(IndexedDataset):
+    """An indexed dataset with its .idx on a disk, whose tokens are read by a function.
+
+    Reason: the class opens the .bin when it is made.
+    Without it: as without `RemoteTokens`.
+    Canary: test_megatron_datasets.py::test_tokens_that_are_read_by_a_function
+    """
+
+    def __init__(self, path_prefix: str, read: Callable[[int, int], bytes]) -> None:
+        Dataset.__init__(self)
+        self.path_prefix, self.multimodal, self.mmap = path_prefix, False, False
+        self.bin_reader = RemoteTokens(read)
+        self.index = _IndexReader(get_idx_path(path_prefix), False)
 
 
 class CachedGPTDataset(GPTDataset):
@@ -20,6 +55,14 @@ class CachedGPTDataset(GPTDataset):
     Without it: a killed run leaves a broken index behind, and a cache folder can run code.
     Canary: test_megatron_datasets.py::test_the_index_of_a_dataset
     """
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: Any) -> IndexedDataset:
+        """Return the tokens and their index; config.remote_reader: reads tokens that are not on a disk."""
+        reader = config.remote_reader(dataset_path)
+        if reader is None:
+            return GPTDataset.build_low_level_dataset(dataset_path, config)
+        return RemoteIndexedDataset(dataset_path, reader)
 
     def _build_document_sample_shuffle_indices(self) -> Any:
         return self.config.index_cache.arrays(
@@ -76,7 +119,8 @@ def token_files(dataset: GPTDataset) -> list[Any]:
     Canary: test_megatron_datasets.py::test_token_files
     """
     indexed = dataset.dataset
-    return [indexed.bin_reader._bin_buffer_mmap, indexed.index.bin_buffer_mmap]
+    tokens = getattr(indexed.bin_reader, "_bin_buffer_mmap", None)  # None: they are not on a disk
+    return [tokens, indexed.index.bin_buffer_mmap]
 
 
 def documents_of_sample(dataset: GPTDataset, sample: int) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from megamoe import registry
+from megamoe import object_storage, registry
 from megamoe.config.files import as_mapping, read_run
 from megamoe.config.messages import first_problem, shown
 from megamoe.config.parts import DEFAULTS, PartChoice
@@ -265,10 +265,26 @@ def _datasets_of(path: str, key: str) -> list[str]:
     """Return the prepared datasets that a path with `*` names, sorted; another path as it stands."""
     if "*" not in path:
         return [path]
-    found = sorted(name.removesuffix(ENDING) for name in glob.glob(path + ENDING))
+    found = sorted(name.removesuffix(ENDING) for name in _matches(path + ENDING, key))
     if not found:
         raise UserError(f"{key}: {path!r} names no prepared dataset: there is no file {path + ENDING!r}")
     return found
+
+
+def _matches(pattern: str, key: str) -> list[str]:
+    """Return the files, or the objects behind a URL, that a pattern names."""
+    if not object_storage.is_url(pattern):
+        return glob.glob(pattern)
+    name = object_storage.shown(pattern)
+    if object_storage.has_credentials(pattern):
+        raise UserError(f"{key}: {name!r} holds credentials; give them by the environment")
+    try:
+        system, path = object_storage.open_system(pattern)
+        names = object_storage.attempt(lambda: system.glob(path), object_storage.WAITS_S)
+        return [str(system.unstrip_protocol(name)) for name in names]
+    except (ImportError, ValueError, object_storage.RemoteError) as error:
+        why = object_storage.reason_of(error, pattern)
+        raise UserError(f"{key}: {name!r} cannot be reached: {why}") from None
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:

@@ -53,7 +53,7 @@ class SourceConfig(Section):
     """One indexed dataset: a path without its .bin/.idx ending, and its share of the blend."""
 
     path: Annotated[str, AfterValidator(is_dataset)]
-    """without .bin or .idx; a pattern with `*` stands for several"""
+    """without .bin or .idx, or a URL such as `s3://bucket/corpus`; a pattern with `*` stands for several"""
     weight: PositiveFloat = 1.0
     """share of the blend, before all are divided by their sum"""
 
@@ -67,7 +67,7 @@ class DataConfig(Section):
 
     sources: Sources = field(default_factory=list)
     """training data, blended by weight and divided by `data.split`; a path without `.bin`/`.idx`, or a
-    pattern with `*` for several; for `translation` prepared pairs
+    pattern with `*` for several; or a URL such as `s3://bucket/corpus`; for `translation` prepared pairs
     """
     sampling_exponent: NonNegativeFloat | None = None
     """a: the weight of a source is its number of tokens to the power of a; replaces the sources' weights"""
@@ -88,9 +88,15 @@ class DataConfig(Section):
     which are shuffled by a formula, without an index; see docs/data.md#order
     """
     cache: PathText | None = None
-    """folder of the sample indices; default: beside the data"""
+    """folder of the sample indices; default: beside the data, or beside the local copies of URLs"""
+    remote_cache: PathText | None = None
+    """folder on a local disk for what is read of URLs, which runs share; default: megamoe/data in ~/.cache"""
+    remote_cache_gb: PositiveFloat = 50.0
+    """GB that the blocks in `remote_cache` may have together; those used longest ago are deleted"""
     verify: Literal["full", "structure"] = "full"
-    """full: every byte is read once for each version of a file; structure: the `.bin` is not read"""
+    """full: every byte is read once for each version of a file; structure: the `.bin` is not read. Blocks of
+    URLs are verified when they are fetched
+    """
     workers: Annotated[int, Field(ge=0, le=512)] = 1
     """loader processes of each rank"""
 

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from megamoe.data.byte_files import size_of
 from megamoe.data.index_file import REMEDY, read_header
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
@@ -80,6 +81,18 @@ class FileCard:
 
 
 @dataclass(frozen=True)
+class BlockedCard(FileCard):
+    """A file that is read through blocks where it lies in object storage (`blocks.py`).
+
+    block_sums: the first 16 hexadecimal digits of the SHA-256 of each block of `block_bytes`, one after the
+    other; empty in a card from before they were noted.
+    """
+
+    block_bytes: int = 0
+    block_sums: str = ""
+
+
+@dataclass(frozen=True)
 class StepCard:
     """A step of a pipeline, such as a filter, and what it counted: documents in and out, reasons."""
 
@@ -104,7 +117,7 @@ class DataCard:
     num_sources: int
     sources_sha256: str  # over the sources' sha256, in order
     sources: list[SourceCard]
-    bin: FileCard
+    bin: BlockedCard
     idx: FileCard
     largest_token: int | None = None  # id that occurs; None: the card is from before it was noted
     skipped: dict[str, int] = field(default_factory=dict)  # by reason, beside the empty ones
@@ -162,12 +175,17 @@ def load_checked(path: Path, kind: type[Card]) -> Card:
         raise UserError(f"{name} is broken: {where}: {first['msg']}; prepare the data again") from error
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is broken: no JSON; prepare the data again") from error
-    if content.get(CHECKSUM, expected := _checksum(content)) != expected:
+    if not fits_checksum(content):
         raise UserError(
             f"{name} is damaged: its content does not fit its {CHECKSUM!r}; prepare the data again, or, "
             "if you have edited the card, remove that entry"
         )
     return card
+
+
+def fits_checksum(content: dict[str, Any]) -> bool:
+    """Return whether the content of a card fits its checksum, if it has one."""
+    return bool(content.get(CHECKSUM, expected := _checksum(content)) == expected)
 
 
 @dataclass
@@ -204,7 +222,7 @@ def check_files(prefix: str, card: DataCard | None) -> None:
     """
     files = DataFiles(Path(prefix))
     for path in (files.bin, files.idx):
-        if not path.is_file():
+        if size_of(path) is None:
             if Path(prefix + PAIRS).is_file():
                 raise UserError(
                     f"data {prefix!r} is a dataset of pairs; name one side, {prefix}.source or "
@@ -216,8 +234,8 @@ def check_files(prefix: str, card: DataCard | None) -> None:
     if card:
         sizes += [(files.bin, card.bin.size), (files.idx, card.idx.size)]
     for path, size in sizes:
-        found = path.stat().st_size
-        if found != size:
+        found = size_of(path)
+        if found is not None and found != size:
             what = "truncated" if found < size else "too long"
             raise UserError(f"data file {str(path)!r} is {what}: {found} bytes, expected {size}; {REMEDY}")
     for what, of_index, of_card in (

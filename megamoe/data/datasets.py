@@ -15,6 +15,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.byte_files import is_stored
 from megamoe.data.card import DataFiles, load_card
 from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
 from megamoe.data.index_file import read_header, tokens_before
@@ -216,7 +217,8 @@ def _build(
             for name, share, size in zip(SPLIT_NAMES, config.split_matrix, sizes, strict=True)
         ]
     raise_any_error(_index_problem(paths, weights, config, sizes) if rank() == 0 else None)
-    built = build_cached(config, sizes, cache_folder(data, paths[0]))
+    is_own = not data.cache and is_stored(DataFiles(Path(paths[0])).bin)  # the folder may be on each machine
+    built = build_cached(config, sizes, cache_folder(data, paths[0]), on_each_machine=is_own)
     return [None if dataset is None else CheckedDataset(dataset, vocabulary.size, eod) for dataset in built]
 
 

@@ -23,6 +23,8 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 
 from megamoe.compat.megatron_datasets import BarrierFreeBuilder, CachedGPTDataset
 from megamoe.data.batches import warn
+from megamoe.data.byte_files import is_stored, open_bytes
+from megamoe.data.card import DataFiles
 from megamoe.data.ranks import first_ranks, raise_any_error, rank
 from megamoe.data.verify import ScanCache, scan
 from megamoe.errors import UserError
@@ -113,31 +115,43 @@ class CachedConfig(GPTDatasetConfig):
 
     index_cache: IndexCache | None = None
 
+    @staticmethod
+    def remote_reader(path: str) -> Callable[[int, int], bytes] | None:
+        """Return what reads the tokens of a dataset that is not on a disk; None if it is."""
+        tokens = DataFiles(Path(path)).bin
+        return open_bytes(tokens).read if is_stored(tokens) else None
 
-def build_cached(config: CachedConfig, sizes: list[int], folder: Path) -> list[Any]:
+
+def build_cached(
+    config: CachedConfig, sizes: list[int], folder: Path, *, on_each_machine: bool = False
+) -> list[Any]:
     """Return a dataset per split, or None for an empty split. With torch.distributed every rank must call it.
 
-    Rank 0 builds the indices, the others read them.
+    Rank 0 builds the indices, the others read them. on_each_machine: the folder may be a machine's own, and
+    the first rank of each builds.
 
     Raises:
-        UserError: on every rank: for a folder that rank 0 cannot write, or that another rank does not see.
+        UserError: on every rank: for a folder that cannot be written, or that another rank does not see.
     """
     # Megatron-Core warns that it does not save the indices.
     logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
     firsts = first_ranks()
     built: list[Any] = []
     problem = None
+    builders = firsts if on_each_machine else [0]
     with contextlib.ExitStack() as stack:
-        if rank() == 0:
+        if rank() in builders:
             try:
                 stack.enter_context(_locked(folder))
                 built = _build(config, sizes, IndexCache(folder, builds=True, reads_whole=True))
+                if on_each_machine:
+                    stack.close()  # machines that share it after all would wait for each other
             except OSError as error:
                 problem = f"data.cache {str(folder)!r}: {error.strerror}; name a folder that can be written"
             except UserError as error:
                 problem = str(error)
         raise_any_error(problem)
-        if rank() != 0:
+        if rank() not in builders:
             try:
                 cache = IndexCache(folder, builds=False, reads_whole=rank() in firsts)
                 built = _build(config, sizes, cache)

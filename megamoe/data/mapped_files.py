@@ -16,6 +16,7 @@ from torch.utils.data import Dataset
 
 from megamoe.compat.megatron_datasets import documents_of_sample, token_files
 from megamoe.data.batches import document_items
+from megamoe.data.byte_files import REMEDY
 from megamoe.errors import UserError
 
 
@@ -40,9 +41,6 @@ class _Mapped:
             raise UserError(f"data: {self.name} can no longer be read: {error.strerror}; {REMEDY}") from None
         if size != self.size:
             raise UserError(f"data: {self.name} had {self.size} bytes and now has {size}; {REMEDY}")
-
-
-REMEDY = "prepare it again under another name, or put it back, and go on with --resume"
 
 
 class CheckedDataset(Dataset[dict[str, torch.Tensor]]):

@@ -5,20 +5,12 @@ that holds some is refused, and what a library says of an error is shown without
 """
 
 import io
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import IO, Any
 
 from megamoe.errors import UserError
 from megamoe.object_storage import PACKAGES, has_credentials, is_refusal, reason_of, shown
-
-URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*://")
-
-
-def is_url(item: str) -> bool:
-    """Return whether an input names a file behind fsspec, and not a path."""
-    return URL.match(item) is not None
 
 
 def find(url: str) -> list[str]:
@@ -31,7 +23,7 @@ def find(url: str) -> list[str]:
         raise UserError(
             f"input {shown(url)!r} holds credentials; give them by the environment or the provider's own file"
         )
-    with _told(url):
+    with told(url):
         system, path = _opened(url)
         if "*" in path or "?" in path or "[" in path:
             found = system.glob(path)
@@ -52,7 +44,7 @@ def _is_hidden(name: str, folder: str) -> bool:
 
 def state(url: str) -> tuple[int, str]:
     """Return a file's size in bytes, and a string that changes with its content as far as the store tells."""
-    with _told(url):
+    with told(url):
         system, path = _opened(url)
         return int(system.info(path)["size"]), str(system.ukey(path))
 
@@ -62,7 +54,7 @@ class RemoteFile(io.RawIOBase):
 
     def __init__(self, url: str) -> None:
         self._url = url
-        with _told(url):
+        with told(url):
             system, path = _opened(url)
             self._file: IO[bytes] = system.open(path, "rb")
 
@@ -106,8 +98,8 @@ def _opened(url: str) -> tuple[Any, str]:
 
 
 @contextmanager
-def _told(url: str) -> Iterator[None]:
-    """Turn what fsspec and its file systems raise into a UserError in one line."""
+def told(url: str, what: str = "input") -> Iterator[None]:
+    """Turn what fsspec and its file systems raise into a UserError in one line, about `what` the URL is."""
     name, scheme = shown(url), url.partition("://")[0].lower()
     try:
         yield
@@ -115,17 +107,18 @@ def _told(url: str) -> Iterator[None]:
         raise
     except ImportError:
         package = PACKAGES.get(scheme, "fsspec")
-        raise UserError(f"input {name!r}: {scheme}:// needs the package {package}; pip install it") from None
+        raise UserError(f"{what} {name!r}: {scheme}:// needs the package {package}; pip install it") from None
     except FileNotFoundError:
-        raise UserError(f"input {name!r} does not exist; expected a file, a folder or a glob") from None
+        expected = "a file, a folder or a glob" if what == "input" else "a file of a prepared dataset"
+        raise UserError(f"{what} {name!r} does not exist; expected {expected}") from None
     except Exception as error:
         if isinstance(error, ValueError) and "protocol not known" in str(error).lower():
             raise UserError(
-                f"input {name!r}: unknown scheme {scheme}://; expected one that fsspec knows, such as s3://"
+                f"{what} {name!r}: unknown scheme {scheme}://; expected one that fsspec knows, such as s3://"
             ) from None
         if is_refusal(error):
             raise UserError(
-                f"input {name!r}: credentials are missing or refused; set them as the store's own tools read "
-                "them (environment or file)"
+                f"{what} {name!r}: credentials are missing or refused; set them as the store's own tools "
+                "read them (environment or file)"
             ) from None
-        raise UserError(f"input {name!r} cannot be reached: {reason_of(error, url)}") from None
+        raise UserError(f"{what} {name!r} cannot be reached: {reason_of(error, url)}") from None

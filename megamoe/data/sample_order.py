@@ -10,7 +10,6 @@ The sources of a blend take turns as Megatron-Core's blends do, in periods of PE
 
 import hashlib
 import math
-import os
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -21,9 +20,9 @@ from megatron.core.datasets import helpers
 from torch.utils.data import Dataset
 
 from megamoe.data.batches import sample_items
+from megamoe.data.byte_files import REMEDY, open_bytes
 from megamoe.data.card import DataFiles
 from megamoe.data.index_file import read_header, tokens_before
-from megamoe.data.mapped_files import REMEDY
 from megamoe.errors import UserError
 
 ROUNDS = 8
@@ -71,24 +70,20 @@ class _Source:
 
     def __init__(self, path: str, share: tuple[float, float], length: int, key: str) -> None:
         files = DataFiles(Path(path))
-        header, end = read_header(files.idx)
+        header, _ = read_header(files.idx)
         first, last = (tokens_before(files.idx, round(bound * header.num_sequences)) for bound in share)
-        self.path = files.bin
         self._first, self._length, self._dtype = first, length, np.dtype(header.dtype)
         self._per_epoch = (last - first - 1) // length
-        self._size = end
-        self._file = open(self.path, "rb", buffering=0)  # noqa: SIM115 (as long as the dataset)
+        self._file = open_bytes(files.bin)
+        self.path = self._file.name
         self._order = lru_cache(4)(lambda epoch: Permutation(self._per_epoch, f"{key} {epoch}"))
 
     def tokens(self, number: int) -> np.ndarray:
         """Return the tokens of sample `number`, int [S + 1]; each epoch has another order."""
-        size = os.fstat(self._file.fileno()).st_size
-        if size != self._size:
-            raise UserError(f"data: {self.path} had {self._size} bytes and now has {size}; {REMEDY}")
         epoch, place = divmod(number, self._per_epoch)
         start = self._first + self._order(epoch)(place) * self._length
         size, at = self._dtype.itemsize * (self._length + 1), self._dtype.itemsize * start
-        return np.frombuffer(os.pread(self._file.fileno(), size, at), self._dtype)
+        return np.frombuffer(self._file.read(at, size), self._dtype)
 
 
 class SampleOrder(Dataset[dict[str, torch.Tensor]]):

@@ -30,6 +30,7 @@ from megamoe.data.documents import Document, Reader, Selection, Skipped
 from megamoe.data.tables import ARROW, PARQUET, TableReader, row_groups
 from megamoe.errors import UserError
 from megamoe.io import read_plain
+from megamoe.object_storage import is_url
 
 COMPRESSED = (".gz", ".zst", ".xz")
 TABLES = (*PARQUET, *ARROW)
@@ -159,7 +160,7 @@ def find_sources(inputs: list[str], stdlib: bool, unit: int | None = None) -> li
         raise UserError("no input: name files, folders, globs or URLs of text, or --stdlib")
     sources: list[Source] = []
     for item in inputs:
-        sources += _behind_url(item) if remote.is_url(item) else map(_local, _files_of(item))
+        sources += _behind_url(item) if is_url(item) else map(_local, _files_of(item))
     if stdlib:
         sources += _standard_library()
     seen: set[str] = set()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from megamoe.config.schema import DataConfig
+from megamoe.data.byte_files import is_stored, size_of
 from megamoe.data.card import DataCard, DataFiles, check_files, load_card
 from megamoe.data.index_file import REMEDY, check_arithmetic, read_header
 from megamoe.data.ranks import once_per_machine, rank
@@ -161,7 +162,8 @@ def verify_sources(data: DataConfig, paths: Iterable[str], vocab_size: int) -> d
     """Verify each dataset; return the SHA-256 of its .idx, which identifies its data, by path.
 
     `data.verify` decides: `full` reads .bin and .idx if they have changed; `structure` does not read the
-    .bin. With torch.distributed initialised every rank must call it.
+    .bin, and a .bin in object storage is not read here. With torch.distributed initialised every rank must
+    call it.
 
     Raises:
         UserError: on every rank, naming the file and what is wrong with it.
@@ -195,13 +197,14 @@ def verify_sources(data: DataConfig, paths: Iterable[str], vocab_size: int) -> d
 
 
 def cache_folder(data: DataConfig, path: str) -> Path:
-    """Return `data.cache`, or the folder `cache` beside the dataset."""
+    """Return `data.cache`, or the folder `cache` beside the dataset or its local copy."""
     return Path(data.cache) if data.cache else Path(path).parent / "cache"
 
 
 def _warn_of_long_reading(known: dict[str, ScanCache]) -> None:
     files = {path: DataFiles(Path(path)).bin for path in known}
-    size = sum(file.stat().st_size for path, file in files.items() if not known[path].has(file))
+    local = {path: file for path, file in files.items() if file.exists()}
+    size = sum(file.stat().st_size for path, file in local.items() if not known[path].has(file))
     if size > TOLD_FROM_BYTES and rank() == 0:
         print(f"data: {size / 1e9:.0f} GB are read to verify them, once (data.verify)", flush=True)
 
@@ -212,7 +215,7 @@ def _verify(
     """Compare the files with each other and with the card; return the SHA-256 of the .idx."""
     files, card = DataFiles(Path(prefix)), load_card(prefix)
     check_files(prefix, card)
-    size = files.bin.stat().st_size
+    size = size_of(files.bin) or 0
     idx = known.of(files.idx, ("sha256", "tokens"), lambda: _find_in_index(files.idx, size, stop))
     header, _ = read_header(files.idx)
     if card is not None:
@@ -224,7 +227,7 @@ def _verify(
             )
     if idx["tokens"] * header.token_bytes != size:
         raise UserError(f"data file {str(files.bin)!r} has {size} bytes for {idx['tokens']} tokens; {REMEDY}")
-    if reads_bin:
+    if reads_bin and not is_stored(files.bin):  # its blocks are verified when they are fetched
         _verify_bin(files.bin, card, header.dtype, vocab_size, known, stop)
     elif card is not None and (card.largest_token or 0) >= vocab_size:
         raise _outside(files.bin, f"{card.largest_token} (by its card)", vocab_size)

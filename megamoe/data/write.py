@@ -19,7 +19,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megamoe import __version__
-from megamoe.data.card import DataCard, DataFiles, FileCard, SourceCard, StepCard, TokenizerCard, save_checked
+from megamoe.data.blocks import BLOCK_BYTES, block_sums
+from megamoe.data.card import (
+    BlockedCard,
+    DataCard,
+    DataFiles,
+    FileCard,
+    SourceCard,
+    StepCard,
+    TokenizerCard,
+    save_checked,
+)
 from megamoe.data.documents import Document
 from megamoe.data.index_file import read_lengths, token_dtype, write_index
 from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
@@ -194,7 +204,7 @@ def write_card(
         num_sources=len(counts.sources),
         sources_sha256=hashlib.sha256(hashes.encode()).hexdigest(),
         sources=counts.sources,
-        bin=file_card(files.bin),
+        bin=blocked_card(files.bin),
         idx=file_card(files.idx),
         skipped=dict(sorted(counts.skipped.items())),
         shuffled=shuffled,
@@ -259,6 +269,12 @@ def file_card(path: Path) -> FileCard:
     """Return the size and the SHA-256 of a file."""
     with open(path, "rb") as file:
         return FileCard(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())
+
+
+def blocked_card(path: Path) -> BlockedCard:
+    """Return the size, the SHA-256 and the checksums of the blocks of a file."""
+    sha256, sums = block_sums(path, BLOCK_BYTES)
+    return BlockedCard(path.stat().st_size, sha256, BLOCK_BYTES, sums)
 
 
 def unwritable(output: str, error: OSError) -> UserError:

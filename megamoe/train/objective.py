@@ -1,11 +1,28 @@
 """The training objective of a run: the object, and what follows from it for vocabulary and FLOPs."""
 
+import copy
+
 from megamoe.config import RunConfig
+from megamoe.data.stored import localized
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.model.size import StackShares
 from megamoe.objectives.objective import TrainingObjective, objective_class
 from megamoe.registry import failure_of, is_ours
+
+
+def localized_run(config: RunConfig) -> RunConfig:
+    """Return the configuration with local copies in the place of data that URLs name; itself without URLs.
+
+    Raises:
+        UserError: as `localized`.
+    """
+    data = localized(config.data)
+    if data is config.data:
+        return config
+    found = copy.copy(config)
+    found.data = data
+    return found
 
 
 def data_vocabulary(config: RunConfig) -> Vocabulary:
@@ -14,7 +31,7 @@ def data_vocabulary(config: RunConfig) -> Vocabulary:
     Raises:
         UserError: for files, a tokenizer or a `model.vocab_size` that do not fit each other.
     """
-    found: Vocabulary = objective_class(config).data_vocabulary(config)
+    found: Vocabulary = objective_class(config).data_vocabulary(localized_run(config))
     return found
 
 

@@ -12,7 +12,9 @@ from megamoe import registry
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.schema import DataConfig
+from megamoe.data.byte_files import size_of
 from megamoe.data.card import LABELLED, LABELS, DataFiles, datasets_of, load_card
+from megamoe.data.stored import all_sources
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.parallel.exchange import uses_nodes
 from megamoe.parallel.launch import World, ranks_of_machine
@@ -51,12 +53,17 @@ def _machine(config: RunConfig) -> dict[str, Any]:
 
 
 def facts_of_files(
-    config: RunConfig, vocabulary: Vocabulary, deepspeed: dict[str, Any], resume_from: Path | None
+    config: RunConfig,
+    data: DataConfig,
+    vocabulary: Vocabulary,
+    deepspeed: dict[str, Any],
+    resume_from: Path | None,
 ) -> Facts:
     """Return the values that describe the run's checked inputs: data, checkpoints, the DeepSpeed file.
 
     Args:
         config: the run's configuration.
+        data: the configuration of the data, with local copies in the place of URLs.
         vocabulary: the resolved vocabulary.
         deepspeed: the content of the DeepSpeed file.
         resume_from: the checkpoint to resume from, if any.
@@ -73,7 +80,7 @@ def facts_of_files(
             "end-of-document token": vocabulary.eod,
             "tokenizer's fingerprint": tokenizer.fingerprint if tokenizer else None,
         },
-        "data": {} if config.data.mock else _data(config.data),
+        "data": {} if config.data.mock else _data(data, config.data),
         "checkpoints": {
             "checkpoint to go on from": _checkpoint(resume_from),
             "checkpoint.init.path": _checkpoint(Path(init) if init and resume_from is None else None),
@@ -129,11 +136,14 @@ def _plugin_sources(plugins: list[str]) -> dict[str, str]:
     }
 
 
-def _data(data: DataConfig) -> dict[str, Any]:
-    sources = (data.sources, *data.validation.values())
-    named = [source.path for group in sources for source in group]
-    paths = dict.fromkeys(path for prefix in named for path in datasets_of(prefix))
-    return {f"data {path}": _dataset(path) for path in paths}
+def _data(data: DataConfig, named: DataConfig) -> dict[str, Any]:
+    """Return what identifies each dataset, by the path or URL that the configuration names."""
+    pairs = zip(all_sources(named), all_sources(data), strict=True)
+    return {
+        f"data {source.path}{path.removeprefix(local.path)}": _dataset(path)
+        for source, local in pairs
+        for path in datasets_of(local.path)
+    }
 
 
 def _dataset(path: str) -> dict[str, Any]:
@@ -147,10 +157,11 @@ def _dataset(path: str) -> dict[str, Any]:
     card, files = load_card(path), DataFiles(Path(path))
     if card is not None:
         return {"bin (SHA-256)": card.bin.sha256, "idx (SHA-256)": card.idx.sha256}
-    sizes = {"bin (bytes)": files.bin.stat().st_size, "idx (bytes)": files.idx.stat().st_size}
+    idx_size = files.idx.stat().st_size
+    sizes = {"bin (bytes)": size_of(files.bin), "idx (bytes)": idx_size}
     with files.idx.open("rb") as file:
         head = file.read(ENDS)
-        file.seek(max(0, sizes["idx (bytes)"] - ENDS))
+        file.seek(max(0, idx_size - ENDS))
         return {**sizes, "idx's head and tail (SHA-256)": _digest([head, file.read(ENDS)])}
 
 

@@ -8,13 +8,21 @@ from functools import cached_property
 from typing import Any
 
 from megamoe.config import RunConfig
+from megamoe.config.schema import DataConfig
+from megamoe.data.stored import source_line
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import Problem, UserError, raise_first
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.optim.schedule import BatchSchedule, run_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
-from megamoe.train.objective import build_objective, data_vocabulary, num_added_ids, sample_tokens
+from megamoe.train.objective import (
+    build_objective,
+    data_vocabulary,
+    localized_run,
+    num_added_ids,
+    sample_tokens,
+)
 from megamoe.validation.memory import memory_problems
 from megamoe.validation.objective import objective_problems, source_problems
 from megamoe.validation.run import validate, warmup_problems
@@ -25,13 +33,14 @@ class ResolvedRun:
     """Values computed once at the start and read by the trainer, the summary and the loop.
 
     Args:
-        config: the checked configuration.
+        config: the checked configuration, with local copies in the place of data that URLs name.
         plan: layout, ZeRO stage, precision, offload and the DeepSpeed file's content.
         vocabulary: the vocabulary of the model: that of the data, and after it the objective's own ids.
         schedule: the schedule of the global batch size.
         steps: the steps of the whole run.
         filled_json: the DeepSpeed file completed from the YAML, as JSON text.
         objective: makes batches of the data's samples.
+        data_source: where the training data comes from, for people.
     """
 
     config: RunConfig
@@ -41,6 +50,7 @@ class ResolvedRun:
     steps: int
     filled_json: str
     objective: TrainingObjective
+    data_source: str = ""
 
     @cached_property
     def sample_tokens(self) -> int:
@@ -83,7 +93,11 @@ def examine(
     with _noted(problems):
         plan = resolve_parallel(config, ranks)
     problems += validate(config, ranks, plan)
-    if not any(objective_problems(config)):
+    named = config.data
+    if not problems:
+        with _noted(problems):
+            config = localized_run(config)
+    if not problems and not any(objective_problems(config)):
         sources = list(source_problems(config))
         problems += sources
         with _noted(problems):
@@ -91,7 +105,7 @@ def examine(
     if problems or plan is None or vocabulary is None:
         return problems, None
     with _noted(problems):
-        run = _resolved(config, plan, vocabulary)
+        run = _resolved(config, named, plan, vocabulary)
         problems += warmup_problems(config, run.steps)
         problems += () if world is None else memory_problems(config, plan, world, vocabulary.size)
     return problems, run
@@ -112,9 +126,12 @@ def _vocabulary(config: RunConfig) -> Vocabulary:
     return vocabulary.with_added(num_added_ids(config, vocabulary), config.model.vocab_size)
 
 
-def _resolved(config: RunConfig, plan: ParallelPlan, vocabulary: Vocabulary) -> ResolvedRun:
+def _resolved(
+    config: RunConfig, named: DataConfig, plan: ParallelPlan, vocabulary: Vocabulary
+) -> ResolvedRun:
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
     objective = build_objective(config, vocabulary)
     steps = run_steps(config, schedule, objective.samples_per_epoch)
     filled = fill_in(config, plan, schedule.accumulation_at(0))
-    return ResolvedRun(config, plan, vocabulary, schedule, steps, json.dumps(filled), objective)
+    source = source_line(named, config.data)
+    return ResolvedRun(config, plan, vocabulary, schedule, steps, json.dumps(filled), objective, source)

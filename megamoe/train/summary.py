@@ -91,6 +91,7 @@ def _run_rows(run: ResolvedRun, first_step: int) -> list[tuple[str, object]]:
         ("name", config.name),
         ("steps", f"{length}, {begin}"),
         ("batch", batch),
+        ("data", run.data_source),
         ("tokens to come", f"{(samples - schedule.total_samples(first_step)) * run.sample_tokens:,}"),
         ("optimiser", _optimizer(config.optimizer, steps)),
         *([] if config.model.mup is None else [("muP", _mup(config.model))]),

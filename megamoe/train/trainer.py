@@ -98,7 +98,8 @@ class Trainer:
             self.folder: RunFolder = choose_run_folder(config)
             self._changes = self._changes_since(self.folder.resume_from)
             vocabulary, deepspeed = self.run.vocabulary, self.run.plan.content
-            facts.update(facts_of_files(config, vocabulary, deepspeed, self.folder.resume_from))
+            data, resume_from = self.run.config.data, self.folder.resume_from
+            facts.update(facts_of_files(config, data, vocabulary, deepspeed, resume_from))
         check_same(self.world, facts, config.parallel.timeout_minutes)
         launch.start(self.world, config.parallel.timeout_minutes, select_device=False)
         self._check_record()

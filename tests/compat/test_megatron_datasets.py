@@ -2,6 +2,7 @@
 
 import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,11 +10,13 @@ import pytest
 from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe.compat.megatron_datasets import (
     BarrierFreeBuilder,
     CachedBlend,
     CachedGPTDataset,
+    RemoteIndexedDataset,
     documents_of_sample,
     token_files,
 )
@@ -70,3 +73,16 @@ def test_documents_of_a_sample(blend: Any) -> None:
     held = part[0]["tokens"].numpy()
     assert set(map(int, documents)) <= set(range(4))
     assert bytes(held.astype(np.uint8)) in bytes(tokens.astype(np.uint8))
+
+
+def test_tokens_that_are_read_by_a_function(tmp_path: Path) -> None:
+    prefix = make_data(tmp_path / "a", ["some text", "", "more"])
+    content = Path(prefix + ".bin").read_bytes()
+    theirs = IndexedDataset(prefix)
+    Path(prefix + ".bin").unlink()
+    ours = RemoteIndexedDataset(prefix, lambda at, size: content[at : at + size])
+    assert len(ours) == len(theirs) == 2
+    for number in range(2):
+        np.testing.assert_array_equal(ours[number], theirs[number])
+        np.testing.assert_array_equal(ours.get(number, 1, 2), theirs.get(number, 1, 2))
+    assert [type(array) for array in token_files(SimpleNamespace(dataset=ours))] == [type(None), np.memmap]

@@ -91,8 +91,8 @@ def test_any_key_that_differs_is_named(key: str) -> None:
 
 
 def facts_of(config: RunConfig, vocabulary: int = VOCABULARY, **more: Any) -> Any:
-    known = {"deepspeed": {}, "resume_from": None} | more
-    return facts_of_start(config, WORLD) | facts_of_files(config, Vocabulary(vocabulary, 0, None), **known)
+    known = {"deepspeed": {}, "resume_from": None, "vocabulary": Vocabulary(vocabulary, 0, None)} | more
+    return facts_of_start(config, WORLD) | facts_of_files(config, config.data, **known)
 
 
 def test_versions_ranks_and_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,9 @@ WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
 def run_of(config: RunConfig, steps: int = 4) -> ResolvedRun:
     """On one rank, with 48 words."""
     plan, schedule = resolve_parallel(config, 1), BatchSchedule.from_config(config.train, 1)
-    return ResolvedRun(config, plan, WORDS, schedule, steps, "{}", build_objective(config, WORDS))
+    return ResolvedRun(
+        config, plan, WORDS, schedule, steps, "{}", build_objective(config, WORDS), "mock data"
+    )
 
 
 def rows_of(*overrides: str) -> dict[str, Any]:
@@ -51,6 +53,7 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
 def test_the_run_is_given_in_steps(one_rank: None) -> None:
     config = tiny("train.steps=null", "train.epochs=1.5", "optimizer.warmup_share=0.1", "optimizer.name=adam")
     rows = dict(summary_rows(run_of(config, steps=1234), find_world(), rollouts=1, first_step=0)["run"])
+    assert rows["data"] == "mock data"
     assert rows["steps"] == "1,234 (1.5 epochs), from the start"
     assert rows["tokens to come"] == f"{1234 * 2 * 8:,}"
     assert rows["optimiser"] == "Adam, lr 0.0003, cosine after 124 steps of warm-up"

@@ -5,7 +5,6 @@ the ranks in turn, so one rank sees in order what n ranks see together.
 """
 
 import bisect
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.utils.data import Dataset
 
 from megamoe.apps.chat.prepare import ChatFiles, load_chat_card
 from megamoe.data.batches import Item
+from megamoe.data.byte_files import open_bytes, size_of
 from megamoe.data.index_file import read_header
 from megamoe.data.write import lengths_of
 from megamoe.errors import UserError
@@ -41,23 +41,15 @@ class Cuts:
 
 
 class _File:
-    """Reads numbers from a file without a memory map, so that a truncated file is an error."""
+    """Reads numbers of a file."""
 
     def __init__(self, path: Path, dtype: str) -> None:
-        self._name, self._dtype = str(path), np.dtype(dtype)
-        try:
-            # Kept open: a file that is replaced meanwhile is still the old one.
-            self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed with the dataset)
-        except OSError as error:
-            raise UserError(f"data {self._name!r} cannot be read: {error.strerror}") from None
+        self._bytes, self._dtype = open_bytes(path), np.dtype(dtype)
 
     def read(self, first: int, count: int) -> np.ndarray:
         """Return `count` numbers from the `first` on, int64."""
-        size = count * self._dtype.itemsize
-        content = os.pread(self._file.fileno(), size, first * self._dtype.itemsize)
-        if len(content) != size:
-            raise UserError(f"data: {self._name} was truncated; put it back, and go on with --resume")
-        return np.frombuffer(content, self._dtype).astype(np.int64)
+        width = self._dtype.itemsize
+        return np.frombuffer(self._bytes.read(first * width, count * width), self._dtype).astype(np.int64)
 
 
 class Conversations:
@@ -79,7 +71,7 @@ class Conversations:
         files, card = ChatFiles(Path(prefix)), load_chat_card(prefix)
         whole_N = lengths_of(files.data).astype(np.int64)
         self._start_N = np.cumsum(whole_N) - whole_N
-        if not files.learned.is_file() or files.learned.stat().st_size != card.learned.size:
+        if size_of(files.learned) != card.learned.size:
             raise UserError(f"data {str(files.learned)!r} is missing or has another size than its card says")
         if card.learned.size != whole_N.sum() or card.conversations != len(whole_N):
             raise UserError(

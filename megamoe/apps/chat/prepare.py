@@ -24,13 +24,13 @@ from megamoe import __version__
 from megamoe.apps.chat.conversation import ASSISTANT, Conversation, conversation_of
 from megamoe.apps.chat.docstrings import questions_of
 from megamoe.apps.chat.templates import ChatTemplate, load_template
-from megamoe.data.card import DataFiles, FileCard, SourceCard, load_checked, save_checked
+from megamoe.data.card import BlockedCard, DataFiles, SourceCard, load_checked, save_checked
 from megamoe.data.index_file import token_dtype, write_index
 from megamoe.data.sources import Source, Tap, find_sources, read_lines
 from megamoe.data.tokenizers import Tokenizer, load_tokenizer, load_with_special
 from megamoe.data.write import (
     TextCounts,
-    file_card,
+    blocked_card,
     locked_folder,
     reference_of,
     start_worker,
@@ -77,7 +77,7 @@ class ChatCard:
     conversations: int
     answers: int
     tokens_learned: int
-    learned: FileCard
+    learned: BlockedCard
     idx_sha256: str
     skipped: dict[str, int] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
@@ -210,7 +210,7 @@ def prepare_chat(preparation: ChatPreparation) -> ChatCard:
                 conversations=counts.documents,
                 answers=answers,
                 tokens_learned=learned,
-                learned=file_card(new.learned),
+                learned=blocked_card(new.learned),
                 idx_sha256=card.idx.sha256,
                 skipped=dict(skipped.most_common()),
                 warnings=_warnings(template, tokenizer),

@@ -17,6 +17,7 @@ from megamoe.checkpoint.format.files import parse_json
 from megamoe.config import RunConfig
 from megamoe.data.card import load_card
 from megamoe.data.special import PAD_NAMES, SpecialTokens
+from megamoe.data.stored import localized
 from megamoe.data.tokenizers import END_OF_DOCUMENT_NAMES, is_bytes, load_tokenizer
 from megamoe.errors import UserError, printable
 from megamoe.io import read_plain, reason
@@ -239,7 +240,7 @@ def special_ids(config: RunConfig) -> dict[str, int | None]:
         if config.data.tokenizer is not None:
             tokenizer = load_tokenizer(config.data.tokenizer)
             eod, special = tokenizer.eod, tokenizer.special
-        elif config.data.sources and (card := load_card(config.data.sources[0].path)) is not None:
+        elif config.data.sources and (card := load_card(_first_source(config))) is not None:
             eod, special = card.tokenizer.eod, SpecialTokens(card.tokenizer.special)
         else:
             return found
@@ -255,9 +256,14 @@ def _path_of(config: RunConfig) -> Path | None:
     if not config.data.sources:
         return None
     try:
-        card = load_card(config.data.sources[0].path)
+        source = _first_source(config)
+        card = load_card(source)
     except UserError:
         return None
     if card is None or is_bytes(card.tokenizer.reference):
         return None
-    return Path(config.data.sources[0].path).parent / card.tokenizer.reference
+    return Path(source).parent / card.tokenizer.reference
+
+
+def _first_source(config: RunConfig) -> str:
+    return localized(config.data).sources[0].path

@@ -20,6 +20,7 @@ from typing import Any
 
 from megamoe.apps.command import check_positive, parser_of, run_tool
 from megamoe.errors import UserError
+from megamoe.object_storage import is_url
 
 STUDIES = Path("examples/studies")
 MARK = ".lab"  # in a folder of a study; its lock
@@ -212,7 +213,7 @@ def _check_data(plan: Any) -> None:
         sources = data.get("sources")
         for source in [sources] if isinstance(sources, str) else sources or []:
             prefix = source if isinstance(source, str) else str((source or {}).get("path", ""))
-            known = "*" in prefix or list(Path(prefix).parent.glob(f"{Path(prefix).name}*"))
+            known = "*" in prefix or is_url(prefix) or list(Path(prefix).parent.glob(f"{Path(prefix).name}*"))
             if not data.get("mock") and not known:
                 needs = f"; {plan.study.needs} prepares it" if plan.study.needs else ""
                 raise UserError(f"{plan.path}: row {row}: data.sources: {prefix} does not exist{needs}")

@@ -48,6 +48,7 @@ def _head(plan: Plan) -> list[str]:
         f"{plan.micro_batches} micro batches of {plan.config.train.micro_batch_size} sequences of "
         f"{plan.config.data.sequence_length} tokens a step; "
         f"{numbers['parameters'] / 1e6:,.1f} M parameters on a rank; expert load {plan.load:g}",
+        *([] if plan.config.data.mock else [f"data: {plan.run.data_source}"]),
     ]
 
 

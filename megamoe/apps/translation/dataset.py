@@ -12,7 +12,6 @@ Interface for an objective:
 """
 
 import bisect
-import os
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from torch.utils.data import Dataset
 from megamoe.apps.translation.card import PairCard, load_pair_card
 from megamoe.apps.translation.pairs import select_languages
 from megamoe.config.schema import DataConfig
+from megamoe.data.byte_files import open_bytes
 from megamoe.data.card import DataFiles, PairFiles
 from megamoe.data.index_file import check_arithmetic
 from megamoe.data.verify import verify_sources
@@ -201,30 +201,26 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
 
 
 class _Side:
-    """Reads the texts of one side by their numbers. It uses no memory map, so a truncated file is an error.
+    """Reads the texts of one side by their numbers.
 
     lengths: the tokens of each text, int32 [texts].
     """
 
     def __init__(self, files: DataFiles) -> None:
-        header, _ = check_arithmetic(files.idx, files.bin.stat().st_size)
+        self._file = open_bytes(files.bin)
+        header, _ = check_arithmetic(files.idx, self._file.size)
         self.lengths = lengths_of(files)
         self._dtype = np.dtype(header.dtype)
         self._start_N = np.cumsum(self.lengths, dtype=np.int64) - self.lengths
-        self._name = str(files.bin)
-        # Kept open: a file that is replaced meanwhile is still the old one.
-        self._file = open(files.bin, "rb", buffering=0)  # noqa: SIM115 (closed with the dataset)
 
     def read(self, number: int, vocab_size: int) -> np.ndarray:
         """Return the tokens of a text, int64 [its length]."""
         size = int(self.lengths[number]) * self._dtype.itemsize
-        content = os.pread(self._file.fileno(), size, int(self._start_N[number]) * self._dtype.itemsize)
-        if len(content) != size:
-            raise UserError(f"data: {self._name} was truncated; put it back, and go on with --resume")
+        content = self._file.read(int(self._start_N[number]) * self._dtype.itemsize, size)
         tokens = np.frombuffer(content, self._dtype).astype(np.int64)
         if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
             raise UserError(
-                f"data: text {number} of {self._name} holds a token id outside of the vocabulary of "
+                f"data: text {number} of {self._file.name} holds a token id outside of the vocabulary of "
                 f"{vocab_size}; put the right file back, and go on with --resume"
             )
         return tokens

@@ -1,0 +1,115 @@
+"""What reading data from object storage costs, once its blocks are on the local disk.
+
+    python benchmarks/remote_data.py [--config examples/demo.yaml] [--rounds 7] [--tokens 16000000]
+        [--steps 5] [section.key=value ...]
+
+Writes random tokens into a folder, which stands for a bucket (file://), and fetches all blocks. Then, in each
+round and in turn, from the disk and from the blocks: samples alone, for both orders, and training steps that
+read their samples themselves (data.workers=0). Printed are medians, and the ratio of the rounds.
+"""
+
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from megamoe.compat.startup import configure_libraries
+
+configure_libraries()
+
+from common.command import parser_of_a_run, positive, user_errors_exit_2  # noqa: E402
+from common.machine import settle_process  # noqa: E402
+from common.rounds import Ratio, in_turn  # noqa: E402
+from megamoe.config import load_config  # noqa: E402
+from megamoe.config.schema import DataConfig, SourceConfig  # noqa: E402
+from megamoe.data.byte_files import open_bytes  # noqa: E402
+from megamoe.data.card import DataFiles  # noqa: E402
+from megamoe.data.datasets import build_datasets, resolve_vocabulary  # noqa: E402
+from megamoe.data.stored import localized  # noqa: E402
+from megamoe.data.tokenizers import load_tokenizer  # noqa: E402
+from megamoe.data.write import TextCounts, write_card, write_tokens  # noqa: E402
+from megamoe.train.trainer import Trainer  # noqa: E402
+
+DOCUMENT = 500  # tokens
+SAMPLES = 2000  # of a round
+WARM_UP_ROUNDS = 1
+
+
+def main() -> int:
+    """Measure and print; 2 for a mistake of the user's."""
+    parser = parser_of_a_run(__doc__, rounds=7)
+    parser.add_argument("--tokens", type=positive, default=16_000_000)
+    parser.add_argument("--steps", type=positive, default=5, help="of a round")
+    arguments = parser.parse_intermixed_args()
+    settle_process()
+    with user_errors_exit_2(parser), tempfile.TemporaryDirectory(dir=".") as folder:
+        prefix, cache = Path(folder).resolve() / "corpus", Path(folder).resolve() / "blocks"
+        write(prefix, arguments.tokens)
+        places = {"disk": str(prefix), "blocks": f"file://{prefix}"}
+        for order in ("documents", "samples"):
+            runs = {name: reading(place, cache, order) for name, place in places.items()}
+            report(f"a sample, order {order}", runs, arguments.rounds, 1e6 / SAMPLES, "us")
+        own = ["data.mock=false", "data.workers=0", "data.tokenizer=null", "model.vocab_size=null"]
+        own += ["evaluation.batches=0", "train.steps=1000000", "optimizer.schedule=constant"]
+        own += [f"output={folder}", f"data.remote_cache={cache}", "data.validation={}"]
+        steps: dict[str, Callable[[int], float]] = {}
+        for name, place in places.items():
+            source = [f"name={name}", f"data.sources=['{place}']"]
+            trainer = Trainer(load_config(arguments.config, [*own, *source, *arguments.overrides]))
+            steps[name] = lambda number, step=trainer.step: seconds(step, arguments.steps)  # type: ignore[misc]
+        report("a training step", steps, arguments.rounds, 1e3 / arguments.steps, "ms")
+    return 0
+
+
+def write(prefix: Path, tokens: int) -> None:
+    """Write a dataset of random bytes as tokens."""
+    tokenizer, files, draws = load_tokenizer("bytes"), DataFiles(prefix), np.random.default_rng(1)
+
+    def batches() -> Iterator[list[np.ndarray]]:
+        for _ in range(0, tokens, 1000 * DOCUMENT):
+            yield list(draws.integers(0, 256, (1000, DOCUMENT - 1)))
+
+    counts_V = write_tokens(batches(), tokenizer, files)
+    write_card(TextCounts(documents=int(counts_V[tokenizer.eod])), tokenizer, "bytes", files, counts_V)
+
+
+def reading(place: str, cache: Path, order: str) -> Callable[[int], float]:
+    """Return what reads the next samples and returns the seconds; all blocks are fetched before."""
+    sources, split = [SourceConfig(place)], [1.0, 0.0, 0.0]
+    named = DataConfig(sources=sources, split=split, sequence_length=2048, remote_cache=str(cache))
+    named.order = order  # type: ignore[assignment]
+    data = localized(named)
+    tokens = open_bytes(DataFiles(Path(data.sources[0].path)).bin)
+    for at in range(0, tokens.size, 1 << 20):
+        tokens.read(at, 1)
+    vocabulary = resolve_vocabulary(data, None)
+    dataset = build_datasets(data, vocabulary, seed=1, train_samples=10 * SAMPLES, validation_samples=0).train
+    return lambda number: seconds(lambda: [dataset[number * 7 + each] for each in range(SAMPLES)], 1)
+
+
+def seconds(action: Callable[[], object], times: int) -> float:
+    """Return how long so many calls take."""
+    started = time.perf_counter()
+    for _ in range(times):
+        action()
+    return time.perf_counter() - started
+
+
+def report(what: str, runs: dict[str, Callable[[int], float]], rounds: int, scale: float, unit: str) -> None:
+    """Measure in turn, and print a line."""
+    found = in_turn(runs, rounds, WARM_UP_ROUNDS)
+    disk, blocks = (scale * statistics.median(found[name]) for name in ("disk", "blocks"))
+    ratio = Ratio.of(found["blocks"], found["disk"])
+    print(
+        f"{what}: disk {disk:.1f} {unit}, blocks {blocks:.1f} {unit}, "
+        f"ratio {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f})",
+        flush=True,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,404 @@
+"""Files in object storage, read through blocks that are kept on a local disk.
+
+What stands for the file NAME in a folder of local copies (`stored.py` makes it):
+
+NAME.remote           its URL, size, blocks and their checksums, as JSON
+NAME.blocks/00000012  a block; it appears in one move, when it is complete, checked and on the disk
+NAME.locks            byte i is locked by the process that fetches block i
+
+All processes of a machine share the blocks. A block that is damaged, half there or deleted is fetched again.
+The root of the copies has `blocks.json`: the bytes that the blocks of all files may have together, and have.
+"""
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from megamoe.data.remote import told
+from megamoe.errors import UserError
+from megamoe.io import TEMPORARY, read_plain, replace_file
+from megamoe.object_storage import WAITS_S, attempt, open_system, shown
+
+BLOCK_BYTES = 8 << 20
+DIGITS = 16  # hexadecimal digits of each block's SHA-256
+WITHIN_S = 200.0  # a loader process that waits longer than loader.WORKER_TIMEOUT_S counts as hanging
+TOUCH_S = 60.0  # how exactly the time of a block's last use is known
+FILL_STREAMS = 4  # blocks that are fetched ahead at a time
+STALE_S = 3600.0  # a temporary file of this age is a killed process'
+KEPT_SHARE = 0.9  # of the limit, when blocks are deleted
+REMOTE, BLOCKS, LOCKS, FILLING, STATE = ".remote", ".blocks", ".locks", ".filling", "blocks.json"
+TAGS, TIMES = ("ETag", "etag", "md5Hash"), ("LastModified", "last_modified", "mtime", "created")
+MOST_BYTES_OF_STUB = 1 << 28
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def block_sums(path: Path, size: int) -> tuple[str, str]:
+    """Return a file's SHA-256, and the first DIGITS of that of each block of `size` bytes, in a row."""
+    whole, each = hashlib.sha256(), []
+    with open(path, "rb", buffering=0) as file:
+        while block := _read_fully(file, size):
+            whole.update(block)
+            each.append(hashlib.sha256(block).hexdigest()[:DIGITS])
+    return whole.hexdigest(), "".join(each)
+
+
+def _read_fully(file: Any, size: int) -> bytes:
+    content = file.read(size)
+    while len(content) < size and (more := file.read(size - len(content))):
+        content += more
+    return bytes(content)
+
+
+@dataclass(frozen=True)
+class Stub:
+    """What stands for a file in object storage.
+
+    state: of the object (`state_of`). root: the folder of all local copies, relative to the stub's. sums: as
+    `block_sums`; empty: a block is checked by its length, and by the object's state after it was fetched.
+    """
+
+    url: str
+    size: int
+    state: str
+    root: str
+    block_bytes: int = BLOCK_BYTES
+    sums: str = ""
+
+    def save(self, path: Path) -> None:
+        """Write what stands for the file `path`."""
+        replace_file(_beside(path, REMOTE), json.dumps(asdict(self)).encode())
+
+    @classmethod
+    def load(cls, path: Path) -> "Stub | None":
+        """Return what stands for the file `path`; None if nothing does.
+
+        Raises:
+            UserError: if it is damaged.
+        """
+        place = _beside(path, REMOTE)
+        try:
+            return cls(**json.loads(read_plain(place, MOST_BYTES_OF_STUB)))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError) as error:
+            raise UserError(
+                f"data: {place} is damaged ({error}); delete its folder, and start again"
+            ) from None
+
+
+def _beside(path: Path, ending: str) -> Path:
+    return path.with_name(path.name + ending)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the lock of a file, which is made if it is missing; it is freed if this process is killed."""
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def state_of(info: dict[str, Any]) -> str:
+    """Return a short text that changes with an object's content, as far as the store tells.
+
+    info: what fsspec says of it.
+    """
+    tag = next((info[key] for key in TAGS if info.get(key)), None)
+    known = {"tag": tag} if tag else {key: info[key] for key in TIMES if info.get(key)}
+    return hashlib.sha256(repr((info["size"], known)).encode()).hexdigest()[:DIGITS]
+
+
+class BlockCache:
+    """The blocks of all files below one root, which processes share."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._state = root / STATE
+        self._is_told = False
+
+    def limit(self, most_bytes: int) -> None:
+        """Set the bytes that all blocks may have together; the one who says it last decides."""
+        with self._locked() as state:
+            state["most"] = most_bytes
+
+    def add(self, path: Path, block: bytes, *, evicts: bool = True) -> bool:
+        """Keep a block, and delete those that were not used for longest; return whether it is kept.
+
+        evicts: whether others may be deleted for it. A full disk, or a folder that cannot be written, is told
+        once.
+        """
+        if not self._reserve(len(block), evicts):
+            return False
+        for is_last in (not evicts, True):
+            try:
+                path.parent.mkdir(exist_ok=True)
+                _place(path, block)
+                return True
+            except OSError as error:
+                if error.errno in NO_SPACE and not is_last:
+                    with suppress(OSError), self._locked() as state:
+                        used = self._evict(state, keeps=state["used"] - 3 * len(block))
+                        state["used"] = used + len(block)
+                    continue
+                if evicts and not self._is_told:
+                    self._is_told = True
+                    told_once = f"data.remote_cache: {path.parent} cannot keep blocks: {error.strerror}"
+                    print(f"warning: {told_once}; they are fetched each time", file=sys.stderr, flush=True)
+                with suppress(OSError), self._locked() as state:
+                    state["used"] -= len(block)
+                return False
+        raise AssertionError
+
+    def _reserve(self, size: int, evicts: bool) -> bool:
+        try:
+            with self._locked() as state:
+                if state["used"] + size > state["most"]:
+                    if not evicts:
+                        return False
+                    state["used"] = self._evict(
+                        state, keeps=min(state["most"] - size, KEPT_SHARE * state["most"])
+                    )
+                if state["used"] + size > state["most"]:
+                    return False  # a block is larger than all may be
+                state["used"] += size
+                return True
+        except OSError:
+            return True  # the caller finds out, and tells it
+
+    @contextmanager
+    def _locked(self) -> Iterator[dict[str, int]]:
+        """Yield the state, which is written back; it is counted anew if it is missing or damaged."""
+        self._root.mkdir(parents=True, exist_ok=True)
+        with locked(self._root / ".lock"):
+            try:
+                content = json.loads(read_plain(self._state, 1 << 12))
+                state = {"most": int(content["most"]), "used": int(content["used"])}
+            except (OSError, ValueError, TypeError, KeyError):
+                state = {"most": 0, "used": sum(size for _, size, _ in self._found())}
+            yield state
+            replace_file(self._state, json.dumps(state).encode())
+
+    def _found(self) -> list[tuple[int, int, str]]:
+        """Return last use (ns), size and path of all blocks; delete what killed processes have left."""
+        found = []
+        for folder, _, names in os.walk(self._root):
+            if not folder.endswith(BLOCKS):
+                continue
+            for name in names:
+                path = os.path.join(folder, name)
+                with suppress(OSError):
+                    status = os.stat(path)
+                    if not name.endswith(TEMPORARY):
+                        found.append((status.st_mtime_ns, status.st_size, path))
+                    elif status.st_mtime < time.time() - STALE_S:
+                        os.unlink(path)
+        return found
+
+    def _evict(self, state: dict[str, int], keeps: float) -> int:
+        """Delete the blocks that were not used for longest until `keeps` bytes are left; return what is."""
+        blocks = sorted(self._found())
+        used = sum(size for _, size, _ in blocks)
+        for _, size, path in blocks:
+            if used <= keeps:
+                break
+            with suppress(OSError):
+                os.unlink(path)
+            used -= size
+        return used
+
+
+def _place(path: Path, block: bytes) -> None:
+    """Write a block and put it in place, when it is on the disk, in one move."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{TEMPORARY}")
+    try:
+        with temporary.open("wb", buffering=0) as file:
+            if file.write(block) != len(block):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class StoredBytes:
+    """Reads a file in object storage. A missing block is fetched; one process of the machine fetches all
+    others ahead, as long as there is room for them.
+
+    Args:
+        path: the local copy's, for which a stub stands.
+
+    Raises (when it reads):
+        UserError: if a block cannot be fetched, or is another than its checksum says.
+    """
+
+    def __init__(self, path: Path, stub: Stub) -> None:
+        self.name, self.size = stub.url, stub.size
+        self._path, self._stub = path, stub
+        self._blocks = _beside(path, BLOCKS)
+        self._cache = BlockCache(path.parent / stub.root)
+        self._system: tuple[int, Any, str] = (-1, None, "")  # of which process
+        self._fills_in = -1  # the process that has begun, or left it to another one
+
+    def read(self, at: int, size: int) -> bytes:
+        """Return `size` bytes from byte `at` on."""
+        if at < 0 or at + size > self.size:
+            raise UserError(f"data: {self.name} has {self.size} bytes, byte {at + size} was asked for")
+        if self._fills_in != os.getpid():
+            self._fills_in = os.getpid()
+            self._fill()
+        parts = []
+        while size > 0:
+            number, inside = divmod(at, self._stub.block_bytes)
+            count = min(size, self._length(number) - inside)
+            parts.append(self._part(number, inside, count))
+            at, size = at + count, size - count
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _length(self, number: int) -> int:
+        return min(self._stub.block_bytes, self.size - number * self._stub.block_bytes)
+
+    def _place(self, number: int) -> Path:
+        return self._blocks / f"{number:08}"
+
+    def _part(self, number: int, inside: int, count: int) -> bytes:
+        found = self._kept(number, inside, count)
+        if found is None:
+            with self._locked(number):
+                found = self._kept(number, inside, count)
+                if found is None:
+                    block = self._fetch(number)
+                    self._cache.add(self._place(number), block)
+                    found = block[inside : inside + count]
+        return found
+
+    def _kept(self, number: int, inside: int, count: int) -> bytes | None:
+        """Return bytes of a block on the disk; None if it is not there as a whole."""
+        path = self._place(number)
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            status = os.fstat(handle)
+            if status.st_size == self._length(number):
+                if status.st_mtime < time.time() - TOUCH_S:
+                    with suppress(OSError):
+                        os.utime(handle)
+                content = os.pread(handle, count, inside)
+                if len(content) == count:
+                    return content
+        except OSError:
+            pass
+        finally:
+            os.close(handle)
+        with suppress(OSError):
+            path.unlink()
+        return None
+
+    @contextmanager
+    def _locked(self, number: int) -> Iterator[None]:
+        """Let other processes and threads wait that need the same block."""
+        try:
+            handle = os.open(_beside(self._path, LOCKS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:  # both fetch it then
+            yield
+            return
+        try:
+            with suppress(OSError):
+                # struct flock: l_type, l_whence, l_start, l_len, l_pid. The lock is the open file's, and ends
+                # with it, also if the process is killed.
+                lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
+                fcntl.fcntl(handle, fcntl.F_OFD_SETLKW, lock)
+            yield
+        finally:
+            os.close(handle)
+
+    def _fetch(self, number: int) -> bytes:
+        """Return a block from the storage, checked."""
+        first, length = number * self._stub.block_bytes, self._length(number)
+
+        def get() -> tuple[bytes, str]:
+            system, path = self._opened()
+            content: bytes = system.cat_file(path, start=first, end=first + length)
+            if len(content) != length:
+                raise OSError(f"{len(content):,} of {length:,} bytes arrived")
+            if self._stub.sums:
+                return content, hashlib.sha256(content).hexdigest()[:DIGITS]
+            return content, state_of(system.info(path))
+
+        expected, found = self._stub.state, ""
+        if self._stub.sums:
+            expected = self._stub.sums[number * DIGITS : (number + 1) * DIGITS]
+        for _ in range(2):  # it may have been damaged on the way
+            with told(self.name, "data"):
+                block, found = attempt(
+                    get, WAITS_S, passes=(FileNotFoundError, ImportError), within_s=WITHIN_S
+                )
+            if found == expected:
+                return block
+        what = "SHA-256" if self._stub.sums else "state"
+        raise UserError(
+            f"data {shown(self.name)!r} is damaged or was replaced: bytes {first} to {first + length - 1} "
+            f"have {what} {found}, expected {expected}; upload the right file, and go on with --resume"
+        )
+
+    def _opened(self) -> tuple[Any, str]:
+        """Return the file system, which a fork must not share."""
+        if self._system[0] != os.getpid():
+            self._system = (os.getpid(), *open_system(self._stub.url))
+        return self._system[1:]
+
+    def _fill(self) -> None:
+        """Begin to fetch all blocks ahead, unless another process does, or they are there."""
+        try:
+            handle = os.open(_beside(self._path, FILLING), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            return
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            os.close(handle)
+            return
+        threading.Thread(target=self._fetch_all, args=(handle,), name="data ahead", daemon=True).start()
+
+    def _fetch_all(self, lock: int) -> None:
+        ahead = iter(range(-(-self.size // self._stub.block_bytes)))  # the threads take turns
+
+        def fetch() -> None:
+            # A failure is told by the read that needs the block.
+            with suppress(UserError, OSError):
+                for number in ahead:
+                    if not self._fetch_ahead(number):
+                        break
+
+        threads = [
+            threading.Thread(target=fetch, name="data ahead", daemon=True) for _ in range(FILL_STREAMS)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        os.close(lock)
+
+    def _fetch_ahead(self, number: int) -> bool:
+        """Fetch a block that is not there; return whether there is room for more."""
+        if self._kept(number, 0, 0) is not None:
+            return True
+        with self._locked(number):
+            if self._kept(number, 0, 0) is not None:
+                return True
+            return self._cache.add(self._place(number), self._fetch(number), evicts=False)
