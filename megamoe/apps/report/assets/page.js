@@ -76,23 +76,31 @@ function nextButton(button, by) {
   all[(all.indexOf(button) + by + all.length) % all.length].focus();
 }
 
-// The values under a cursor that arrow keys move: along x, and in a map also along y.
+// The values at a cursor that arrow keys move: along x, and in a map also along y.
 function moveCursor(place, key) {
-  const trace = place.data.find((it) => it.visible !== false && it.hoverinfo !== "skip");
-  if (trace === undefined) return;
-  const isMap = trace.type === "heatmap";
-  const columns = isMap ? trace.z[0].length : trace.x.length;
-  const cursor = place.cursor ?? { column: -1, row: 0 };
-  const steps = { ArrowRight: 1, ArrowLeft: -1, Home: -columns, End: columns, PageUp: -10, PageDown: 10 };
-  const limit = (value, most) => Math.max(0, Math.min(most - 1, value));
-  cursor.column = limit(cursor.column + (steps[key] ?? 0), columns);
-  if (isMap) cursor.row = limit(cursor.row + ({ ArrowUp: 1, ArrowDown: -1 }[key] ?? 0), trace.z.length);
+  const curves = place.data.filter((it) => it.visible !== false && it.hoverinfo !== "skip");
+  if (curves.length === 0) return;
+  const rows = curves[0].type === "heatmap" ? curves[0].z.length : 1;
+  const xs = rows > 1 ? curves[0].x.slice(0, -1) : [...new Set(curves.flatMap((it) => it.x))].sort((a, b) => a - b);
+  const cursor = place.cursor ?? { column: key === "ArrowLeft" ? xs.length : -1, row: 0 };
+  const steps = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10, Home: -xs.length, End: xs.length };
+  const within = (value, most) => Math.max(0, Math.min(most - 1, value));
+  cursor.column = within(cursor.column + (steps[key] ?? 0), xs.length);
+  cursor.row = within(cursor.row + ({ ArrowUp: 1, ArrowDown: -1 }[key] ?? 0), rows);
   place.cursor = cursor;
-  const at = place.data.indexOf(trace);
-  Plotly.Fx.hover(place, [{ curveNumber: at, pointNumber: isMap ? [cursor.row, cursor.column] : cursor.column }]);
-  const shown = [...place.querySelectorAll(".hoverlayer .hovertext, .hoverlayer .legend")];
-  const text = (it) => [...it.querySelectorAll("text")].map((line) => line.textContent).filter(Boolean).join(", ");
-  document.getElementById("values").textContent = shown.map(text).join("; ");
+  const at = xs[cursor.column];
+  const points = [];
+  const told = [`${rows > 1 ? "from step" : place.layout.xaxis.title.text.split(" (")[0]} ${at}`];
+  for (const curve of curves) {
+    const index = curve.x.indexOf(at);
+    if (index < 0) continue;
+    points.push({ curveNumber: place.data.indexOf(curve), pointNumber: rows > 1 ? [cursor.row, index] : index });
+    const spread = curve.customdata?.[index];
+    if (rows > 1) told.push(`row ${cursor.row}: ${curve.z[cursor.row][index] ?? "none"}`);
+    else told.push(`${curve.name} ${curve.y[index] ?? "none"}${spread ? `, from ${spread[1]} to ${spread[2]}` : ""}`);
+  }
+  Plotly.Fx.hover(place, points);
+  document.getElementById("values").textContent = told.join("; ");
 }
 
 function leave(place) {
@@ -173,6 +181,7 @@ function setPrinting(value) {
 
 // A live page: new content replaces the old; plots of the same place and title keep their zoom.
 function replaceContent(text) {
+  const focused = document.activeElement.id || document.activeElement.closest("details, .plot")?.id;
   const fresh = new DOMParser().parseFromString(text, "text/html");
   const kept = new Map(places("[data-drawn]").map((place) => [place.id, place]));
   for (const place of fresh.querySelectorAll(".plot")) {
@@ -188,7 +197,6 @@ function replaceContent(text) {
     fresh.getElementById(details.id)?.setAttribute("open", "");
   }
   const at = scrollY;
-  const focused = document.activeElement.id || document.activeElement.closest("details, .plot")?.id;
   document.querySelector("main").replaceWith(fresh.querySelector("main"));
   scrollTo(0, at);
   const again = focused ? document.getElementById(focused) : null;
