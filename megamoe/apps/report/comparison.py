@@ -11,7 +11,7 @@ import numpy as np
 from megamoe.apps.report.palette import nth_curve
 from megamoe.apps.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
 from megamoe.apps.report.run_statistics import Run, further_sets, series
-from megamoe.apps.report.sections import BALANCE, GATE, OPTIMISATION, RANKS, SPEED, WIDTH, axis
+from megamoe.apps.report.sections import BALANCE, GATE, OPTIMISATION, RANKS, SPEED, WIDTH, axis, flat_limits
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_number, readable
 from megamoe.metrics.names import GRAD_NORM, TFLOPS_PER_RANK, TOKENS_PER_S
@@ -110,7 +110,8 @@ def _panels(groups: list[Group], metrics: Mapping[str, tuple[str, str]]) -> list
         curves = _curves(groups, key, names.STEP, smooths)
         if curves:
             has_band = any(curve.low is not None for curve in curves)
-            limits = None if has_band else spike_limits([value for curve in curves for value in curve.y])
+            values = [value for curve in curves for value in curve.y]
+            limits = flat_limits(curves) if has_band else spike_limits(values)
             name = title + smooths * " (smoothed)"
             panels.append(Panel(name, axis(quantity, key), curves, (key,), limits=limits))
     return panels

@@ -92,7 +92,7 @@ def _traces(curve: Curve, entry: str) -> list[go.Scatter]:
         line_dash=curve.dash,
         opacity=0.45 if curve.faint else 1,
         showlegend=curve.named and not curve.faint,
-        hovertemplate="%{y:.5~g}<extra>%{fullData.name}</extra>",
+        hovertemplate="%{y:.5~g}" + " at %{x}" * curve.points + "<extra>%{fullData.name}</extra>",
     )
     if curve.low is not None and curve.high is not None and curve.deviation is not None:
         spread = zip(curve.deviation, curve.low, curve.high, strict=True)

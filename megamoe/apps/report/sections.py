@@ -173,15 +173,17 @@ def _by_layer(
         if curves:
             label = axis(quantity, names.over_layers(name))
             keys = (of_layer("<layer>")[name],)
-            panels.append(Panel(title, label, curves, keys, limits=_flat(curves), level=level))
+            panels.append(Panel(title, label, curves, keys, limits=flat_limits(curves), level=level))
     return panels
 
 
-def _flat(curves: list[Curve]) -> tuple[float, float] | None:
+def flat_limits(curves: list[Curve]) -> tuple[float, float] | None:
     """Return limits if all the curves are one constant; else None, so that the limits follow the data."""
-    values = np.concatenate([curve.y for curve in curves])
+    values = np.concatenate(
+        [part for curve in curves for part in (curve.y, curve.low or [], curve.high or [])]
+    )
     finite = values[np.isfinite(values)]
-    return spike_limits(finite.tolist()) if len(finite) and not np.ptp(finite) else None
+    return spike_limits(finite.tolist()) if len(finite) and np.ptp(finite) <= 1e-9 * abs(finite[0]) else None
 
 
 def layer_curves(rows: Rows, layers: list[str], name: str) -> list[Curve]:

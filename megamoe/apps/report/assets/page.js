@@ -99,7 +99,8 @@ function moveCursor(place, key) {
     if (rows > 1) told.push(`row ${cursor.row}: ${curve.z[cursor.row][index] ?? "none"}`);
     else told.push(`${curve.name} ${curve.y[index] ?? "none"}${spread ? `, from ${spread[1]} to ${spread[2]}` : ""}`);
   }
-  Plotly.Fx.hover(place, points);
+  const unified = place.layout.hovermode === "x unified" && rows === 1;
+  Plotly.Fx.hover(place, unified ? { xval: at } : points, "xy");
   document.getElementById("values").textContent = told.join("; ");
 }
 
