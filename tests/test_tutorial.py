@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -85,6 +86,7 @@ def test_every_command_runs_as_written(tmp_path: Path) -> None:
     as_cloned(tmp_path)
     environment = {**os.environ, "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}"}
     for page in PAGES:
+        begun = time.monotonic()
         for block in blocks_of(page):
             if block.title:
                 (tmp_path / block.title).write_text(block.text, encoding="utf-8")
@@ -99,6 +101,9 @@ def test_every_command_runs_as_written(tmp_path: Path) -> None:
                 )
                 told = f"{page.name}\n{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
                 assert done.returncode == 0, told
+        print(
+            f"{page.name}: {time.monotonic() - begun:.0f} s"
+        )  # what docs/tutorial/index.md says; see it by -s
     assert (tmp_path / "runs/demo/routing/load.png").is_file()
     assert "The idea balances better" in (tmp_path / "runs/lab/study_cpu/page/index.md").read_text()
     assert (tmp_path / "memory.svg").is_file() and (tmp_path / "exported/config.json").is_file()

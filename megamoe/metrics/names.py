@@ -57,9 +57,13 @@ LOSS = TRAINING.add(
     "`train/lm_loss` + the sum of all `train/<loss>/weighted` + `model.multi_token_prediction.weight` times "
     f"the mean of `{MTP_LOSS}`",
 )
-AUXILIARY_LOSS = TRAINING.add("train/<loss>", "1", "unweighted, mean over layers and micro batches")
+AUXILIARY_LOSS = TRAINING.add(
+    "train/<loss>", "1", "the auxiliary loss, unweighted, mean over layers and micro batches"
+)
 WEIGHTED_LOSS = TRAINING.add(
-    "train/<loss>/weighted", "nats", "its weight x its mean over micro batches, summed over layers"
+    "train/<loss>/weighted",
+    "nats",
+    "weight x the auxiliary loss, mean over micro batches, summed over layers",
 )
 GRAD_NORM = TRAINING.add("train/grad_norm", "1", "L2 norm of the gradient before clipping")
 NOISE_SCALE = TRAINING.add(
@@ -70,10 +74,10 @@ NOISE_SCALE = TRAINING.add(
     "every `log.noise_scale_every` steps",
 )
 LR = TRAINING.add("train/lr", "1", "learning rate of the step")
-BATCH_SIZE = TRAINING.add("train/batch_size", "sequences", "of the global batch")
+BATCH_SIZE = TRAINING.add("train/batch_size", "sequences", "sequences of the global batch")
 LOSS_SCALE = TRAINING.add("train/loss_scale", "1", "the loss scale of the step", "fp16")
 SKIPPED_STEPS = TRAINING.add(
-    "train/skipped_steps", "steps", "not applied since the run's start", "fp16, or after the first one"
+    "train/skipped_steps", "steps", "steps not applied since the run's start", "fp16, or after the first one"
 )
 LOGITS_WHEN = "every `log.attention_logits_every` steps, or `optimizer.qk_clip`"
 LARGEST_LOGIT = TRAINING.add(
@@ -83,7 +87,7 @@ LARGEST_LOGIT = TRAINING.add(
     LOGITS_WHEN,
 )
 HEADS_LOGITS = TRAINING.add(
-    "attention/layer_<block>/largest_logit", "1", "the same of a block, a list over its heads", LOGITS_WHEN
+    "attention/layer_<block>/largest_logit", "1", "that of each head of a block, a list", LOGITS_WHEN
 )
 CLIPPED_HEADS = TRAINING.add(
     "attention/clipped_heads",
@@ -91,9 +95,15 @@ CLIPPED_HEADS = TRAINING.add(
     "whose largest logit exceeds the limit",
     "`optimizer.qk_clip`",
 )
-VAL_LM_LOSS = TRAINING.add("val/lm_loss", "nats", "on validation data, never smoothed", EVALUATION)
-SET_LM_LOSS = TRAINING.add("val/<set>/lm_loss", "nats", "on each further validation set", EVALUATION)
-TEST_LM_LOSS = TRAINING.add("test/lm_loss", "nats", "if `data.split` has a third share", "the end")
+VAL_LM_LOSS = TRAINING.add(
+    "val/lm_loss", "nats", "mean cross entropy of the validation data, never smoothed", EVALUATION
+)
+SET_LM_LOSS = TRAINING.add(
+    "val/<set>/lm_loss", "nats", "mean cross entropy of each further validation set", EVALUATION
+)
+TEST_LM_LOSS = TRAINING.add(
+    "test/lm_loss", "nats", "mean cross entropy of the third share of `data.split`", "the end"
+)
 for _of_set, _when in (("val", EVALUATION), ("val/<set>", EVALUATION), ("test", "the end")):
     TRAINING.add(f"{_of_set}/accuracy", "1", ACCURACY, f"{_when}, with `classification`, `tagging` or `span`")
     TRAINING.add(f"{_of_set}/squared_error", "1", "mean squared error", f"{_when}, with `regression`")
@@ -116,7 +126,7 @@ STAGES = {  # of the MoE layers, by their names in `moe/timers.py`
 OWN_S = SPEED.add(
     "perf/own_s", "s", "median over ranks and steps of a rank's own time ([stragglers](#stragglers))", RANKS
 )
-SLOWEST_OWN_S = SPEED.add("perf/slowest_own_s", "s", "the same of the slowest rank", RANKS)
+SLOWEST_OWN_S = SPEED.add("perf/slowest_own_s", "s", "`perf/own_s` of the slowest rank", RANKS)
 SLOWEST_RANK = SPEED.add("perf/slowest_rank", "rank", "the rank with the largest median", RANKS)
 STRAGGLERS = SPEED.add("perf/stragglers", "ranks", "the number of ranks that are named as stragglers", RANKS)
 
@@ -124,7 +134,9 @@ LAYERS = Table()  # names within a layer: `of_layer` and `over_layers` make keys
 LOAD = LAYERS.add("load", "pairs", "n_i, a list over the experts")
 IMBALANCE = LAYERS.add("imbalance", "1", "max_i n_i / mean_i n_i; 0 without any pair")
 MAX_VIO = LAYERS.add("max_vio", "1", "max_i n_i / mean_i n_i - 1 (Wang et al. 2024, 2408.15664, eq. 4)")
-MAX_VIO_RUN = LAYERS.add("max_vio_run", "1", "the same of all applied steps of the run; kept in checkpoints")
+MAX_VIO_RUN = LAYERS.add(
+    "max_vio_run", "1", "`max_vio` of all applied steps of the run together; kept in checkpoints"
+)
 LOAD_CV = LAYERS.add("load_cv", "1", "standard deviation / mean of n_i, over the experts")
 DEAD = LAYERS.add("dead", "experts", "experts without a pair in the last `log.dead_window` applied steps")
 DROPPED = LAYERS.add("dropped", "1", "1 - pairs computed / pairs chosen by the selector")

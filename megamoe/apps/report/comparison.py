@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megamoe.apps.report.palette import nth_curve
 from megamoe.apps.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
 from megamoe.apps.report.run_statistics import Run, further_sets, series
-from megamoe.apps.report.sections import BALANCE, GATE, OPTIMISATION, RANKS, SPEED, WIDTH, axis
+from megamoe.apps.report.sections import BALANCE, GATE, OPTIMISATION, RANKS, SPEED, WIDTH, axis, flat_limits
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_number, readable
 from megamoe.metrics.names import GRAD_NORM, TFLOPS_PER_RANK, TOKENS_PER_S
 
 NAMES = {"name", "output", "overwrite", "differences", "checkpoint.resume"}  # say nothing about training
-PALETTE = ("blue", "orange", "further_0", "further_1", "further_2", "further_3")
 LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a run's name
 SINGLE = {names.LM_LOSS: ("Training loss", "loss")}
 SINGLE |= {key: (OPTIMISATION | SPEED)[key] for key in (GRAD_NORM, TOKENS_PER_S, TFLOPS_PER_RANK)}
@@ -110,15 +110,18 @@ def _panels(groups: list[Group], metrics: Mapping[str, tuple[str, str]]) -> list
         curves = _curves(groups, key, names.STEP, smooths)
         if curves:
             has_band = any(curve.low is not None for curve in curves)
-            limits = None if has_band else spike_limits([value for curve in curves for value in curve.y])
-            panels.append(Panel(title + smooths * " (smoothed)", axis(quantity, key), curves, limits=limits))
+            values = [value for curve in curves for value in curve.y]
+            limits = flat_limits(curves) if has_band else spike_limits(values)
+            name = title + smooths * " (smoothed)"
+            panels.append(Panel(name, axis(quantity, key), curves, (key,), limits=limits))
     return panels
 
 
 def _by_tokens(panel: Panel, groups: list[Group], key: str) -> Panel:
     """Return the first panel of a loss, whose values have this key, over the tokens."""
     curves = _curves(groups, key, names.TOKENS, smoothed=False)
-    return Panel(f"{panel.title} by tokens", panel.y, curves, x="training data (tokens)", limits=panel.limits)
+    title, x = f"{panel.title} by tokens", "training data (tokens)"
+    return Panel(title, panel.y, curves, panel.keys, x=x, limits=panel.limits)
 
 
 def _curves(groups: list[Group], key: str, x: str, smoothed: bool) -> list[Curve]:
@@ -127,24 +130,27 @@ def _curves(groups: list[Group], key: str, x: str, smoothed: bool) -> list[Curve
         found = [series(run.rows, key, x) for run in group.runs]
         shown = [(at, smooth(values) if smoothed else clipped(values)) for at, values in found if at]
         if shown:
-            colour: Colour = PALETTE[place % len(PALETTE)]
-            curves.append(band_curve(group.name, shown, colour, place >= len(PALETTE)))
+            curves.append(band_curve(group.name, shown, *nth_curve(place)))
     return curves
 
 
 def band_curve(
-    name: str, found: list[tuple[list[int], np.ndarray]], colour: Colour, dashed: bool = False
+    name: str, found: list[tuple[list[int], np.ndarray]], colour: Colour, dash: str = "solid"
 ) -> Curve:
-    """Return the mean of curves at the x values that all have, in a band from the lowest to the highest."""
+    """Return the mean of curves at the x values that all have, with its spread.
+
+    The spread: the lowest and the highest, which are the band, and the standard deviation of the sample.
+    """
     shared = sorted(set.intersection(*(set(x) for x, _ in found)))
     if not shared:
         found, shared = found[:1], found[0][0]
     values_SR = np.stack([np.asarray(y)[np.isin(x, shared)] for x, y in found])
     x, mean = thin(shared, values_SR.mean(axis=0))
     if len(found) == 1:
-        return Curve(name, x, mean, colour, points=len(x) <= 30, dashed=dashed)
-    low, high = thin(shared, values_SR.min(axis=0))[1], thin(shared, values_SR.max(axis=0))[1]
-    return Curve(name, x, mean, colour, points=len(x) <= 30, dashed=dashed, low=low, high=high)
+        return Curve(name, x, mean, colour, points=len(x) <= 30, dash=dash)
+    deviation_R = values_SR.std(axis=0, ddof=1)
+    low, high, deviation = (thin(shared, it)[1] for it in (values_SR.min(0), values_SR.max(0), deviation_R))
+    return Curve(name, x, mean, colour, False, len(x) <= 30, True, dash, low, high, deviation)
 
 
 def seed_rows(groups: list[Group]) -> list[list[str]]:

@@ -9,44 +9,17 @@ import gzip
 import json
 import math
 from functools import cache
-from html import escape
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from megamoe.apps.report.panels import Colour, Curve, HeatMap, Panel, Section
+from megamoe.apps.report.palette import COLOURS, colour_of
+from megamoe.apps.report.panels import Colour, Curve, HeatMap, Panel, Section, as_text
 
 DIGITS = 5  # significant, of a number in the page
 MOST_UNIFIED = 9  # curves whose values are shown together under the pointer
-
-
-COLOURS = {  # of a light and of a dark page
-    "background": ("#ffffff", "#171a21"),
-    "text": ("#1f2430", "#e6e8ee"),
-    "muted": ("#6b7280", "#9aa2b1"),
-    "grid": ("#e8eaef", "#2a2f3a"),
-    "blue": ("#2c6fbb", "#6aaeea"),
-    "orange": ("#d9632b", "#f0925c"),
-    "further_0": ("#3b8f5a", "#6fc08c"),  # further validation sets
-    "further_1": ("#8a5fbf", "#b595e0"),
-    "further_2": ("#b8862b", "#dcb35c"),
-    "further_3": ("#4a9bb0", "#79c6d8"),
-    "even": ("#f6f5f2", "#23272f"),  # a fair share of the load; idle experts are blue
-    "overloaded": ("#cf4a23", "#f5814f"),
-}
-DEPTH = (("#4fb8a0", "#2c6fbb", "#7a2c8f"), ("#6fd0b8", "#6aaeea", "#c58be0"))  # first, middle, last layer
 BACKGROUND, TEXT, MUTED, GRID = (COLOURS[name][0] for name in ("background", "text", "muted", "grid"))
-
-
-def colour_of(colour: Colour, dark: bool = False) -> str:
-    """Return a colour as #rrggbb: of a name in COLOURS, or of a layer's depth from 0 (first) to 1 (last)."""
-    if isinstance(colour, str):
-        return COLOURS[colour][dark]
-    pair = DEPTH[dark][:2] if colour < 0.5 else DEPTH[dark][1:]
-    part = 2 * colour - (colour >= 0.5)
-    levels = ([int(it[at : at + 2], 16) for it in pair] for at in (1, 3, 5))
-    return "#" + "".join(f"{round(low * (1 - part) + high * part):02x}" for low, high in levels)
 
 
 def as_json(sections: list[Section]) -> str:
@@ -74,15 +47,15 @@ def twins(panels: list[Panel]) -> dict[str, str]:
 
 def figure_of(panel: Panel) -> go.Figure:
     """Return the figure of a panel; `_shared_layout` has what all figures share."""
-    heat_map, named = panel.heat_map, sum(curve.named and not curve.faint for curve in panel.curves)
-    traces = [trace for curve in panel.curves for trace in _traces(curve)]
+    heat_map, traces = panel.heat_map, []
+    for curve, following in zip(panel.curves, [*panel.curves[1:], None], strict=False):
+        entry = following if curve.faint and following is not None else curve
+        traces += _traces(curve, as_text(entry.name))
     if heat_map is not None:
         traces.append(_heat_map(heat_map, panel.y.split(" (")[0]))
     unified = heat_map is None and len(panel.curves) <= MOST_UNIFIED
     figure = go.Figure(traces)
     figure.update_layout(
-        margin={"t": 4 if named > 1 else 8},
-        showlegend=named > 1,
         hovermode="x unified" if unified else "closest",
         hoverdistance=-1 if unified else 20,  # -1: the nearest step, however far
     )
@@ -99,27 +72,35 @@ def figure_of(panel: Panel) -> go.Figure:
     return figure
 
 
-def _traces(curve: Curve) -> list[go.Scatter]:
-    colour, x, name = colour_of(curve.colour), _numbers(curve.x), _text(curve.name)
+def _traces(curve: Curve, entry: str) -> list[go.Scatter]:
+    """Return the traces of a curve. entry: of the legend, which shows and hides them together."""
+    colour, x, name = colour_of(curve.colour), _numbers(curve.x), as_text(curve.name)
     traces = []
     if curve.low is not None and curve.high is not None:
         edge: dict[str, Any] = {"x": x, "mode": "lines", "line": {"width": 0}, "name": name}
-        edge |= {"legendgroup": name, "showlegend": False, "hoverinfo": "skip"}
+        edge |= {"legendgroup": entry, "showlegend": False, "hoverinfo": "skip"}
         traces.append(go.Scatter(edge, y=_numbers(curve.low)))
         traces.append(go.Scatter(edge, y=_numbers(curve.high), fill="tonexty", fillcolor=f"{colour}33"))
     line = go.Scatter(
         x=x,
         y=_numbers(curve.y),
         name=name,
-        legendgroup=name,
+        legendgroup=entry,
         mode="lines+markers" if curve.points else "lines",
         line_color=colour,
         line_width=1 if curve.faint else 1.8,
-        line_dash="dash" if curve.dashed else "solid",
+        line_dash=curve.dash,
         opacity=0.45 if curve.faint else 1,
         showlegend=curve.named and not curve.faint,
-        hovertemplate="%{y:.5~g}<extra>%{fullData.name}</extra>",
+        hovertemplate="%{y:.5~g}" + " at %{x}" * curve.points + "<extra>%{fullData.name}</extra>",
     )
+    if curve.low is not None and curve.high is not None and curve.deviation is not None:
+        spread = zip(curve.deviation, curve.low, curve.high, strict=True)
+        line.customdata = [_numbers(values) for values in spread]
+        line.hovertemplate = (
+            "%{y:.5~g} ± %{customdata[0]:.2~g}, from %{customdata[1]:.5~g} to %{customdata[2]:.5~g}"
+            "<extra>%{fullData.name}</extra>"
+        )
     return [*traces, line]
 
 
@@ -145,14 +126,15 @@ def _heat_map(heat_map: HeatMap, row: str) -> go.Heatmap:
 def _shared_layout() -> dict[str, Any]:
     axis = {
         "gridcolor": GRID, "linecolor": GRID, "zeroline": False, "automargin": True,
-        "tickfont": {"size": 11}, "title": {"font": {"size": 12}}, "nticks": 7,
+        "tickfont": {"size": 11}, "title": {"font": {"size": 12}, "standoff": 8}, "nticks": 7,
     }  # fmt: skip
     clear = "rgba(0,0,0,0)"
     return {
         "paper_bgcolor": clear,
         "plot_bgcolor": clear,
         "font": {"color": MUTED, "size": 12},
-        "margin": {"l": 56, "r": 8, "b": 44},
+        "margin": {"l": 56, "r": 12, "t": 8, "b": 40},
+        "showlegend": False,  # the page has its own; a saved picture has this one
         "xaxis": axis,
         "yaxis": axis,
         "legend": {
@@ -176,11 +158,6 @@ def _numbers(values: Any, digits: int = DIGITS) -> list[float | int | None]:
         else:
             found.append(float(f"{value:.{digits}g}"))
     return found
-
-
-def _text(text: str) -> str:
-    """Return a name as plotly.js shows it unchanged: it reads a few HTML tags in names."""
-    return escape(text.encode(errors="backslashreplace").decode(), quote=False)
 
 
 @cache

@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from string import Template
 
+from megamoe.apps.report.charts import charts, navigation
 from megamoe.apps.report.comparison import (
     comparison_sections,
     config_differences,
@@ -17,6 +18,7 @@ from megamoe.apps.report.comparison import (
     labels_of,
     seed_rows,
 )
+from megamoe.apps.report.palette import as_style
 from megamoe.apps.report.panels import Section
 from megamoe.apps.report.run_statistics import COMPARED, Run, RunStatistics, comparison_row, read_run
 from megamoe.apps.report.sections import run_sections
@@ -44,6 +46,10 @@ $main
 </body>
 </html>
 """)
+
+
+KEYS = """<p id="keys" class="hidden">Arrow keys: values. Plus, minus: zoom. 0: all. Escape: leave values.</p>
+<p id="values" class="hidden" role="status"></p>"""
 
 
 def write_report(run_folder: Path) -> Path:
@@ -121,7 +127,8 @@ def _parts(run: Run) -> list[str]:
     if run.config_text:
         text = escape(run.config_text)
         parts.append(
-            f"<section><details><summary>Configuration</summary><pre>{text}</pre></details></section>"
+            f'<section><details id="configuration"><summary>Configuration</summary>'
+            f"<pre>{text}</pre></details></section>"
         )
     return parts
 
@@ -193,7 +200,7 @@ def document(title: str, main: str, live_s: float | None = None) -> str:
 
     return PAGE.substitute(
         title=escape(title),
-        style=_asset("page.css"),
+        style=as_style() + _asset("page.css"),
         live="" if live_s is None else f' data-live="{live_s:g}"',
         connect="'none'" if live_s is None else "'self'",
         main=main,
@@ -210,9 +217,10 @@ def main_of(heading: str, subtitle: str, parts: list[str], sections: list[Sectio
     return "\n".join(
         [
             f"<main><header><h1>{escape(heading)}</h1><p>{escape(subtitle)}</p>",
-            '<p id="told" role="status"></p></header>',
+            f'<p id="told" role="status"></p>{navigation(sections)}</header>',
+            KEYS if sections else "",
             *parts,
-            *_charts(sections),
+            *charts(sections),
             without if sections else "",
             f'<script type="application/json" id="figures">{as_json(sections)}</script>',
             "</main>",
@@ -230,29 +238,8 @@ def table(rows: list[list[str]], head: list[str] | None = None) -> str:
         )
         lines.append(f"<tr><th>{escape(first)}</th>{cells}</tr>")
     kind = "facts" if head is None else "wide"
-    return f'<div class="table"><table class="{kind}">\n' + "\n".join(lines) + "\n</table></div>"
-
-
-def _charts(sections: list[Section]) -> list[str]:
-    found, number = [], 0
-    for at, section in enumerate(sections):
-        figures = []
-        for panel in section.panels:
-            name = escape(f"{section.title}: {panel.title}")
-            figures.append(
-                f'<figure><figcaption>{escape(panel.title)}</figcaption><div class="plot" id="{name}" '
-                f'role="img" aria-label="{name}, {escape(panel.y)} by {escape(panel.x)}" '
-                f'data-figure="{number}"></div></figure>'
-            )
-            number += 1
-        kind = "panels whole" if section.wide else "panels"
-        logarithmic = '<button type="button" class="log" id="log-{}" aria-pressed="false">log axis</button>'
-        button = logarithmic.format(at) if any(panel.curves for panel in section.panels) else ""
-        found.append(
-            f'<section class="charts"><h2>{escape(section.title)}</h2><p>{escape(section.note)}</p>{button}'
-            f'<div class="{kind}">{"".join(figures)}</div></section>'
-        )
-    return found
+    scrolls = "" if head is None else ' tabindex="0" role="region" aria-label="table"'
+    return f'<div class="table"{scrolls}><table class="{kind}">\n' + "\n".join(lines) + "\n</table></div>"
 
 
 @cache

@@ -5,21 +5,23 @@ by row of a heat map in _E, by its column in _B.
 """
 
 from dataclasses import dataclass, field
+from html import escape
 
 import numpy as np
 
 STEP_AXIS = "step (optimiser steps)"
 LARGEST = 1e30  # that is drawn: beside 1e308 the limits of an axis overflow
 MOST_RAW, MOST_POINTS = 1000, 400  # points of a curve as recorded, and of a smoothed one
-Colour = str | float  # a name in `figures.COLOURS`, or the depth of a layer from 0 (first) to 1 (last)
+Colour = str | float  # a name in `palette.COLOURS`, or the depth of a layer from 0 (first) to 1 (last)
 
 
 @dataclass(frozen=True)
 class Curve:
     """A curve over the x axis; values that are not finite leave a gap.
 
-    faint: the recorded values behind a smoothed curve. points: mark each value. named: shown in the legend.
-    low, high: the band around the curve, as long as it.
+    faint: the recorded values behind the smoothed curve that follows. points: mark each value. named: shown
+    in the legend. dash: one of `palette.DASHES`. low, high: the band around the curve, and deviation: the
+    standard deviation of the sample that y is the mean of; as long as the curve.
     """
 
     name: str
@@ -29,9 +31,10 @@ class Curve:
     faint: bool = False
     points: bool = False
     named: bool = True
-    dashed: bool = False
+    dash: str = "solid"
     low: list[float] | None = None
     high: list[float] | None = None
+    deviation: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -53,12 +56,14 @@ class HeatMap:
 class Panel:
     """One pair of axes. x and y name the axes with their units.
 
-    limits: of the y axis; None: those of the data. level: the value of a dashed line for orientation.
+    keys: of the metrics that it draws; `moe/<layer>/imbalance` is that of every layer. limits: of the y axis;
+    None: those of the data. level: the value of a dashed line for orientation.
     """
 
     title: str
     y: str
     curves: list[Curve] = field(default_factory=list)
+    keys: tuple[str, ...] = ()
     heat_map: HeatMap | None = None
     x: str = STEP_AXIS
     limits: tuple[float, float] | None = None
@@ -73,6 +78,11 @@ class Section:
     note: str
     panels: list[Panel]
     wide: bool = False  # a panel fills the width
+
+
+def as_text(name: str) -> str:
+    """Return a name as plotly.js shows it unchanged: it reads a few HTML tags in names."""
+    return escape(name.encode(errors="backslashreplace").decode(), quote=False)
 
 
 def raw_and_smoothed(steps: list[int], values: list[float], colour: Colour, name: str = "") -> list[Curve]:

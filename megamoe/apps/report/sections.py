@@ -7,6 +7,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from megamoe.apps.report.palette import nth_curve
 from megamoe.apps.report.panels import (
     LARGEST,
     Colour,
@@ -28,7 +29,6 @@ NAMED_LAYERS = 8  # more of them share a few names in the legend
 MOST_BINS, FEWEST_BINS = 100, 20  # columns of a heat map
 MOST_CELLS = 400_000  # of all heat maps of a section
 MOST_MAPS, MOST_PANELS = 100, 30  # of a section
-VALIDATION_COLOURS = ("orange", "further_0", "further_1", "further_2", "further_3")
 OPTIMISATION = {  # key: (title, quantity)
     names.GRAD_NORM: ("Gradient norm, before clipping", "L2 norm"),
     names.LR: ("Learning rate", "learning rate"),
@@ -41,7 +41,6 @@ SPEED = {
     names.TFLOPS_PER_RANK: ("FLOPs of the model, per rank", "speed"),
     names.MFU: ("Model FLOP utilisation", "share of the peak"),
 }
-STAGES: tuple[Colour, ...] = ("blue", "orange", "further_0", "further_1")  # in the order of names.STAGES
 BALANCE = {  # of a layer: (title, quantity, level of an even load)
     names.IMBALANCE: ("Imbalance", "max / mean load", 1.0),
     names.MAX_VIO_RUN: ("MaxVio of the whole run", "max / mean load - 1", 0.0),
@@ -94,16 +93,18 @@ def run_sections(rows: Rows) -> list[Section]:
 def _loss(rows: Rows) -> list[Panel]:
     steps, values = series(rows, names.LM_LOSS)
     curves = raw_and_smoothed(steps, values, "blue", "training") if steps else []
-    shown = list(values)
+    shown, keys = list(values), [names.LM_LOSS] * bool(steps)
     sets = [(f"validation: {readable(it, 30)}", fill(names.SET_LM_LOSS, it)) for it in further_sets(rows)]
     sets = [("validation", names.VAL_LM_LOSS), *sets, ("test", names.TEST_LM_LOSS)]
     for place, (label, key) in enumerate(sets):
         steps, values = series(rows, key)
         if steps:
-            colour = VALIDATION_COLOURS[place % len(VALIDATION_COLOURS)]
-            curves.append(Curve(label, *thin(steps, values), colour, points=True))
+            colour, dash = nth_curve(place + 1)
+            curves.append(Curve(label, *thin(steps, values), colour, points=True, dash=dash))
             shown += values
-    return [Panel("Loss", axis("loss", names.LM_LOSS), curves, limits=spike_limits(shown))] if curves else []
+            keys.append(key)
+    label, limits = axis("loss", names.LM_LOSS), spike_limits(shown)
+    return [Panel("Loss", label, curves, tuple(keys), limits=limits)] if curves else []
 
 
 def auxiliary_losses(rows: Rows) -> list[str]:
@@ -117,11 +118,13 @@ def _auxiliary(rows: Rows) -> list[Panel]:
     found = {key: readable(key.removeprefix("train/"), 30) for key in auxiliary_losses(rows)[:MOST_PANELS]}
     weighted = []
     for place, (key, name) in enumerate(found.items()):
-        colour = VALIDATION_COLOURS[place % len(VALIDATION_COLOURS)]
-        weighted += _smoothed(rows, fill(names.WEIGHTED_LOSS, key.removeprefix("train/")), name, colour)
+        weighted += _smoothed(
+            rows, fill(names.WEIGHTED_LOSS, key.removeprefix("train/")), name, *nth_curve(place)
+        )
     panels = _single(rows, {key: (name, "unweighted loss") for key, name in found.items()})
     label = axis("weight x loss", names.WEIGHTED_LOSS)
-    return [*panels, Panel("Weighted", label, weighted)] if weighted else panels
+    keys = (names.WEIGHTED_LOSS,)
+    return [*panels, Panel("Weighted", label, weighted, keys)] if weighted else panels
 
 
 def axis(quantity: str, key: str) -> str:
@@ -139,24 +142,26 @@ def _single(rows: Rows, metrics: dict[str, tuple[str, str]], from_zero: bool = F
             continue
         label = axis(quantity, key)
         if key == names.LR:
-            panels.append(Panel(title, label, [Curve("learning rate", *thin(steps, values), "blue")]))
+            panels.append(Panel(title, label, [Curve("learning rate", *thin(steps, values), "blue")], (key,)))
             continue
         limits = spike_limits([*values, 0.0] if from_zero else values)
-        panels.append(Panel(title, label, raw_and_smoothed(steps, values, "blue"), limits=limits))
+        panels.append(Panel(title, label, raw_and_smoothed(steps, values, "blue"), (key,), limits=limits))
     return panels
 
 
-def _smoothed(rows: Rows, key: str, name: str, colour: Colour, named: bool = True) -> list[Curve]:
+def _smoothed(
+    rows: Rows, key: str, name: str, colour: Colour, dash: str = "solid", named: bool = True
+) -> list[Curve]:
     """Return the smoothed curve of a metric, if it was recorded."""
     steps, values = series(rows, key)
-    return [Curve(name, *thin(steps, smooth(values)), colour, named=named)] if steps else []
+    return [Curve(name, *thin(steps, smooth(values)), colour, named=named, dash=dash)] if steps else []
 
 
 def _stages(rows: Rows) -> list[Panel]:
-    stages = zip(names.STAGES.items(), STAGES, strict=True)
-    curves = [it for (name, key), colour in stages for it in _smoothed(rows, key, name, colour)]
-    label = axis("time of a step", names.STEP_S)
-    return [Panel("Stages of the MoE layers (smoothed)", label, curves)] if curves else []
+    stages = enumerate(names.STAGES.items())
+    curves = [it for place, (name, key) in stages for it in _smoothed(rows, key, name, *nth_curve(place))]
+    label, keys = axis("time of a step", names.STEP_S), tuple(names.STAGES.values())
+    return [Panel("Stages of the MoE layers (smoothed)", label, curves, keys)] if curves else []
 
 
 def _by_layer(
@@ -167,15 +172,18 @@ def _by_layer(
         curves = layer_curves(rows, layers, name)
         if curves:
             label = axis(quantity, names.over_layers(name))
-            panels.append(Panel(title, label, curves, limits=_flat(curves), level=level))
+            keys = (of_layer("<layer>")[name],)
+            panels.append(Panel(title, label, curves, keys, limits=flat_limits(curves), level=level))
     return panels
 
 
-def _flat(curves: list[Curve]) -> tuple[float, float] | None:
+def flat_limits(curves: list[Curve]) -> tuple[float, float] | None:
     """Return limits if all the curves are one constant; else None, so that the limits follow the data."""
-    values = np.concatenate([curve.y for curve in curves])
+    values = np.concatenate(
+        [part for curve in curves for part in (curve.y, curve.low or [], curve.high or [])]
+    )
     finite = values[np.isfinite(values)]
-    return spike_limits(finite.tolist()) if len(finite) and not np.ptp(finite) else None
+    return spike_limits(finite.tolist()) if len(finite) and np.ptp(finite) <= 1e-9 * abs(finite[0]) else None
 
 
 def layer_curves(rows: Rows, layers: list[str], name: str) -> list[Curve]:
@@ -185,7 +193,7 @@ def layer_curves(rows: Rows, layers: list[str], name: str) -> list[Curve]:
     for place, layer in enumerate(layers):
         named = place % named_every == 0 or place == len(layers) - 1
         depth = place / max(1, len(layers) - 1)
-        curves += _smoothed(rows, of_layer(layer)[name], _title(layer), depth, named)
+        curves += _smoothed(rows, of_layer(layer)[name], _title(layer), depth, named=named)
     return curves
 
 
@@ -193,7 +201,7 @@ def _further(rows: Rows, layers: list[str]) -> list[Panel]:
     """Return a panel for each metric of layers whose name has a slash: losses, shares, numbers of parts."""
     found = {of[2] for key in recorded(rows) if (of := names.IN_LAYER.fullmatch(key)) and "/" in of[2]}
     return [
-        Panel(readable(name, 40), _label(name), curves)
+        Panel(readable(name, 40), _label(name), curves, (of_layer("<layer>")[name],))
         for name in sorted(found)[:MOST_PANELS]
         if (curves := layer_curves(rows, layers, name))
     ]
@@ -217,7 +225,8 @@ def _widths(rows: Rows, layers: list[str]) -> list[Panel]:
         counts_RE = np.array([[*counts, *[0] * (longest - len(counts))] for counts in lists], dtype=float)
         edges_B, shares_EB = binned_shares(steps, counts_RE, MOST_BINS)
         heat_map = HeatMap(edges_B.tolist(), shares_EB, "share of tokens (1)", "share", 1.0)
-        panels.append(Panel(_title(layer), "experts per token (experts)", heat_map=heat_map))
+        keys = (of_layer(layer)[names.WIDTH_HISTOGRAM],)
+        panels.append(Panel(_title(layer), "experts per token (experts)", [], keys, heat_map))
     return panels
 
 
@@ -238,6 +247,7 @@ def _expert_load(rows: Rows, every_layer: list[str]) -> Section:
         Panel(
             _title(layer),
             "expert (index)",
+            keys=(of_layer(layer)[names.LOAD],),
             heat_map=HeatMap(edges_B.tolist(), shares_EB, "load / mean load (1)", "load", top),
         )
         for layer, edges_B, shares_EB in maps

@@ -249,8 +249,8 @@ def test_limits_leave_out_spikes_and_hold_constants() -> None:
 
 def test_colours_of_layers_go_from_the_first_to_the_last() -> None:
     found = [colour_of(depth) for depth in (0.0, 0.25, 0.5, 1.0)]
-    assert found == ["#4fb8a0", "#3e94ae", "#2c6fbb", "#7a2c8f"]
-    assert colour_of("blue") == "#2c6fbb" and colour_of("blue", dark=True) == "#6aaeea"
+    assert found == ["#2f9d84", "#18809c", "#0064b4", "#3d0a52"]
+    assert colour_of("blue") == "#0064b4" and colour_of("blue", dark=True) == "#5086d0"
 
 
 def test_every_colour_of_a_figure_has_one_on_a_dark_page() -> None:

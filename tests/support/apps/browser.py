@@ -108,6 +108,17 @@ class Page:
     def _mouse(self, kind: str, x: float, y: float, button: str) -> None:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
 
+    def press(self, key: str) -> None:
+        """Press a key and release it: `Tab`, `Enter`, `ArrowRight`, or a character."""
+        code = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35}.get(key, 0)
+        code = code or {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(
+            key, ord(key[0])
+        )
+        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
+        pressed = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **pressed)
+        self.send("Input.dispatchKeyEvent", type="keyUp", **pressed)
+
     def problems(self) -> list[str]:
         """Return what the page wrote to the console as errors, and its uncaught exceptions."""
         found = []
