@@ -401,9 +401,9 @@ def receive_scores(engine: Engine, context: StepContext, batch: Batch, chunk: in
     wanted = model.scores_in(chunk)
     if not wanted:
         return []
-    tokens = batch.tokens_BS.numel() // (layout.context * layout.tensor)
+    tokens = batch.tokens_BS.numel() // layout.batch_ranks
     if context.padding is not None:
-        bounds, rank = context.padding.bounds(layout.tensor), layout.tensor_rank(engine.world.rank)
+        bounds, rank = context.padding.bounds(layout.batch_ranks), engine.world.rank % layout.batch_ranks
         tokens = bounds[rank + 1] - bounds[rank]
     with context.compute_timer.paused():
         for number, experts in wanted.items():
