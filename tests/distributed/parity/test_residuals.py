@@ -40,7 +40,7 @@ PLACES = [
     *(replace(BOTH, zero=zero) for zero in (0, 2, 3)),
     replace(BOTH, sequence=True, zero=1, recompute="full"),
     replace(BOTH, expert_tensor=2, sequence=True, zero=2, recompute="selective"),
-    Place(2, pipeline=2, zero=2),
+    Place(2, pipeline=2),
     Place(2, pipeline=2, zero=1, recompute="full"),
     Place(4, pipeline=2, tensor=2),
     Place(4, pipeline=4, zero=1),
