@@ -29,6 +29,7 @@ from megamoe.errors import UserError
 ENTRY_POINT_GROUP = "megamoe.plugins"
 BUILTIN_PACKAGES = (
     "megamoe.moe.scorers",
+    "megamoe.moe.residuals",
     "megamoe.moe.masks",
     "megamoe.moe.score_functions",
     "megamoe.moe.selectors",
@@ -50,9 +51,10 @@ APPLICATIONS = {
 # A loss is logged as train/<name>; `megamoe/metrics/names.py` has these keys.
 RESERVED_LOSS_NAMES = ("lm_loss", "loss", "grad_norm", "lr", "batch_size", "loss_scale", "skipped_steps")
 # Of these an MoE layer is made.
-LAYER_KINDS = ("scorer", "mask", "score_function", "selector", "capacity", "loss")
+LAYER_KINDS = ("scorer", "residual", "mask", "score_function", "selector", "capacity", "loss")
 KINDS = (*LAYER_KINDS, "exchange", "callback", "objective")
-STAGES = ("scorer", "score_function", "selector", "capacity")  # the router's stages with one part each
+# The router's stages with one part each.
+STAGES = ("scorer", "residual", "score_function", "selector", "capacity")
 MOST_NAMES = 30  # that a message lists
 
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}

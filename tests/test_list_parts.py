@@ -15,7 +15,7 @@ from tests.support.tiny import ROOT, tool
 
 Listed = Callable[..., str]
 # A part that no paper needs: it does nothing.
-WITHOUT_SOURCE = {("capacity", "none")}
+WITHOUT_SOURCE = {("residual", "none"), ("capacity", "none")}
 
 
 @pytest.fixture

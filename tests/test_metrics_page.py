@@ -18,7 +18,7 @@ from tests.support.tiny import restored_process, tiny, tool
 COMMON = ("data.validation={code: [unused]}", "data.split=[0.8, 0.1, 0.1]", "train.steps=2")
 EVERYTHING = (
     *("model.multi_token_prediction.depth=1", "log.timers=true", "log.peak_tflops=1.5"),
-    "moe.router={scorer: cosine, selector: {name: top_k, k: 2}}",
+    "moe.router={scorer: cosine, residual: gating, selector: {name: top_k, k: 2}}",
     "moe.router.score_function={name: sigmoid, bias_update: 0.01}",
     *("moe.losses={switch_balance: 0.1}", "log.gradient_shares_every=2", "optimizer.qk_clip=0.01"),
 )

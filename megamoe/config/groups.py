@@ -13,6 +13,7 @@ from megamoe.config.schema import (
     StackLayersConfig,
 )
 from megamoe.config.shapes import Stack, moe_layer_numbers, routed_experts, stacks
+from megamoe.registry import get_part
 
 KEYS = [field.name for field in fields(MoELayerConfig)]  # of a group, but its layers
 
@@ -80,6 +81,25 @@ def group_layers(config: RunConfig) -> list[list[int]]:
 def config_by_layer(config: RunConfig) -> dict[int, RunConfig]:
     """Return the configuration of each MoE layer by its block number, see `LayerKind.config`."""
     return {number: kind.config for kind in kinds(config) for number in kind.layers}
+
+
+def scores_before(config: RunConfig) -> dict[int, int]:
+    """Return which MoE layer's scores each one's residual reads, by their block numbers.
+
+    It is the last one before it in its stack whose residual reads scores too and whose router chooses among
+    as many experts; a layer without one is missing. Multi-token prediction follows the decoder's last block.
+    """
+    starts = {stack.first for stack in _own_stacks(config)}
+    latest: dict[tuple[int, int], int] = {}  # by the stack's first block and the number of experts
+    found: dict[int, int] = {}
+    for number, own in sorted(config_by_layer(config).items()):
+        if not get_part("residual", own.moe.router.residual.name).reads_before:
+            continue
+        key = max(start for start in starts if start <= number), routed_experts(own.moe)
+        if key in latest:
+            found[number] = latest[key]
+        latest[key] = number
+    return found
 
 
 def experts_by_layer(config: RunConfig) -> list[int]:

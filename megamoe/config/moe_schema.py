@@ -76,6 +76,7 @@ class LayersConfig(StackLayersConfig):
 
 
 Scorer = Annotated[PartChoice, part_validator("scorer")]
+Residual = Annotated[PartChoice, part_validator("residual")]
 Mask = Annotated[PartChoice, part_validator("mask")]
 ScoreFunction = Annotated[PartChoice, part_validator("score_function")]
 Selector = Annotated[PartChoice, part_validator("selector")]
@@ -92,6 +93,8 @@ class RouterConfig(Section):
 
     scorer: Scorer = field(default_factory=lambda: PartChoice.default("scorer"))
     """computes the scores [T, E]"""
+    residual: Residual = field(default_factory=lambda: PartChoice.default("residual"))
+    """adds to them what the router of the MoE layer before has scored"""
     masks: Masks = field(default_factory=list)
     """restrict the experts that a token may choose, in this order; or `none`"""
     score_function: ScoreFunction = field(default_factory=lambda: PartChoice.default("score_function"))

@@ -13,6 +13,7 @@ from megamoe.errors import UserError
 
 DEFAULTS = {
     "scorer": "linear",
+    "residual": "none",
     "score_function": "softmax",
     "selector": "top_k",
     "capacity": "none",

@@ -178,6 +178,9 @@ GRADIENT_SHARE = PARTS.add(
 )
 PARTS.add("scorer/temperature", "1", "of `cosine`: tau at the step's forward pass")
 PARTS.add("scorer/embedding_norm", "1", "mean L2 norm of the experts' rows in the scorer's weight")
+PARTS.add(
+    "residual/norm", "1", "mean L2 norm of the experts' rows in the residual's weight", "`residual: gating`"
+)
 PARTS.add("score_function/bias_range", "1", "max_i b_i - min_i b_i", "`bias_update`")
 PARTS.add("<part>/<number>", "the part's unit", "what a part of your own returns in `metrics()`")
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from megamoe.config.groups import config_by_layer
+from megamoe.config.groups import config_by_layer, scores_before
 from megamoe.config.mup import Scaling, attention_scale, residual_scale
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
 from megamoe.config.shapes import (
@@ -119,6 +119,7 @@ class BlockMaker:
         has_source: its blocks have cross attention. of_source: it is the encoder that they attend to.
         """
         moe_blocks, specs, of_layer = set(stack.moe_blocks), [], config_by_layer(self.config)
+        before = scores_before(self.config)
         layers = f"{stack.name}.layers"
         names = [f"{layers}.{place}." for place in range(stack.num_layers)]
         if stack.name == "prediction":
@@ -132,7 +133,8 @@ class BlockMaker:
             config = of_layer.get(stack.first - 1 + number)
             if config is None:
                 continue
-            shape = self._layer_shape(config, stack.first - 1 + number, of_source, transformer.num_layers)
+            layer = stack.first - 1 + number
+            shape = self._layer_shape(config, layer, of_source, transformer.num_layers, before.get(layer))
             build = functools.partial(self.make_moe_layer, config.moe, shape)
             moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.computed_again}
             if number in moe_blocks:
@@ -188,7 +190,9 @@ class BlockMaker:
         norm: nn.Module = self.modules.norm(config=transformer, hidden_size=size, eps=eps)
         return norm
 
-    def _layer_shape(self, config: RunConfig, layer: int, of_source: bool, num_layers: int) -> LayerShape:
+    def _layer_shape(
+        self, config: RunConfig, layer: int, of_source: bool, num_layers: int, before: int | None
+    ) -> LayerShape:
         """Return the sizes of an MoE layer; config: its own, see `LayerKind.config`."""
         model, scaling = config.model, Scaling.of(config.model)
         layers = num_layers if model.mup is None else scaling.residual_layers
@@ -211,6 +215,7 @@ class BlockMaker:
             computed_again=self.computed_again,
             exchange=self.config.parallel.exchange,
             exchange_fp8=self.config.parallel.exchange_dtype == "fp8",
+            before=before,
         )
 
 

@@ -33,6 +33,7 @@ from megamoe.model.attention.latent import latent_norms, latent_scores, latent_w
 from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
 from megamoe.moe.router import Router, build_part, mean_choices
+from megamoe.registry import get_part
 
 
 @dataclass(frozen=True)
@@ -364,7 +365,10 @@ def _work(config: RunConfig) -> tuple[float, float]:
     beside = hidden * width * shared_ffn_size(moe, size) / size + _latent(config)
     expert = expert_hidden_size(config) * width
     beside += 3 * hidden * moe.zero_experts.constant
-    return routed_experts(moe) * hidden + beside, moe.expert_sublayers * expert
+    experts = routed_experts(moe)
+    if get_part("residual", moe.router.residual.name).reads_before:
+        beside += experts * experts
+    return experts * hidden + beside, moe.expert_sublayers * expert
 
 
 def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]:

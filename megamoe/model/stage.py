@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megamoe.config.groups import group_layers
+from megamoe.config.groups import config_by_layer, group_layers, scores_before
 from megamoe.config.schema import GroupLayersConfig, LayersConfig, RunConfig
-from megamoe.config.shapes import padded_vocab_size, stacks
+from megamoe.config.shapes import padded_vocab_size, routed_experts, stacks
 from megamoe.model.moe_block import Block
 from megamoe.model.size import ModelSize, block_flops, embedding_size, model_size
 
@@ -31,18 +31,36 @@ class StageBlocks:
     """The blocks of one stage.
 
     stage, stages: this one, and their number. chunks: the indices of the decoder's blocks in each of the
-    stage's chunks; chunk c of stage s is part c * stages + s of the model.
+    stage's chunks; chunk c of stage s is part c * stages + s of the model. scores: of each layer whose router
+    reads the scores of a layer before: that layer's number, its own, and the number of experts.
     """
 
     stage: int
     stages: int
     chunks: tuple[range, ...]
+    scores: tuple[tuple[int, int, int], ...] = ()
 
     @classmethod
     def of(cls, config: RunConfig, stage: int, vocab_size: int) -> "StageBlocks":
         """Return the blocks of a stage; vocab_size: before padding."""
         stages, parts = config.parallel.pipeline, block_ranges(config, vocab_size)
-        return cls(stage, stages, tuple(parts[stage::stages]))
+        before, of_layer = scores_before(config), config_by_layer(config)
+        scores = ((source, layer, routed_experts(of_layer[layer].moe)) for layer, source in before.items())
+        return cls(stage, stages, tuple(parts[stage::stages]), tuple(scores))
+
+    def scores_in(self, chunk: int) -> dict[int, int]:
+        """Return the layers of parts before whose scores this chunk or a later part reads, with the number of
+        their experts.
+        """
+        return self._scores_across(self.chunks[chunk].start)
+
+    def scores_out(self, chunk: int) -> dict[int, int]:
+        """Return what the next part's `scores_in` is."""
+        return self._scores_across(self.chunks[chunk].stop)
+
+    def _scores_across(self, blocks: int) -> dict[int, int]:
+        """Return those that are handed on behind so many blocks of the decoder."""
+        return {source: experts for source, layer, experts in sorted(self.scores) if source <= blocks < layer}
 
     def has(self, block: int) -> bool:
         """Return whether the stage has a block of the decoder, counted from 0."""

@@ -80,6 +80,7 @@ OF_MICRO_BATCH = (
     "source",
     "observations",
     "routings",
+    "scores",
 )
 
 
@@ -100,7 +101,8 @@ class StepContext:
     num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
     rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
     alone. source: the tokens of an encoder_decoder's encoder; the other fields are the decoder's.
-    observations, routings: what each layer keeps of its pass, see `MoELayer`, by the layer's `id`.
+    observations, routings: what each layer keeps of its pass, see `MoELayer`, by the layer's `id`. scores: of
+    this rank's tokens in each layer that a residual reads, fp32 [T, E] with gradient, by the layer's number.
 
     padding: the places that are not tokens; None: all are. A layer removes them before its router, so parts
     see tokens only. They then get sequence_T, int64, the sequence of each token, and bounds: where the tokens
@@ -123,6 +125,7 @@ class StepContext:
     source: SourceTokens | None = None
     observations: dict[int, Any] = field(default_factory=dict)
     routings: dict[int, Any] = field(default_factory=dict)
+    scores: dict[int, Tensor] = field(default_factory=dict)
     sequence_T: Tensor | None = None
     bounds: tuple[int, ...] | None = None
 

@@ -45,6 +45,7 @@ class LayerShape:
     experts that have norms of their own. products: the routed experts'. kernels: the model's choice.
     computed_again: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
     the encoder of an encoder_decoder. exchange, exchange_fp8: see `parallel.exchange`, `exchange_dtype`.
+    before: the layer whose scores the router's residual reads, see `config.groups.scores_before`.
     """
 
     hidden_size: int
@@ -65,6 +66,7 @@ class LayerShape:
     computed_again: frozenset[str] = frozenset()
     exchange: PartChoice | None = None
     exchange_fp8: bool = False
+    before: int | None = None
 
 
 class MoELayer(nn.Module):
@@ -86,6 +88,7 @@ class MoELayer(nn.Module):
         groups = groups or ParallelGroups()
         self.context = context
         self.of_source = shape.of_source
+        self.before = shape.before
         self.num_experts = config.num_experts
         self.token_sharding = TokenSharding(groups.tensor)
         self.expert_ranks = TokenSharding(groups.expert)
@@ -157,8 +160,11 @@ class MoELayer(nn.Module):
 
     def _compute(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         with self._stage("route"):
-            routing = self.router(hidden_TH, context)
+            before_TE = None if self.before is None else self.context.scores[self.before]
+            routing = self.router(hidden_TH, context, before_TE)
             own = computed = self.token_sharding.local_shard(routing, context)
+            if self.router.residual.reads_before and not self.recomputing:
+                self.context.scores[self.router.dims.layer] = own.scores_TE
             real = routing
             if self.zero is not None:
                 real = routing.of_first_experts(self.num_experts)

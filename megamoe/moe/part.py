@@ -94,22 +94,23 @@ class Example:
 
 
 class Part(nn.Module):
-    """Base class of scorers, masks, score functions, selectors, capacities and losses.
+    """Base class of scorers, residuals, masks, score functions, selectors, capacities and losses.
 
     A subclass has a nested dataclass `Config` and a `forward`; `register(kind, name)` registers it. The
     signatures of `forward`, by kind (`Scored`, `Pairs` and `Routing` are in `routing`):
 
         scorer          (hidden_TH fp32, context) -> scores_TE fp32, or (scores_TE, extras by name);
                         with `takes_any_dtype` the tokens come in the model's dtype
+        residual        (scores_TE, before_TE | None, context) -> scores_TE
         mask            (Scored, context) -> candidates_TE bool, or None: all experts in this step
         score_function  (scores_TE, candidates_TE | None) -> probs_TE
         selector        (Scored, context) -> Pairs
         capacity        (Pairs, Scored, context) -> keep_N bool, or None: all are kept, or `Places`
         loss            (Routing, context) -> scalar fp32, not multiplied by its weight
 
-    A scorer scores each token independently of the others: under tensor parallelism it sees only its own
-    rank's tokens. The other stages and the losses always see the whole micro batch. An extra with a row for
-    each token has a name whose shape suffix begins with T.
+    A scorer scores each token independently of the others: under tensor parallelism it and the residual see
+    only their own rank's tokens. The other stages and the losses always see the whole micro batch. An extra
+    with a row for each token has a name whose shape suffix begins with T.
 
     The router itself reads one extra, ranking_TE (fp32, without gradient). It replaces scores and p in all
     choices (`Scored.ranking_TE`); the weights are still the score function's.
@@ -206,6 +207,17 @@ class Part(nn.Module):
 def mean_row_norm(weight_ED: Tensor) -> Tensor:
     """Return the mean over experts of the L2 norm of their rows, a scalar fp32, for `Part.metrics`."""
     return torch.linalg.vector_norm(weight_ED.float(), dim=1).mean()
+
+
+class Residual(Part):
+    """Base class of residuals, which change a layer's scores by those of the MoE layer before.
+
+    reads_before: later layers read this one's scores, and `forward` gets those of the last MoE layer before
+    that a residual reads too and that has as many experts (`config.groups.scores_before`). They are this
+    rank's tokens, as for a scorer, and carry gradient.
+    """
+
+    reads_before: ClassVar[bool] = True
 
 
 class ScoreFunction(Part):

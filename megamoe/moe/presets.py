@@ -17,6 +17,7 @@ def _register(
     source: str,
     *,
     scorer: Part = "linear",
+    residual: Part | None = None,
     masks: list[Part] | None = None,
     score_function: Part = "softmax",
     selector: Part,
@@ -26,7 +27,8 @@ def _register(
 ) -> None:
     """Register a preset of these stages and losses; moe: further keys of the section `moe`."""
     stages = {"score_function": score_function, "selector": selector, "capacity": capacity}
-    router = {"scorer": scorer, **({"masks": masks} if masks else {}), **stages}
+    given = {"residual": residual, "masks": masks}
+    router = {"scorer": scorer, **{key: part for key, part in given.items() if part}, **stages}
     register_preset(name, {**moe, "router": router, **({"losses": losses} if losses else {})}, source)
 
 
@@ -191,8 +193,9 @@ _register(
 )
 _register(
     "moe_plus_plus",
-    "Jin et al. 2024, MoE++: one zero, one copy and two constant experts beside 16 that compute, without its "
-    "gating residuals",
+    "Jin et al. 2024, MoE++: one zero, one copy and two constant experts beside 16 that compute, and gating "
+    "residuals",
+    residual="gating",
     zero_experts={"identity": 1, "zero": 1, "constant": 2},
     selector={"name": "top_k", "k": 2, "weights": "raw"},
     capacity={"name": "per_expert", "factor": 1.1, "tau": 0.75},

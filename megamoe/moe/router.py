@@ -11,7 +11,7 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import MoELayerConfig, RouterConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import UserError
-from megamoe.moe.part import Candidates, Dims, Part, ScoreFunction, Selector, StepContext
+from megamoe.moe.part import Candidates, Dims, Part, Residual, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
 from megamoe.moe.suggestions import capabilities
 from megamoe.moe.token_sharding import TokenSharding
@@ -79,7 +79,7 @@ class Choices(Protocol):
 
 
 class Router(nn.Module):
-    """scorer -> masks -> score function -> selector -> capacity, all in fp32 whatever the model's dtype.
+    """scorer -> residual -> masks -> score function -> selector -> capacity, in fp32 whatever the dtype.
 
     token_sharding: if a micro batch's tokens are spread over ranks, each rank scores its own tokens, and
     every rank runs the later stages for all of them. choices: None unless choices are recorded or replayed.
@@ -93,15 +93,19 @@ class Router(nn.Module):
         self.selector: Selector = build_part(config.selector, dims)
         self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
         self.scorer: Part = build_part(config.scorer, self.dims)
+        self.residual: Residual = build_part(config.residual, self.dims)
         self.masks = nn.ModuleList([build_part(choice, self.dims) for choice in config.masks])
         self.least_candidates = _least_candidates(config, self.dims)
         self.score_function: ScoreFunction = build_part(config.score_function, self.dims)
         self.capacity: Part = build_part(config.capacity, self.dims)
 
-    def forward(self, hidden_TH: Tensor, context: StepContext) -> Routing:
-        """Take this rank's tokens, [T, H] in any float dtype; return the whole micro batch's Routing."""
+    def forward(self, hidden_TH: Tensor, context: StepContext, before_TE: Tensor | None = None) -> Routing:
+        """Take this rank's tokens, [T, H] in any float dtype; return the whole micro batch's Routing.
+
+        before_TE: their scores in the layer before, see `Residual`.
+        """
         with torch.autocast(hidden_TH.device.type, enabled=False):
-            scored = self._score(hidden_TH, context)
+            scored = self._score(hidden_TH, context, before_TE)
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)
             kept = self.capacity(wanted, scored, context)
@@ -125,12 +129,15 @@ class Router(nn.Module):
             return pairs
         return self.choices.select(self.selector, scored, context)
 
-    def _score(self, hidden_TH: Tensor, context: StepContext) -> Scored:
+    def _score(self, hidden_TH: Tensor, context: StepContext, before_TE: Tensor | None) -> Scored:
         whole = functools.partial(self.token_sharding.all_gather, context=context)
         if not self.scorer.takes_any_dtype:
             hidden_TH = hidden_TH.float()
-        found = self.scorer(hidden_TH, self.token_sharding.local_context(context, len(hidden_TH)))
+        own = self.token_sharding.local_context(context, len(hidden_TH))
+        found = self.scorer(hidden_TH, own)
         scores_TE, extras = found if isinstance(found, tuple) else (found, {})
+        if self.residual.reads_before:
+            scores_TE = self.residual(scores_TE, before_TE, own)
         scores_TE = whole(scores_TE)
         extras = {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}
         affinities_TE = self.score_function(scores_TE, None)

@@ -14,7 +14,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import Problem, raise_first
 from megamoe.moe import suggestions
-from megamoe.moe.part import Candidates, Mask, Part, ScoreFunction, Selector
+from megamoe.moe.part import Candidates, Mask, Part, Residual, ScoreFunction, Selector
 from megamoe.moe.suggestions import capabilities, describe, needs, provides, requirements
 from megamoe.registry import failure_of, get_part, is_ours, label
 
@@ -23,6 +23,7 @@ def chosen_parts(moe: MoEConfig) -> Iterator[tuple[str, PartChoice]]:
     """Yield every part of the layer with its key in the YAML."""
     router = moe.router
     yield "moe.router.scorer", router.scorer
+    yield "moe.router.residual", router.residual
     for place, choice in enumerate(router.masks):
         yield f"moe.router.masks.{place}", choice
     yield "moe.router.score_function", router.score_function
@@ -239,7 +240,12 @@ def _refuse_even(what: str) -> None:
     )
 
 
-BASES = {"mask": Mask, "score_function": ScoreFunction, "selector": Selector}  # all others: Part
+BASES = {  # all others: Part
+    "residual": Residual,
+    "mask": Mask,
+    "score_function": ScoreFunction,
+    "selector": Selector,
+}
 
 
 def check_parts(moe: MoEConfig, expert_parallel: int) -> None:

@@ -87,12 +87,13 @@ def train_step(
 class _Kept:
     """What a forward pass leaves for the backward pass of the same micro batch and chunk.
 
-    received_SBH: the hidden states of the part before. output: a loss, or this part's hidden states.
-    of_micro_batch: fields of the context. observations: of the chunk's MoE layers.
+    received: the hidden states of the part before, and routers' scores; nothing in the model's first part.
+    outputs: a loss, or this part's hidden states and scores. of_micro_batch: fields of the context.
+    observations: of the chunk's MoE layers.
     """
 
-    received_SBH: Tensor | None
-    output: Tensor
+    received: list[Tensor]
+    outputs: list[Tensor]
     of_micro_batch: dict[str, Any]
     observations: dict[int, Observation]
 
@@ -146,7 +147,7 @@ class Passes:
             lambda place: set_micro_batch(context, self._kept[first + place, 0].of_micro_batch),
         )
         turns.run(lambda: self.forward(both[0], in_flight=0), second, device)
-        self.engine.backward_in_flight([self._kept[first + place, 0].output for place in (0, 1)], last)
+        self.engine.backward_in_flight([self._kept[first + place, 0].outputs[0] for place in (0, 1)], last)
         for each in both:
             kept = self._kept.pop((each.micro_batch, 0))
             set_micro_batch(context, kept.of_micro_batch)  # the second one's stays
@@ -163,8 +164,10 @@ class Passes:
         batch = self._on_device[place]
         set_context(context, batch, self._before + micro_batch_number(engine, place), self._rollouts)
         received_SBH = receive_hidden(engine, context, batch, each.chunk)
-        if received_SBH is not None:
-            received_SBH.requires_grad_()
+        received = [] if received_SBH is None else [received_SBH]
+        received += receive_scores(engine, context, batch, each.chunk)
+        for tensor in received:
+            tensor.requires_grad_()
         forward = engine.forward if in_flight is None else partial(engine.forward_in_flight, in_flight)
         output = forward(
             label_smoothing=self._smoothing,
@@ -174,13 +177,15 @@ class Passes:
         context.compute_timer.end()  # of the first micro batch
         if self.model.ends(each.chunk):
             output = end_turn(self._loss(place, batch, output))
-        else:
-            engine.links.send_forward(output.detach())
+        outputs = [output, *(context.scores[number] for number in self.model.scores_out(each.chunk))]
+        if not self.model.ends(each.chunk):
+            for tensor in outputs:
+                engine.links.send_forward(tensor.detach())
         seen: dict[int, Observation] = {}
         for number, layer in self.model.moe_layers_of(each.chunk):
             assert layer.observation is not None
             seen[number] = layer.observation
-        kept = _Kept(received_SBH, output, context.of_micro_batch(), seen)
+        kept = _Kept(received, outputs, context.of_micro_batch(), seen)
         if not self.model.ends(each.chunk):
             output.data = output.new_empty(0)  # its graph is needed, its values are not
         self._kept[place, each.chunk] = kept
@@ -209,17 +214,21 @@ class Passes:
         if self.stages > 1:
             # Recomputation reads the context and marks the observations of this micro batch.
             set_micro_batch(self.context, kept.of_micro_batch)
-        loss = kept.output
+        loss, *scores = kept.outputs
         if not self.model.ends(each.chunk):
             loss = loss_with_gradient(loss, self._receive_gradient(each))
+            for scores_TE in scores:
+                gradient_TE = self._receive(scores_TE.shape, torch.float32)
+                loss = loss + loss_with_gradient(scores_TE, gradient_TE)
         self.engine.backward(loss, last, completes=each.micro_batch == len(self.batches) - 1)
-        if kept.received_SBH is not None:
-            assert kept.received_SBH.grad is not None
-            self.engine.links.send_backward(kept.received_SBH.grad)
+        for tensor in kept.received:
+            assert tensor.grad is not None
+            self.engine.links.send_backward(tensor.grad)
         self._finish_micro_batch(each, kept)
 
     def _finish_micro_batch(self, each: Pass, kept: _Kept) -> None:
         """Take in the sums of a micro batch, when its last backward pass on this stage is over."""
+        kept.of_micro_batch["scores"].clear()
         observations = self._observations.setdefault(each.micro_batch, {})
         observations |= kept.observations
         if each.chunk == 0:  # the last one that a stage computes for a micro batch
@@ -231,7 +240,9 @@ class Passes:
 
     def _receive_gradient(self, each: Pass) -> Tensor:
         batch = self._on_device[each.micro_batch]
-        shape, dtype = hidden_shape(self.engine, batch), self.engine.dtype
+        return self._receive(hidden_shape(self.engine, batch), self.engine.dtype)
+
+    def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.context.compute_timer.paused():
             return self.engine.links.receive_backward(shape, dtype, self.engine.world.device)
 
@@ -341,10 +352,12 @@ def _evaluated(engine: Engine, context: StepContext, batch: Batch) -> Tensor | N
     model: Any = engine.model
     for chunk in range(model.num_chunks):
         received_SBH = receive_hidden(engine, context, batch, chunk)
+        receive_scores(engine, context, batch, chunk)
         output: Tensor = model(**model_inputs(batch), **of_stage(engine, received_SBH, chunk))
         if model.ends(chunk):
             return output
-        engine.links.send_forward(output)
+        for tensor in (output, *(context.scores[number] for number in model.scores_out(chunk))):
+            engine.links.send_forward(tensor)
     return None
 
 
@@ -375,6 +388,28 @@ def receive_hidden(engine: Engine, context: StepContext, batch: Batch, chunk: in
         return None
     with context.compute_timer.paused():
         return engine.links.receive_forward(hidden_shape(engine, batch), engine.dtype, engine.world.device)
+
+
+def receive_scores(engine: Engine, context: StepContext, batch: Batch, chunk: int) -> list[Tensor]:
+    """Put the routers' scores that another stage sends for a chunk into the context, and return them, fp32
+    [T, E].
+
+    T: the tokens that this rank's MoE layers get; the other stage knows the same batch.
+    """
+    model, layout = engine.model, engine.layout
+    assert isinstance(model, LanguageModel)
+    wanted = model.scores_in(chunk)
+    if not wanted:
+        return []
+    tokens = batch.tokens_BS.numel() // layout.batch_ranks
+    if context.padding is not None:
+        bounds, rank = context.padding.bounds(layout.batch_ranks), engine.world.rank % layout.batch_ranks
+        tokens = bounds[rank + 1] - bounds[rank]
+    with context.compute_timer.paused():
+        for number, experts in wanted.items():
+            shape = tokens, experts
+            context.scores[number] = engine.links.receive_forward(shape, torch.float32, engine.world.device)
+    return [context.scores[number] for number in wanted]
 
 
 def of_stage(engine: Engine, received_SBH: Tensor | None, chunk: int) -> dict[str, Any]:
@@ -434,7 +469,7 @@ def set_context(context: StepContext, batch: Batch, number: int, rollouts: int =
         )
     context.sample_index_B = sample_B
     context.micro_batch = number
-    context.observations, context.routings = {}, {}
+    context.observations, context.routings, context.scores = {}, {}, {}
     context.num_rollouts = rollouts
 
 

@@ -179,6 +179,7 @@ def check_routing(routing: Routing, masks: list[Tensor | None], config: MoEConfi
     """Every pair is allowed; every token has one, where it is the tokens that choose and none is dropped."""
     for pairs in (routing.wanted, routing.pairs):
         assert pairs.weight_N.isfinite().all() and (pairs.weight_N >= 0).all()
+        pairs = pairs.keep(pairs.token_N < TOKENS)  # not what fills fixed shares
         for allowed_TE in masks:
             assert allowed_TE is None or allowed_TE[pairs.token_N, pairs.expert_N].all()
     if not {"by_experts", "may_choose_none"} & capabilities(config.router.selector):

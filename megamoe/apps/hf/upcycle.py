@@ -1,7 +1,8 @@
 """Several dense models of one architecture as one MoE model: their FFNs are its experts, the rest is a mean.
 
-Source: Sukhbaatar et al. 2024 (Branch-Train-MiX, arXiv 2403.07816), section 3; FlexOlmo (Shi et al. 2025).
-Both train the models apart, from one start. The routers are new: draws of a small normal distribution.
+Source: Sukhbaatar et al. 2024 (Branch-Train-MiX, arXiv 2403.07816), section 3.2 (top-2, a softmax of the
+scores of the two) and 4.1.1 (a balance loss of weight 0.01); FlexOlmo (Shi et al. 2025). Both train the
+models apart, from one start. The routers are new: draws of a small normal distribution.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -108,6 +108,14 @@ class GPT(LanguageModel):
         """See `LanguageModel`."""
         return self.stage is None or self.stage.blocks.ends(chunk)
 
+    def scores_in(self, chunk: int) -> dict[int, int]:
+        """See `LanguageModel`."""
+        return {} if self.stage is None else self.stage.blocks.scores_in(chunk)
+
+    def scores_out(self, chunk: int) -> dict[int, int]:
+        """See `LanguageModel`."""
+        return {} if self.stage is None else self.stage.blocks.scores_out(chunk)
+
     def moe_layers_of(self, chunk: int) -> Iterator[tuple[int, MoELayer]]:
         """See `LanguageModel`; multi-token prediction belongs to the model's last part."""
         blocks = len(self.model.decoder.layers)

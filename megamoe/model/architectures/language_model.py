@@ -42,6 +42,16 @@ class LanguageModel(nn.Module, ABC):
         """Return whether a chunk of this rank returns losses, and not hidden states."""
         return True
 
+    def scores_in(self, chunk: int) -> dict[int, int]:
+        """Return the MoE layers of parts before whose scores a chunk takes, with the number of their experts;
+        see `moe.part.Residual`.
+        """
+        return {}
+
+    def scores_out(self, chunk: int) -> dict[int, int]:
+        """Return those whose scores a chunk hands on to the next part."""
+        return {}
+
     def moe_layers_of(self, chunk: int) -> Iterator[tuple[int, MoELayer]]:
         """Yield (number, layer) of the MoE layers of a chunk."""
         return self.moe_layers()

@@ -23,10 +23,10 @@ class DropRateBalance(AdaptiveLoss):
     fraction of the wanted pairs that go to expert i, without gradient. P_i: the mean of p_i over the tokens,
     each divided by the token's sum.
 
-    Source: Wei et al. 2024 (Skywork-MoE, arXiv 2406.06563), section 4.2; xi 1/5, beta 0.99, most 0.01.
+    Source: Wei et al. 2024 (Skywork-MoE, arXiv 2406.06563), section 4.2, eq. 7-9; xi 1/5, beta 0.99, most
+    (alpha_max) 0.01.
 
-    Caveats: the paper's limit could apply to alpha or to what it moves towards, which is the same if alpha
-    starts at most at the limit. Evaluation changes nothing.
+    Caveats: the paper gives no first alpha. Evaluation changes nothing.
     """
 
     experts_alike = True

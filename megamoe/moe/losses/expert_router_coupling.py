@@ -22,10 +22,11 @@ class ExpertRouterCoupling(ActivationLoss):
     component, e_i = min_j |r_i - r_j| / (2 |r_i|), without gradient; 1 in evaluation. It teaches experts and
     router, and costs E^2 rows, whatever the number of tokens. E: the experts that compute.
 
-    Source: arXiv 2512.23447 (expert-router coupling loss).
+    Source: Lv et al. 2025 (arXiv 2512.23447), eq. 3; a is 1 with 64 experts there, and 0.5 with 256.
 
-    Caveats: the formula was written from memory of the paper. Whether M is of the gate or of the activated
-    product is not certain; ours is of the gate. In a latent space the rows are projected as tokens are.
+    Caveats: compared with summaries of the paper and code after its figure 8, not with the paper itself: it
+    takes the gate's product, as ours, and it is open whether its e_i carry gradient. In a latent space the
+    rows are projected as tokens are.
     """
 
     @dataclass

@@ -19,7 +19,8 @@ class HeterogeneousBalance(Part):
     sends more tokens to the experts without computation (`moe.zero_experts`): at rest an expert of them has
     1 / tau times the load of one that computes. Scope: the micro batch.
 
-    Source: Jin et al. 2024 (MoE++, arXiv 2410.07348), eq. 7; tau 0.75, weight 0.01.
+    Source: Jin et al. 2024 (MoE++, arXiv 2410.07348), eq. 7; tau 0.75 is one of its table 3, and the weight
+    (beta of eq. 9) was not at hand.
     """
 
     @dataclass

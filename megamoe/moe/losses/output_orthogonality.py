@@ -23,12 +23,12 @@ class OutputOrthogonality(OutputLoss):
     o_j: the output of the token's j-th expert, without its weight; the pairs are ordered, so each two experts
     count twice. It teaches the experts alone. Scope: tokens.
 
-    Source: Guo et al. 2025 (arXiv 2505.22323), orthogonality loss L_o.
+    Source: Guo et al. 2025 (arXiv 2505.22323), section 3.1, eq. 6, orthogonality loss L_o.
 
-    Caveats: the paper sums projections, which are vectors, over the tokens; ours are their squared norms, and
-    the mean over tokens, so that the weight does not depend on the batch. Every pair is a row of its own on
-    its way back, so that `by_node` sends as many rows between nodes as `direct`. A token that has an expert
-    twice (independent tables) counts it as two.
+    Caveats: the paper sums over the tokens; ours is their mean, so that the weight does not depend on the
+    batch. Its squared norm has o_k . o_k / (o_k . o_k + epsilon) as a further factor. Every pair is a row of
+    its own on its way back, so that `by_node` sends as many rows between nodes as `direct`. A token that has
+    an expert twice (independent tables) counts it as two.
     """
 
     extra = "overlap_T"

@@ -21,7 +21,8 @@ class ReluSparsity(AdaptiveLoss):
     expert) cells of the global batch that are no wanted pair. f_e = E / (k T) times the wanted pairs of
     expert e with `balance` (the load-weighted form); 1 without. f has no gradient.
 
-    Source: Wang et al. 2024 (ReMoE, arXiv 2412.14711), eq. 7-12; lambda_0 1e-8, alpha 1.2.
+    Source: Wang et al. 2024 (ReMoE, arXiv 2412.14711), sections 3.3 and 3.4, eq. 7-10; lambda_0 1e-8, alpha
+    1.2.
 
     Caveats: the paper has one lambda, from the mean of S over all layers, and divides by their number. Ours
     has one for each layer, which holds k in that layer; the factor 1/L is left to lambda. T is of the micro

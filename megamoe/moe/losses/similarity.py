@@ -14,12 +14,13 @@ from megamoe.registry import register
 class Similarity(Part):
     """sum_ij |(W W^T)_ij - I_ij|, W [E, H] the router's weight: tokens that are alike get scores that are.
 
-    Source: Omi et al. 2025 (similarity-preserving routers, arXiv 2506.14038), the L1 form.
+    Source: Omi et al. 2025 (similarity-preserving routers, arXiv 2506.14038), L_orth with the norm of its
+    appendix A.3, p = 1: the sum over all E^2 entries.
 
     Scope: the weight alone, so it does not depend on tokens.
 
     Caveats: the paper initialises W to be orthogonal; ours starts as all weights, and the loss brings it
-    there. The sum is over all E^2 entries, not their mean.
+    there.
     """
 
     @dataclass

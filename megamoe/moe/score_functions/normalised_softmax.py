@@ -19,11 +19,12 @@ class NormalisedSoftmaxScoreFunction(BiasedScoreFunction):
 
     A larger scale makes p sharper, whatever the size of the scores. For the bias see `BiasedScoreFunction`.
 
-    Source: Wei et al. 2024 (Skywork-MoE, arXiv 2406.06563), section 4.1, gating logit normalisation.
+    Source: Wei et al. 2024 (Skywork-MoE, arXiv 2406.06563), section 4.1, eq. 6; lambda is 1 there, and the
+    scores have a bias (`linear` with `bias`).
 
-    Caveats: the paper does not say which variance; ours is the population's (divided by E) plus 1e-12. It has
-    no masks: ours take mean and std over all experts, and the softmax over the candidates. Choices are made
-    by p.
+    Caveats: the paper does not say which variance; ours is the population's (divided by E) plus 1e-12. The
+    code that the same group released with MoE++ divides by E - 1, a larger std. It has no masks: ours take
+    mean and std over all experts, and the softmax over the candidates. Choices are made by p.
     """
 
     monotone = False  # log p needs the whole row

@@ -16,7 +16,7 @@ class ReluScoreFunction(ScoreFunction):
     It is not monotone: experts of negative scores have the same p, 0. Choices are made by p. The selector
     `above` takes the experts whose p is not 0, and a loss holds their number.
 
-    Source: Wang et al. 2024 (ReMoE, arXiv 2412.14711), section 3.1.
+    Source: Wang et al. 2024 (ReMoE, arXiv 2412.14711), section 3.2, eq. 5.
     """
 
     elementwise = True

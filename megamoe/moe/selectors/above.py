@@ -22,7 +22,7 @@ class Above(WeightedByP):
 
     The capacity counts with k = `mean`.
 
-    Source: Wang et al. 2024 (ReMoE, arXiv 2412.14711), eq. 6; Nie et al. 2021 (EvoMoE, arXiv 2112.14397),
+    Source: Wang et al. 2024 (ReMoE, arXiv 2412.14711), eq. 5; Nie et al. 2021 (EvoMoE, arXiv 2112.14397),
     section 4.2, which leaves a token's least number of experts open; ours is an option.
     """
 

@@ -25,10 +25,13 @@ class SparseMixer(FixedK):
     multiplied by 1 with probability 1/4 and by 1/3 otherwise, and its derivative stays that of q: Heun's
     third-order estimate of the gradient of a sampled choice.
 
-    Source: Liu et al. 2024 (GRIN, arXiv 2409.12136), section 2.2; the numbers are those of Phi-3.5-MoE.
+    Source: Liu et al. 2024 (GRIN, arXiv 2409.12136), and the authors' code (github.com/microsoft/SparseMixer,
+    sparsemixer_v2.py), with which the draws, the factors and the gradient were compared; it writes 0.3333 for
+    1/3. The numbers are those of Phi-3.5-MoE.
 
-    Caveats: Phi-3.5-MoE has k = 2; ours repeats the rule for any k. A score function's temperature, bias and
-    masks by p have no place in it: it is a rule on scores.
+    Caveats: the paper's text was not at hand for its equations. Phi-3.5-MoE has k = 2; ours repeats the rule
+    for any k. A score function's temperature, bias and masks by p have no place in it: it is a rule on
+    scores.
     """
 
     @dataclass

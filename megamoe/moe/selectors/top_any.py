@@ -19,12 +19,15 @@ class TopAny(Selector):
     straight-through: the backward pass takes m times the weight for p_e - sigmoid(G_e). So p and G learn
     from the experts that were chosen. All G start at logit(start).
 
-    Source: Guo et al. 2024 (DynMoE, arXiv 2405.14297), section 3.1, eq. 3-6.
+    Source: Guo et al. 2024 (DynMoE, arXiv 2405.14297), top-any gating, and the authors' code
+    (github.com/LINs-lab/DynMoE, gated_multi_gate_t.py): its G start at 0, a threshold of 0.5.
 
-    Caveats: the paper scores by the cosine and a sigmoid (`scorer: cosine`); any elementwise score function
-    will do here. Its adding and removing of experts while training is not implemented; the number of experts
-    stays. The paper gives the best expert to tokens without any in evaluation only; ours have it in training
-    too, so that no token is lost. It leaves the derivative of 1/m open; ours takes m as constant.
+    Caveats: the paper's text was not at hand for its equations. The code multiplies G by the temperature of
+    the scores; ours does not. The paper scores by the cosine and a sigmoid (`scorer: cosine`); any
+    elementwise score function will do here. Its adding and removing of experts while training is not
+    implemented; the number of experts stays. The paper gives the best expert to tokens without any in
+    evaluation only; ours have it in training too, so that no token is lost. It leaves the derivative of 1/m
+    open; ours takes m as constant.
     """
 
     @dataclass

@@ -147,3 +147,21 @@ def test_further_layouts_equal_one_rank(
     pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place
 ) -> None:
     check_layout(pool, folder, alone, tmp_path, place)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("place", [Place(4, pipeline=2, tensor=2), Place(4, pipeline=2, context=2)], ids=str)
+def test_scores_go_from_stage_to_stage_without_the_padding(
+    pool: Pool, folder: Path, tmp_path: Path, place: Place
+) -> None:
+    """The second stage's router adds the scores of the first one's, of the tokens that are no padding."""
+    name = TEMPLATES[0]
+    router = {"residual": "gating", "selector": {"name": "top_k", "k": 2}}
+    chain = {"moe__layers": {"at": [1, 2]}, "moe__router": router}
+    found = []
+    for where in (Place(), place):
+        changes = {**where.changes(tmp_path), **chain, "output": tmp_path / str(where.ranks)}
+        by_rank = pool.run(run, [tuned(folder, name, **changes)], STEPS, ranks=where.ranks, timeout_s=300)
+        found.append(by_rank[-1][0])
+    for word in WORDS:
+        assert found[1][word] == pytest.approx(found[0][word], rel=1e-5), word

@@ -1,6 +1,5 @@
 """Layers that differ (`moe.groups`) train as on one rank: at every layout, recomputed, replayed, resumed."""
 
-import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,9 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
-from tests.support.ranks.runs import Place, assert_as_alone, recorded_steps, small_run
+from tests.support.ranks.runs import Place, assert_as_alone, train_each
 
 STEPS = 2
 # Hash of 16 experts, a threshold over 64 small latent ones, top-2 of 8 and 4 identity experts with a bias
@@ -71,26 +69,8 @@ def alone(pool: Pool) -> dict[str, Any]:
 
 
 def trained(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Job: steps of several runs, one after the other; at the end of each the metrics and the weights."""
-    results = []
-    for changes in runs:
-        options = {**RUN, **changes}
-        saves = options.pop("saves", False)
-        trainer = Trainer(small_run(**options))
-        steps = STEPS - trainer.progress.step
-        found: dict[str, Any] = recorded_steps(trainer, steps - 1)
-        if saves:
-            trainer.save()
-        trainer._stream = trainer._stream_of(trainer.datasets.train, trainer.progress.samples, 0)
-        last = recorded_steps(trainer, 1)
-        found = {word: [*found[word], *last[word]] for word in last}
-        found["weights"] = {name: it.detach().clone() for name, it in trainer.model.named_parameters()}
-        found["history"] = trainer.routing_history.state()
-        trainer.release()
-        results.append(found)
-        del trainer
-        gc.collect()
-    return results
+    """Job: see `train_each`."""
+    return train_each([{**RUN, **changes} for changes in runs], STEPS)
 
 
 @pytest.mark.parametrize(

@@ -36,13 +36,46 @@ def test_similarity_needs_the_products() -> None:
         check_parts(moe_config(losses={"similarity": 0.1}), 1)
 
 
-def test_score_variance_by_hand_and_by_formula() -> None:
+def test_variance_of_all_scores_by_hand_and_by_formula() -> None:
     probs_TE = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     routing = make_routing([[0], [1]], probs_TE, probs_TE)
-    assert loss_of("score_variance", routing).item() == -0.25
+    assert loss_of("score_variance", routing, over="all").item() == -0.25
     given_TE = torch.rand(5, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     assert_alike(
-        lambda p_TE: loss_of("score_variance", make_routing([[0]] * 5, p_TE, p_TE)),
+        lambda p_TE: loss_of("score_variance", make_routing([[0]] * 5, p_TE, p_TE), over="all"),
         lambda p_TE: -p_TE.var(dim=0, correction=0).mean(),
         given_TE,
     )
+
+
+def test_variance_of_the_chosen_scores_by_hand_and_by_formula() -> None:
+    """Tokens choose (0, 1), (0, 2) by weights (3/4, 1/4), (1/2, 1/2): columns 1/64, 1/64, 1/16."""
+    probs_TE = torch.tensor([[0.6, 0.2, 0.2], [0.25, 0.5, 0.25]])
+    routing = make_routing([[0, 1], [0, 2]], probs_TE, probs_TE)
+    routing.wanted.weight_N.copy_(torch.tensor([0.75, 0.25, 0.5, 0.5]))
+    assert loss_of("score_variance", routing).item() == pytest.approx(-(1 + 1 + 4) / 64 / 3, rel=1e-6)
+    layer = make_layer(moe_config(num_experts=4, losses={"score_variance": 1.0}))
+    layer(make_hidden(6)).sum().backward()
+    found = gradient_of(layer.router.get_parameter("scorer.weight")).clone()
+    layer.zero_grad()
+    other = make_layer(moe_config(num_experts=4, losses={}))
+    hidden_TH = make_hidden(6)
+    routing = other.router(hidden_TH, other.context)
+    best_TE = routing.probs_TE * torch.zeros_like(routing.probs_TE).scatter(
+        1, routing.probs_TE.topk(2).indices, 1.0
+    )
+    share_TE = best_TE / best_TE.sum(1, keepdim=True)
+    (other(hidden_TH).sum() - share_TE.var(dim=0, correction=0).mean()).backward()
+    torch.testing.assert_close(found, gradient_of(other.router.get_parameter("scorer.weight")))
+
+
+@pytest.mark.parametrize(
+    ("router", "message"),
+    [
+        ({"selector": {"name": "top_k", "k": 2, "weights": "one"}}, "have no gradient"),
+        ({"selector": {"name": "top_k", "k": 1, "weights": "renormalised"}}, "whose weight is 1"),
+    ],
+)
+def test_weights_that_teach_nothing_are_refused(router: dict[str, object], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        check_parts(moe_config(router=router, losses={"score_variance": 0.1}), 1)

@@ -34,12 +34,25 @@ def make_layer(
     seed: int = 1,
     kernels: Kernels = DEFAULT_KERNELS,
 ) -> MoELayer:
-    """Build a layer with weights so large that experts and router differ clearly between tokens."""
+    """Build a layer with weights so large that experts and router differ clearly between tokens.
+
+    A residual gets scores of a layer before, which are a product of the tokens with a fixed matrix.
+    """
     torch.manual_seed(seed)
     shape = LayerShape(
         HIDDEN, FFN, 1, activation, init_std=0.4, output_std=0.4, seed=seed, vocab_size=VOCAB, kernels=kernels
     )
-    return MoELayer(config, shape, context or StepContext())
+    layer = MoELayer(config, shape, context or StepContext())
+    if layer.router.residual.reads_before:
+        layer.router.register_forward_pre_hook(_with_scores_before)
+    return layer
+
+
+def _with_scores_before(router: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    hidden_TH, context = inputs[:2]
+    generator = torch.Generator().manual_seed(5)
+    matrix_HE = torch.randn(hidden_TH.shape[1], router.dims.num_experts, generator=generator)
+    return hidden_TH, context, hidden_TH.float() @ matrix_HE.to(hidden_TH.device)
 
 
 def make_part(

@@ -198,6 +198,33 @@ def recorded_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
     return found
 
 
+def train_each(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
+    """Train several runs, one after the other in one world; return of each what `recorded_steps` tells.
+
+    Beside it are the weights at the end, by name, and the history of the routers. runs: changes for
+    `small_run`; with `saves`, a run saves a checkpoint before its last step.
+    """
+    results = []
+    for changes in runs:
+        options = dict(changes)
+        saves = options.pop("saves", False)
+        trainer = Trainer(small_run(**options))
+        missing = steps - trainer.progress.step
+        found: dict[str, Any] = recorded_steps(trainer, missing - 1)
+        if saves:
+            trainer.save()
+        trainer._stream = trainer._stream_of(trainer.datasets.train, trainer.progress.samples, 0)
+        last = recorded_steps(trainer, 1)
+        found = {word: [*found[word], *last[word]] for word in last}
+        found["weights"] = {name: it.detach().clone() for name, it in trainer.model.named_parameters()}
+        found["history"] = trainer.routing_history.state()
+        trainer.release()
+        results.append(found)
+        del trainer
+        gc.collect()
+    return results
+
+
 def trained_on_bytes(output: Path, models: dict[str, dict[str, Any]]) -> None:
     """Job: a step and a checkpoint of each model, whose tokens are bytes, by the name of its run."""
     for name, changes in models.items():

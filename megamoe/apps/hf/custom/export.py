@@ -121,6 +121,7 @@ def _obstacles(config: RunConfig) -> list[str]:
         for key, names in known.items():
             name = getattr(router, key).name
             found[f"moe.router.{key}.name"] = name not in names and name
+        found["moe.router.residual.name"] = router.residual.name != "none" and router.residual.name
         part, options = get_part("selector", router.selector.name), router.selector.options
         learned = "table_TK" in part.requires(options) and "fixed_weights" not in part.provides(options)
         found["moe.router.selector.weights"] = learned and options.weights
