@@ -25,6 +25,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
     "no rows": ([0, 0, 0], 16, 24),
     "one of each": ([1], 1, 1),
     "tiles": ([64], 32, 32),
+    "more tiles of rows than go through the columns together": ([293, 0, 40], 16, 40),
 }
 # In the other dtypes, which the interpreter computes in fp32 all the same.
 CASE_AND_DTYPES = [(case, torch.float32) for case in CASES]
