@@ -226,7 +226,7 @@ class MoELayer(nn.Module):
         host_E: Tensor | None,
     ) -> Tensor:
         weights = () if weight_N is None else (weight_N,)
-        read = {} if host_E is None else {"host_E": host_E}
+        read: dict[str, Any] = {} if host_E is None else {"host_E": host_E}
         if not self.computes_experts_again:
             return self.experts(rows_NH, counts_E, dropout, later, *weights, **read)
         given = (rows_NH, counts_E, dropout, *((None,) if weights else ()), *weights)

@@ -333,7 +333,8 @@ def test_options_of_an_urgent_group(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream = is_high_priority_stream
 
-    assert hasattr(distributed.ProcessGroupGloo._Options, "_timeout")  # as those of NCCL, which is not here
+    gloo: Any = distributed.ProcessGroupGloo
+    assert hasattr(gloo._Options, "_timeout")  # as those of NCCL, which is not here
     if not distributed.is_nccl_available():
         assert urgent_group_options(None) is None
         monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
