@@ -11,13 +11,14 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import get_context
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 _compile_now = torch.compile
 
@@ -118,6 +119,23 @@ def watches_operators() -> bool:
     Canary: test_torch.py::test_watched_operators
     """
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._autograd._profiler_enabled())
+
+
+def urgent_group_options(timeout: timedelta | None) -> Any:
+    """Return the options of a group of NCCL whose stream comes before others; None without NCCL.
+
+    timeout: of the group, None for NCCL's.
+
+    Reason: `new_group` warns where the options have another timeout, which has no public name.
+    Without it: a warning for each group; or what is exchanged waits for all blocks of a product before it.
+    Canary: test_torch.py::test_options_of_an_urgent_group
+    """
+    if not distributed.is_nccl_available():
+        return None
+    options = distributed.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout
+    return options
 
 
 def next_node_number() -> int:

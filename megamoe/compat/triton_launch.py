@@ -70,5 +70,6 @@ class _Launcher:
     def _know(self, kernel: Any, device: int) -> tuple[Any, list[tuple[bool, bool]], dict[Any, Any]]:
         backend = kernel.device_caches[device][3]
         of = [(not each.do_not_specialize, not each.do_not_specialize_on_alignment) for each in kernel.params]
-        self.known[id(kernel), device] = known = backend, of, {}
+        known: tuple[Any, list[tuple[bool, bool]], dict[Any, Any]] = (backend, of, {})
+        self.known[id(kernel), device] = known
         return known

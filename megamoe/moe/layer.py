@@ -101,8 +101,11 @@ class MoELayer(nn.Module):
         expert_ids = _own_experts(config.num_experts, groups)
         self.dispatcher = build_dispatcher(
             shape.exchange or PartChoice.default("exchange"),
-            ExpertPlaces(config.num_experts, groups, shape.kernels, shape.exchange_fp8),
+            ExpertPlaces(
+                config.num_experts, groups, shape.kernels, shape.exchange_fp8, shape.products.host_counts
+            ),
         )
+        self.reads_counts = shape.products.host_counts
         self.sends_rows = not isinstance(self.dispatcher, LocalDispatch)
         self.experts = _routed_experts(config, shape, expert_ids, groups)
         self.computes_experts_again = "moe" in shape.computed_again
@@ -191,7 +194,10 @@ class MoELayer(nn.Module):
         with self._stage("experts"):
             dropout = self._expert_dropout(computed, state, context)
             weight_N = self.dispatcher.row_weights(state) if self.weighs_inside else None
-            rows_NH = self._of_experts(rows_NH, counts_E, dropout, later, weight_N)
+            host_E = self.dispatcher.host_counts(state) if self.reads_counts else None
+            if self.reads_counts and host_E is None:
+                host_E = counts_E.cpu()  # the one wait of this layer, where nothing is exchanged
+            rows_NH = self._of_experts(rows_NH, counts_E, dropout, later, weight_N, host_E)
             if dropout is not None:
                 rows_NH = dropout.on_output(rows_NH)
         with self._stage("combine"):
@@ -223,12 +229,14 @@ class MoELayer(nn.Module):
         dropout: ExpertDropout | None,
         later: Any,
         weight_N: Tensor | None,
+        host_E: Tensor | None,
     ) -> Tensor:
         weights = () if weight_N is None else (weight_N,)
+        read: dict[str, Any] = {} if host_E is None else {"host_E": host_E}
         if not self.computes_experts_again:
-            return self.experts(rows_NH, counts_E, dropout, later, *weights)
-        nothing_later = (None,) if weights else ()
-        output_NH: Tensor = recomputed(self.experts, [], rows_NH, counts_E, dropout, *nothing_later, *weights)
+            return self.experts(rows_NH, counts_E, dropout, later, *weights, **read)
+        given = (rows_NH, counts_E, dropout, *((None,) if weights else ()), *weights)
+        output_NH: Tensor = recomputed(self.experts, [], *given, **read)
         return output_NH
 
     def _shown_to_losses(

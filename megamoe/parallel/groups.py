@@ -159,8 +159,8 @@ def _start_megatron(layout: Layout, timeout_minutes: float) -> None:
 
 
 def _make_groups(layout: Layout, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup, Groups]:
-    """Create the groups: new ones for what layers and stages exchange, shared ones for the rest."""
-    shared, new = partial(_shared.get, timeout=timeout), partial(new_group, timeout=timeout)
+    """Create the groups: new, urgent ones for what layers and stages exchange, shared ones for the rest."""
+    shared, new = partial(_shared.get, timeout=timeout), partial(new_group, timeout=timeout, urgent=True)
     expert = _own(layout.expert_groups(), new) if layout.expert > 1 else None
     expert_tensor = _own(layout.expert_tensor_groups(), new) if layout.expert_tensor > 1 else None
     # Where only one of them cuts the experts, its ranks hold all. A norm is summed when no exchange runs.

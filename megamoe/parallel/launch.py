@@ -243,11 +243,18 @@ def use_device(world: World) -> None:
         torch.cuda.set_device(world.device)
 
 
-def new_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
-    """Return a group for tensors of the device, as `dist.new_group` does. Collective over all ranks."""
+def new_group(ranks: Sequence[int], timeout: timedelta | None = None, urgent: bool = False) -> Any:
+    """Return a group for tensors of the device, as `dist.new_group` does. Collective over all ranks.
+
+    urgent: on NCCL its stream has a high priority: what waits for it is on the critical path, and would
+    otherwise begin after the blocks of products that are launched already.
+    """
     import torch.distributed as dist
 
-    return dist.new_group(ranks, timeout=timeout, backend=_backend)
+    from megamoe.compat.torch_compat import urgent_group_options
+
+    options = urgent_group_options(timeout) if urgent and _backend == "nccl" else None
+    return dist.new_group(ranks, timeout=timeout, backend=_backend, pg_options=options)
 
 
 def _attempt() -> str:

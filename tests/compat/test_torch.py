@@ -9,12 +9,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
@@ -36,6 +38,7 @@ from megamoe.compat.torch_compat import (
     sgemm_address,
     shut_down_loader,
     step_with_scaled_gradients,
+    urgent_group_options,
     watches_operators,
     widen_bf16_products,
 )
@@ -323,3 +326,19 @@ def test_watched_operators() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert watches_operators()
     assert not watches_operators()
+
+
+def test_options_of_an_urgent_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Options:
+        def __init__(self, is_high_priority_stream: bool = False) -> None:
+            self.is_high_priority_stream = is_high_priority_stream
+
+    gloo: Any = distributed.ProcessGroupGloo
+    assert hasattr(gloo._Options, "_timeout")  # as those of NCCL, which is not here
+    if not distributed.is_nccl_available():
+        assert urgent_group_options(None) is None
+        monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
+        stand_in = SimpleNamespace(Options=Options)
+        monkeypatch.setattr(distributed, "ProcessGroupNCCL", stand_in, raising=False)
+    options = urgent_group_options(timedelta(minutes=3))
+    assert options.is_high_priority_stream and options._timeout == timedelta(minutes=3)

@@ -68,7 +68,12 @@ def test_as_megatron_core(kind: str, dtype: torch.dtype, bias: tuple[bool, bool]
 def test_the_short_way_is_taken_by_whole_weights_that_learn(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[Tensor] = []
     given = linears.whole_product
-    monkeypatch.setattr(linears, "whole_product", lambda *sides: (taken.append(sides[1]), given(*sides))[1])
+
+    def product(rows: Tensor, weight_OI: Tensor) -> Tensor:
+        taken.append(weight_OI)
+        return given(rows, weight_OI)
+
+    monkeypatch.setattr(linears, "whole_product", product)
     with world_of_one():
         _, layer = both(*KINDS["column"][:2], torch.float32, bias=False, gather_output=False)
         rows = torch.randn(4, 24)

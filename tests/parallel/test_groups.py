@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megamoe.compat import deepspeed_compat
+from megamoe.compat import deepspeed_compat, torch_compat
 from megamoe.compat.fake_cuda import join_fake_group
 from megamoe.parallel import launch
 from megamoe.parallel.groups import expert_group_name, start_groups
@@ -73,6 +73,28 @@ def test_a_group_for_each_set_of_ranks(made: list[tuple[int, ...]], layout: Layo
     assert ranks_of(data) == list(range(layout.tensor_rank(last), layout.ranks, layout.tensor))
     assert ranks_of(tensor) == list(range(last - layout.tensor + 1, last + 1))
     assert not {id(group) for group in exchange if group} & {id(data), id(tensor), id(copies)}
+
+
+def test_what_layers_exchange_is_urgent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NCCL the groups of the exchange get a stream of high priority, and those of gradients none."""
+    plain, urgent = dist.new_group, list[tuple[int, ...]]()
+
+    def new_group(ranks: Any = None, *arguments: Any, pg_options: Any = None, **named: Any) -> Any:
+        if pg_options == "urgent":
+            urgent.append(tuple(ranks))
+        return plain(ranks, *arguments, **{**named, "backend": None})
+
+    monkeypatch.setattr(dist, "new_group", new_group)
+    monkeypatch.setattr(torch_compat, "urgent_group_options", lambda timeout: "urgent")
+    layout = Layout(8, tensor=2, expert=4)
+    with restored_process():
+        try:
+            join_fake_group(0, layout.ranks)
+            monkeypatch.setattr(launch, "_backend", "nccl")
+            start_groups(layout, timeout_minutes=1)
+        finally:
+            launch.stop()
+    assert urgent == [tuple(ranks) for ranks in layout.expert_groups()]
 
 
 def test_a_second_layout_of_a_world_makes_only_what_is_new(made: list[tuple[int, ...]]) -> None:

@@ -189,6 +189,10 @@ class CountedDispatch:
         with self._parts.inside(DISPATCH):
             return self._inner.finish(state)
 
+    def host_counts(self, state: Any) -> Tensor | None:
+        """See `Dispatcher`."""
+        return self._inner.host_counts(state)
+
     def send_along(self, values_N: Tensor, state: Any) -> Tensor:
         """See `Dispatcher`."""
         return self._inner.send_along(values_N, state)
@@ -225,6 +229,7 @@ class CountedDispatch:
         if by_node:
             found = self._by_node(sent_R, to_full, nodes, inner.node)
         found["gathered"] = [sum(found.get("received", sent_R))] * direct.num_slices
+        found["experts"] = evenly(sum(found["gathered"]), len(counts.get("experts", [0])))
         return {name: numbers for name, numbers in found.items() if name in counts}
 
     def _by_node(self, sent_R: list[int], to_full: int, nodes: int, node: int) -> dict[str, list[int]]:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
     copy_to_tensor_model_parallel_region,
     gather_from_tensor_model_parallel_region,
     scatter_to_sequence_parallel_region,
@@ -31,6 +32,7 @@ from megamoe.kernels.attention.rotary import Rotary
 from megamoe.model.attention.caches import KeyValueCache
 from megamoe.model.attention.core import BlockConfig, SDPAttention
 from megamoe.model.attention.rotary import rotary_of
+from megamoe.model.linears import ColumnLinear
 from megamoe.model.modules import Modules
 from megamoe.moe.recompute import drop_output, recomputed
 
@@ -74,11 +76,13 @@ def latent_attention(attention: ModuleSpec, modules: Modules) -> ModuleSpec:
     """Return the specification of latent attention with the classes of standard attention's."""
     own, norm = attention.submodules, _norm_of_compressed(modules.norm)
     column = modules.linears[0]
+    # Megatron-Core compares the class of these two with those that it knows.
+    down = ColumnParallelLinear if column is ColumnLinear else column
     submodules = MLASelfAttentionSubmodules(
         linear_q_proj=column,
-        linear_q_down_proj=column,
+        linear_q_down_proj=down,
         linear_q_up_proj=column,
-        linear_kv_down_proj=column,
+        linear_kv_down_proj=down,
         linear_kv_up_proj=column,
         core_attention=own.core_attention,
         linear_proj=own.linear_proj,

@@ -37,7 +37,8 @@ class DirectState:
     rows, weight_N, order_N: the tokens and weights of the pairs, sorted by expert, and their old numbers.
     counts_XSL: int64, rows for each of this rank's L experts by slice rank and the rank they come from. out,
     back, sliced: the exchanges over the expert-parallel group and to the slices, None where there is none.
-    gathered_X: rows of each slice rank. arriving: what `out` has started. by_expert_M: the order that groups
+    gathered_X: rows of each slice rank. experts_L: rows for each of this rank's experts, where the host has
+    read them. arriving: what `out` has started. by_expert_M: the order that groups
     the rows at their end by expert. num_tokens: of the output.
     """
 
@@ -49,6 +50,7 @@ class DirectState:
     sent_R: list[int] | None = None
     received_R: list[int] | None = None
     gathered_X: list[int] | None = None
+    experts_L: list[int] | None = None
     out: Transfer | None = None
     arriving: Rows | None = None
     by_expert_M: Order | None = None
@@ -58,7 +60,8 @@ class AllToAllDispatch(Dispatcher):
     """The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`.
 
     read_counts: reads the numbers of rows by name: `sent` to each rank of `expert`, `received` from each, and
-    `gathered`, held by each rank of `expert_tensor`. A simulation, whose tensors have no values, gives its
+    `gathered`, held by each rank of `expert_tensor`; with `places.host_counts` those of each expert here,
+    `experts`. A simulation, whose tensors have no values, gives its
     own.
     """
 
@@ -70,7 +73,7 @@ class AllToAllDispatch(Dispatcher):
         self.expert, self.expert_tensor = places.groups.expert, places.groups.expert_tensor
         self.num_ranks, self.rank = size_of(self.expert), rank_in(self.expert)
         self.num_slices, self.slice = size_of(self.expert_tensor), rank_in(self.expert_tensor)
-        self.fp8 = places.fp8
+        self.fp8, self.reads_experts = places.fp8, places.host_counts
         self.read_counts: ReadCounts = read_counts
         self.takes_turns = True  # not inside a node, where the exchange between nodes does
 
@@ -108,6 +111,8 @@ class AllToAllDispatch(Dispatcher):
             numbers = dict.fromkeys(("sent", "received"), [experts * places] * self.num_ranks)
         if self.expert_tensor is not None:
             numbers["gathered"] = [routing.num_experts * places] * self.num_slices
+        if self.reads_experts:
+            numbers["experts"] = [self.num_slices * self.num_ranks * places] * experts
         state = DirectState(*found, counts_XSL, routing.num_tokens)
         self.send(Rows.of(hidden_TH, self.fp8 and self.expert is not None), state, numbers)
         return state
@@ -145,12 +150,14 @@ class AllToAllDispatch(Dispatcher):
             to_read |= {"sent": sent_RL.sum(1), "received": counts_SL.sum(1)}
         if self.expert_tensor is not None:
             to_read["gathered"] = counts_XSL.sum((1, 2))
+        if to_read and self.reads_experts:
+            to_read["experts"] = counts_XSL.sum((0, 1))
         return counts_XSL, to_read
 
     def send(self, rows: Rows, state: DirectState, numbers: dict[str, list[int]]) -> None:
         """Begin to send the rows to the ranks of their experts."""
         state.sent_R, state.received_R = numbers.get("sent"), numbers.get("received")
-        state.gathered_X = numbers.get("gathered")
+        state.gathered_X, state.experts_L = numbers.get("gathered"), numbers.get("experts")
         state.arriving = rows.gathered(state.rows, self.kernels)
         if state.sent_R is not None:
             state.out = self._transfer(state.sent_R, state.received_R)
@@ -172,6 +179,10 @@ class AllToAllDispatch(Dispatcher):
             state.by_expert_M = Order.by_key(expert_M, counts_XSL.shape[-1], self.kernels)
             rows_MH = permute(rows_MH, state.by_expert_M)
         return rows_MH, state.counts_XSL.sum((0, 1))
+
+    def host_counts(self, state: DirectState) -> Tensor | None:
+        """See `Dispatcher`."""
+        return None if state.experts_L is None else torch.tensor(state.experts_L)
 
     def _to_slices(self, rows: Tensor, state: DirectState) -> Tensor:
         if state.gathered_X is None:

@@ -10,7 +10,7 @@ With the rows travel the pairs: the number of the row, the expert, and the weigh
 Sources: DeepSeek-V3, section 3.2.2; Megatron-Core's and DeepEP's exchanges by node.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,9 +71,7 @@ class ByNodeDispatch(Dispatcher):
         self.node_experts = places.num_experts // self.num_nodes
         self.fp8 = places.fp8
         in_node = ParallelGroups(expert=groups.inside_node, expert_tensor=groups.expert_tensor)
-        self.inside = AllToAllDispatch(
-            None, ExpertPlaces(self.node_experts, in_node, places.kernels, places.fp8)
-        )
+        self.inside = AllToAllDispatch(None, replace(places, num_experts=self.node_experts, groups=in_node))
         self.inside.takes_turns = False
         self.read_counts: ReadCounts = read_counts
 
@@ -144,6 +142,11 @@ class ByNodeDispatch(Dispatcher):
             )
             state.arriving = state.pairs_M = None
         return self.inside.finish(state.inside)
+
+    def host_counts(self, state: NodeState) -> Tensor | None:
+        """See `Dispatcher`."""
+        assert state.inside is not None
+        return self.inside.host_counts(state.inside)
 
     def send_along(self, values_N: Tensor, state: NodeState) -> Tensor:
         """See `Dispatcher`; the same exchanges once more."""

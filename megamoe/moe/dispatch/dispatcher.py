@@ -19,13 +19,15 @@ class ExpertPlaces:
 
     num_experts: of the layer; rank r of `groups.expert` holds experts r*E/R .. (r+1)*E/R - 1. groups: the
     process groups of the layer. kernels: the model's choice. fp8: whether rows are sent to the experts in 8
-    bits (`parallel.exchange_dtype`); a dispatch that cannot says so with a UserError.
+    bits (`parallel.exchange_dtype`); a dispatch that cannot says so with a UserError. host_counts: whether
+    the experts' products read their counts on the host: a dispatch that reads others reads these with them.
     """
 
     num_experts: int
     groups: ParallelGroups
     kernels: Kernels = DEFAULT_KERNELS
     fp8: bool = False
+    host_counts: bool = False
 
 
 class Dispatcher:
@@ -65,6 +67,10 @@ class Dispatcher:
     def finish(self, state: Any) -> tuple[Tensor, Tensor]:
         """Return rows_MH, grouped by this rank's experts, and their counts, int64 [experts of this rank]."""
         raise NotImplementedError
+
+    def host_counts(self, state: Any) -> Tensor | None:
+        """Return the counts of `finish` on the host, if they were read there; else None."""
+        return None
 
     def send_along(self, values_N: Tensor, state: Any) -> Tensor:
         """Send int64 values of `routing.pairs` the same way: those of the rows of `finish`, in their order,

@@ -154,11 +154,13 @@ class GroupedExperts(nn.Module):
         later: LaterGradients | None = None,
         weight_N: Tensor | None = None,
         only_gate: bool = False,
+        host_E: Tensor | None = None,
     ) -> Tensor:
         """[N, H] rows grouped by expert and their counts, int64 [E_local] -> [N, H].
 
         later: of `put_off_gradients`; not used where one pass of kernels computes all gradients. weight_N:
         fp32, of each row; it multiplies the activation, and thereby the output of experts without biases.
+        host_E: the counts on the host, for products that read them there; None: they are read here.
         only_gate: return the first product alone, of the gate if there is one, without bias and activation,
         [N, F].
         """
@@ -166,8 +168,10 @@ class GroupedExperts(nn.Module):
         padded_alike = rows_NH.device.type == "cpu" and rows_NH.dtype == torch.bfloat16
         if padded_alike and not takes_any_count(rows_NH, (self.up, self.down), self.kernels):
             multiple = math.lcm(multiple, PADDED_ROWS)
-        # The one wait of a layer, if the counts are on a device.
-        host_E = counts_E.cpu() if self.products.host_counts else counts_E
+        if not self.products.host_counts:
+            host_E = counts_E
+        elif host_E is None:
+            host_E = counts_E.cpu()
         if multiple == 1:
             if only_gate:
                 return self._gate(rows_NH, host_E)

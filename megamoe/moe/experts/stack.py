@@ -57,15 +57,19 @@ class ExpertStack(nn.Module):
         counts_E: Tensor,
         dropout: ExpertDropout | None = None,
         later: list[LaterGradients | None] | None = None,
+        host_E: Tensor | None = None,
     ) -> Tensor:
-        """[N, H] rows grouped by expert and their counts, int64 [E_local] -> S(x) - x, [N, H]."""
+        """[N, H] rows grouped by expert and their counts, int64 [E_local] -> S(x) - x, [N, H].
+
+        host_E: see `GroupedExperts`.
+        """
         laters = later or [None] * len(self.sublayers)
         experts_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_N = torch.repeat_interleave(experts_E, counts_E, output_size=len(rows_NH))
         change_NH = torch.zeros_like(rows_NH)
         for norm, sublayer, of_sublayer in zip(self.norms, self.sublayers, laters, strict=True):
             normed_NH = norm(rows_NH + change_NH, expert_N)
-            change_NH = change_NH + sublayer(normed_NH, counts_E, dropout, of_sublayer)
+            change_NH = change_NH + sublayer(normed_NH, counts_E, dropout, of_sublayer, host_E=host_E)
         return change_NH
 
 

@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from megamoe import registry
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import between_nodes
+from megamoe.moe.experts.grouped import GroupedExperts, Products
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.moe.recompute import recomputed
@@ -41,7 +44,7 @@ FULL = pytest.mark.full
 @dataclass(frozen=True)
 class Case:
     """moe: the layer. again: computed again in the backward pass: nothing, the experts, or the layer. tokens:
-    of each data-parallel rank in turn.
+    of each data-parallel rank in turn. host_counts: the experts' products read their counts on the host.
     """
 
     moe: MoEConfig
@@ -49,6 +52,7 @@ class Case:
     fp8: bool = False
     tokens: tuple[int, ...] = (TOKENS,) * 4
     dtype: torch.dtype = torch.float32
+    host_counts: bool = False
     further: dict[str, Any] = field(default_factory=dict)
 
 
@@ -77,6 +81,7 @@ def modes() -> dict[str, Case]:
         "fp8": Case(of(), fp8=True),
         "fp8, layer again": Case(of(num_shared_experts=1), again="moe_layer", fp8=True),
         "bf16": Case(of(), dtype=torch.bfloat16),
+        "counts on the host": Case(of(), again="moe", host_counts=True),
     }
 
 
@@ -110,6 +115,7 @@ def layer_outcome(case: Case, layout: Layout, groups: Any, exchange: str) -> dic
         HIDDEN, FFN, 1, "swiglu", 0.3, 0.3, seed=1, vocab_size=32, exchange_fp8=case.fp8,
         exchange=PartChoice.default("exchange") if exchange == "by_node" else _direct(),
         computed_again=frozenset({"moe"} if case.again == "moe" else ()),
+        products=Products(host_counts=case.host_counts),
     )  # fmt: skip
     tokens = case.tokens[rank // layout.tensor]
     generator = torch.Generator().manual_seed(rank)
@@ -170,6 +176,39 @@ def compare(layout: Layout, which: str) -> list[str]:
     if bool(taken) != (layout.nodes > 1):
         found.append(f"taken: {taken}")
     return found
+
+
+def read_once(layout: Layout) -> list[list[str]]:
+    """Job: what is copied to the host in both passes of a layer whose experts read their counts there."""
+    launch.start(launch.find_world(), timeout_minutes=2)
+    groups = start_groups(layout, timeout_minutes=1).layer
+    in_one_group = replace(groups, between_nodes=None, inside_node=None)
+    copied: list[str] = []
+    real_copy, real_forward = Tensor.cpu, GroupedExperts.forward
+
+    def cpu(self: Tensor) -> Tensor:
+        copied.append(str(tuple(self.shape)))
+        return real_copy(self)
+
+    def forward(self: Any, rows: Tensor, counts_E: Tensor, *given: Any, **options: Any) -> Tensor:
+        if not torch.equal(options["host_E"], counts_E):
+            copied.append(f"{options['host_E']} is not {counts_E}")
+        return real_forward(self, rows, counts_E, *given, **options)
+
+    found = []
+    for again, (exchange, own) in product(("", "moe"), (("direct", in_one_group), ("by_node", groups))):
+        copied.clear()
+        with patch.object(Tensor, "cpu", cpu), patch.object(GroupedExperts, "forward", forward):
+            layer_outcome(replace(MODES["counts on the host"], again=again), layout, own, exchange)
+        found.append(list(copied))
+    return found
+
+
+def test_counts_for_the_experts_come_with_those_of_the_exchange(pool: Pool) -> None:
+    """One copy to the host in a layer and micro batch, though the experts are computed again."""
+    layout = LAYOUTS[QUICK[0]]
+    for found in pool.run(read_once, layout, ranks=layout.ranks, timeout_s=600):
+        assert [len(copies) for copies in found] == [1] * 4, found
 
 
 @pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK else FULL) for n in LAYOUTS])

@@ -56,7 +56,7 @@ def _other(left, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 def check_launches_as_triton_does() -> None:
     """Every kind of argument, each twice: the first call compiles, the second finds what was compiled."""
-    driver.set_active(Driver())  # type: ignore[arg-type]
+    driver.set_active(Driver())
     triton.compiler.compile = lambda source, target, options, **more: Recorder(source, options)
     whole = torch.zeros(64)
     lefts = [whole, whole[1:], whole[4:], whole.bfloat16(), whole.long()]
@@ -91,11 +91,16 @@ def check_launches_as_triton_does() -> None:
 
 def check_hooks_see_every_launch() -> None:
     """A profiler's hook gets Triton's own launches."""
-    driver.set_active(Driver())  # type: ignore[arg-type]
+    driver.set_active(Driver())
     triton.compiler.compile = lambda source, target, options, **more: Recorder(source, options)
     own = _kernel.run
     launched: list[Any] = []
-    _kernel.run = lambda *arguments, **more: (launched.append(1), own(*arguments, **more))[1]
+
+    def run(*arguments: Any, **more: Any) -> Any:
+        launched.append(1)
+        return own(*arguments, **more)
+
+    _kernel.run = run
     arguments = (torch.zeros(4), None, 3, 3, 1.0)
     for _ in range(3):
         run_kernel(_kernel, (1,), *arguments, ROWS=5, FLAG=True)

@@ -5,6 +5,8 @@ from typing import Any
 from unittest import mock
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
@@ -25,6 +27,7 @@ CASES: dict[str, tuple[list[int], int, int]] = {
     "no rows": ([0, 0, 0], 16, 24),
     "one of each": ([1], 1, 1),
     "tiles": ([64], 32, 32),
+    "more tiles of rows than go through the columns together": ([293, 0, 40], 16, 40),
 }
 # In the other dtypes, which the interpreter computes in fp32 all the same.
 CASE_AND_DTYPES = [(case, torch.float32) for case in CASES]
@@ -42,6 +45,35 @@ def check_grouped_products(cases: list[tuple[str, torch.dtype]] = CASE_AND_DTYPE
         for one, other in zip(found, test_products.exact(*inputs, counts), strict=True):
             assert one.dtype == dtype, case
             assert_one_rounding(one, other)
+
+
+@triton.jit
+def _found(ends, experts, columns, out, ROWS: tl.constexpr, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    expert, first, rows, left = products.find_rows(ends, experts, columns, 4, ROWS, COLUMNS)
+    place = out + 4 * tl.program_id(0)
+    tl.store(place, expert)
+    tl.store(place + 1, first)
+    tl.store(place + 2, rows)
+    tl.store(place + 3, left)
+
+
+def check_tiles_of_rows_go_together() -> None:
+    """Eight tiles of rows of an expert take a tile of columns, then the next; each tile has one program."""
+    counts, columns, size = [37, 0, 150, 3], 50, 16
+    expected = []
+    for expert, count in enumerate(counts):
+        begin, tiles = sum(counts[:expert]), -(-count // size)
+        for group in range(0, tiles, 8):
+            for left in range(0, columns, size):
+                for tile in range(group, min(group + 8, tiles)):
+                    rows = min(size, count - tile * size)
+                    expected.append([expert, begin + tile * size, rows, left])
+    programs = len(expected) + 8
+    out = torch.zeros(programs, 4, dtype=torch.int64)
+    ends = torch.tensor(counts).cumsum(0)
+    _found[(programs,)](ends, 4, columns, out, ROWS=size, COLUMNS=size)
+    assert out[: len(expected)].tolist() == expected
+    assert (out[len(expected) :, 0] == 4).all()
 
 
 def check_every_grouped_product() -> None:
