@@ -251,15 +251,12 @@ class StoredBytes:
         self._blocks = _beside(path, BLOCKS)
         self._cache = BlockCache(path.parent / stub.root)
         self._system: tuple[int, Any, str] = (-1, None, "")  # of which process
-        self._fills_in = -1  # the process that has begun, or left it to another one
+        self._fills_in = -1  # the process that fetches ahead, or has
 
     def read(self, at: int, size: int) -> bytes:
         """Return `size` bytes from byte `at` on."""
         if at < 0 or at + size > self.size:
             raise UserError(f"data: {self.name} has {self.size} bytes, byte {at + size} was asked for")
-        if self._fills_in != os.getpid():
-            self._fills_in = os.getpid()
-            self._fill()
         parts = []
         while size > 0:
             number, inside = divmod(at, self._stub.block_bytes)
@@ -280,6 +277,8 @@ class StoredBytes:
             with self._locked(number):
                 found = self._kept(number, inside, count)
                 if found is None:
+                    if self._fills_in != os.getpid():
+                        self._fill()
                     block = self._fetch(number)
                     self._cache.add(self._place(number), block)
                     found = block[inside : inside + count]
@@ -363,7 +362,7 @@ class StoredBytes:
         return self._system[1:]
 
     def _fill(self) -> None:
-        """Begin to fetch all blocks ahead, unless another process does, or they are there."""
+        """Begin to fetch all blocks ahead, unless another process does."""
         try:
             handle = os.open(_beside(self._path, FILLING), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError:
@@ -373,6 +372,7 @@ class StoredBytes:
         except OSError:
             os.close(handle)
             return
+        self._fills_in = os.getpid()
         threading.Thread(target=self._fetch_all, args=(handle,), name="data ahead", daemon=True).start()
 
     def _fetch_all(self, lock: int) -> None:

@@ -93,11 +93,11 @@ def examine(
     with _noted(problems):
         plan = resolve_parallel(config, ranks)
     problems += validate(config, ranks, plan)
-    named = config.data
-    if not problems:
-        with _noted(problems):
-            config = localized_run(config)
-    if not problems and not any(objective_problems(config)):
+    named, located = config.data, None
+    with _noted(problems):
+        located = localized_run(config)
+    if located is not None and not any(objective_problems(config)):
+        config = located
         sources = list(source_problems(config))
         problems += sources
         with _noted(problems):

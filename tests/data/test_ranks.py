@@ -14,6 +14,7 @@ import torch.multiprocessing
 
 from megamoe.data import ranks
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
+from megamoe.data.stored import localized
 from megamoe.errors import UserError
 from tests.support.data.sources import config, make_bare_data, make_data
 
@@ -62,6 +63,16 @@ def build_without_a_shared_cache(folder: Path) -> None:
     build_datasets(data, resolve_vocabulary(data, None), seed=1, train_samples=3, validation_samples=0)
 
 
+def build_from_storage(folder: Path) -> list[int]:
+    """Each machine keeps its blocks, and makes the sample index, on its own disk."""
+    cache = folder / f"blocks_of_{MACHINES[ranks.rank()]}"
+    data = localized(config(f"file://{folder}/c", remote_cache=str(cache)))
+    vocabulary = resolve_vocabulary(data, None)
+    dataset = build_datasets(data, vocabulary, seed=1, train_samples=3, validation_samples=0).train
+    assert len(list(cache.rglob("*shuffle_index.npy"))) == 1
+    return [int(token) for number in range(3) for token in dataset[number]["tokens"]]
+
+
 def be_a_rank(rank: int, folder: Path) -> None:
     torch.distributed.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=3)
     ranks._machine = lambda: MACHINES[rank]  # the process ends with this function
@@ -71,6 +82,7 @@ def be_a_rank(rank: int, folder: Path) -> None:
         "one fails": found_by(lambda: ranks.once_per_machine(fail_on(2))),
         "meetings": meetings_during_long_work(),
         "differs": found_by(lambda: build_own(folder)).replace(str(folder), ""),
+        "storage": found_by(lambda: build_from_storage(folder)),
         "not shared": found_by(lambda: build_without_a_shared_cache(folder)).replace(str(folder), ""),
     }
     (folder / f"found{rank}").write_text(json.dumps(found))
@@ -107,6 +119,10 @@ def test_an_error_of_one_rank_is_raised_by_all(found: list[dict[str, Any]]) -> N
 def test_long_work_is_not_one_long_collective_operation(found: list[dict[str, Any]]) -> None:
     """A single collective would end at `parallel.timeout_minutes`."""
     assert found[0]["meetings"] >= 6
+
+
+def test_machines_without_a_shared_disk_read_from_object_storage(found: list[dict[str, Any]]) -> None:
+    assert bytes(found[0]["storage"][:3]) in b"sharedshared"
 
 
 def test_machines_with_other_data_or_without_the_cache_are_reported(found: list[dict[str, Any]]) -> None:

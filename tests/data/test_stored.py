@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from megamoe.apps.translation.dataset import PairDataset, PairOptions
 from megamoe.config.schema import DataConfig
 from megamoe.data import blocks, stored, write
 from megamoe.data.blocks import BlockCache
@@ -21,8 +22,11 @@ from megamoe.data.byte_files import ByteFile, open_bytes
 from megamoe.data.card import DataFiles
 from megamoe.data.datasets import Datasets
 from megamoe.data.stored import local_copy, localized
+from megamoe.data.verify import verify_sources
+from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.loop import train
+from tests.support.data.pairs import make_pairs
 from tests.support.data.sources import build, config, make_bare_data, make_data
 from tests.support.tiny import restored_process, tiny
 
@@ -352,6 +356,35 @@ def test_a_dataset_that_is_replaced_is_another_one(tmp_path: Path, corpus: str) 
     assert_equal(build(second), build(config(corpus)))
 
 
-def test_memory_stays_a_configuration_without_urls(corpus: str) -> None:
+def test_a_configuration_without_urls_stays_what_it_is(corpus: str) -> None:
     data = config(corpus)
     assert localized(data) is data
+
+
+def test_a_pattern_names_datasets_of_the_storage(tmp_path: Path, corpus: str) -> None:
+    make_data(tmp_path / "storage" / "other", TEXTS[:3])
+    folder = f"file://{tmp_path}/storage"
+    found = tiny("data.mock=false", f"data.sources=['{folder}/*']").data
+    assert [source.path for source in found.sources] == [f"{folder}/corpus", f"{folder}/other"]
+    with pytest.raises(UserError, match="names no prepared dataset"):
+        tiny("data.mock=false", f"data.sources=['{folder}/none*']")
+    with pytest.raises(UserError, match="holds credentials") as error:
+        tiny("data.mock=false", "data.sources=['s3://me:secret@bucket/*']")
+    assert "secret" not in str(error.value)
+
+
+def test_pairs(tmp_path: Path) -> None:
+    folder = make_pairs(tmp_path / "storage", [1, 0, 0], {"de": 30, "fr": 20})
+    there = localized(remote(f"{folder}/train", cache=tmp_path / "cache")).sources[0].path
+    sides = config(*(f"{there}.{side}" for side in ("source", "target")))
+    vocabulary = resolve_vocabulary(sides, None)
+    assert vocabulary.tokenizer is not None
+    verify_sources(sides, [source.path for source in sides.sources], vocabulary.size)
+    options = PairOptions(direction="both")
+    found, expected = (
+        PairDataset(there, vocabulary, options),
+        PairDataset(f"{folder}/train", vocabulary, options),
+    )
+    assert len(found) == len(expected) > 0
+    for number in range(len(expected)):
+        assert all(bool((found[number][key] == value).all()) for key, value in expected[number].items())

@@ -18,6 +18,7 @@ from megamoe.apps.chat.templates import GENERATION, ChatTemplate, checked, load_
 from megamoe.apps.generation.chat import end_of_turn
 from megamoe.apps.show_batch.show import Words, pieces_of, text_of
 from megamoe.config import RunConfig
+from megamoe.data.stored import local_copy
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
@@ -285,6 +286,17 @@ def test_batches_hold_conversations_that_do_not_see_each_other(folder: Path) -> 
     assert sorted(seen) == sorted((tokens.tolist(), learned.tolist()) for tokens, learned in known)
     second = [dataset[number]["tokens"].tolist() for number in range(epoch, 2 * epoch)]
     assert second != [dataset[number]["tokens"].tolist() for number in range(epoch)]
+
+
+def test_conversations_in_object_storage_are_those_of_the_disk(folder: Path, tmp_path: Path) -> None:
+    there = local_copy(f"file://{folder}/train", tmp_path)
+    assert not list(tmp_path.rglob("*.bin")) and len(list(tmp_path.rglob("*.bin.remote"))) == 2
+    found = Conversations(str(there), 2 * LENGTH, "truncate", 10**6)
+    expected = Conversations(str(folder / "train"), 2 * LENGTH, "truncate", 10**6)
+    assert found.cuts == expected.cuts and len(found) == len(expected) > 0
+    for place in range(len(expected)):
+        for one, other in zip(found.read(place), expected.read(place), strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_averages_weigh_conversations_alike(folder: Path) -> None:
