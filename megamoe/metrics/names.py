@@ -57,9 +57,7 @@ LOSS = TRAINING.add(
     "`train/lm_loss` + the sum of all `train/<loss>/weighted` + `model.multi_token_prediction.weight` times "
     f"the mean of `{MTP_LOSS}`",
 )
-AUXILIARY_LOSS = TRAINING.add(
-    "train/<loss>", "1", "the auxiliary loss, unweighted, mean over layers and micro batches"
-)
+AUXILIARY_LOSS = TRAINING.add("train/<loss>", "1", "the loss unweighted, mean over layers and micro batches")
 WEIGHTED_LOSS = TRAINING.add(
     "train/<loss>/weighted",
     "nats",
@@ -96,14 +94,10 @@ CLIPPED_HEADS = TRAINING.add(
     "`optimizer.qk_clip`",
 )
 VAL_LM_LOSS = TRAINING.add(
-    "val/lm_loss", "nats", "mean cross entropy of the validation data, never smoothed", EVALUATION
+    "val/lm_loss", "nats", "mean cross entropy of validation data, unsmoothed", EVALUATION
 )
-SET_LM_LOSS = TRAINING.add(
-    "val/<set>/lm_loss", "nats", "mean cross entropy of each further validation set", EVALUATION
-)
-TEST_LM_LOSS = TRAINING.add(
-    "test/lm_loss", "nats", "mean cross entropy of the third share of `data.split`", "the end"
-)
+SET_LM_LOSS = TRAINING.add("val/<set>/lm_loss", "nats", "loss of each further validation set", EVALUATION)
+TEST_LM_LOSS = TRAINING.add("test/lm_loss", "nats", "loss of the third share of `data.split`", "the end")
 for _of_set, _when in (("val", EVALUATION), ("val/<set>", EVALUATION), ("test", "the end")):
     TRAINING.add(f"{_of_set}/accuracy", "1", ACCURACY, f"{_when}, with `classification`, `tagging` or `span`")
     TRAINING.add(f"{_of_set}/squared_error", "1", "mean squared error", f"{_when}, with `regression`")
@@ -176,7 +170,7 @@ GRADIENT_SHARE = PARTS.add(
     "gradient of the scores",
     "every `log.gradient_shares_every` steps",
 )
-PARTS.add("scorer/temperature", "1", "of `cosine`: tau at the step's forward pass")
+PARTS.add("scorer/temperature", "1", "tau of `cosine` at the step's forward pass")
 PARTS.add("scorer/embedding_norm", "1", "mean L2 norm of the experts' rows in the scorer's weight")
 PARTS.add(
     "residual/norm", "1", "mean L2 norm of the experts' rows in the residual's weight", "`residual: gating`"
