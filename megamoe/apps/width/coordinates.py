@@ -1,7 +1,13 @@
 """The coordinate check: how the activations of a model move in its first steps, by width.
 
-Under muP the change of every activation in a step has a size that does not depend on the width (Yang et al.
-2022, arXiv 2203.03466, appendix D.1). Without, it grows or shrinks as a power of the width.
+Under muP the change of every activation in a step goes to a size that does not depend on the width (Yang et
+al. 2022, arXiv 2203.03466, appendix D.1). Without, it grows or shrinks as a power of the width.
+
+A finite width n adds two terms. The product of an update and an activation is a sum over n columns: besides
+the part that both have in common, n terms of random sign leave sqrt(n). And a readout weight, of initial
+std ~ 1/n, passes on sqrt(n)/n of what its input has moved. Both are ~ n^-1/2 of the limit and add in squares.
+So the power from one width to the next goes to 0, while a wrong learning rate or initial std leaves one of
+1/2 or more at every width. The wider half of the widths decides what is flat.
 """
 
 import math
@@ -21,7 +27,7 @@ PLACES = {
     "block": re.compile(r"decoder\.layers\.\d+$"),
     "logits": re.compile(r"^model\.output_layer$"),
 }
-FLAT = 0.25  # the largest exponent of the width, up or down, of a size that counts as flat
+FLAT = 0.25  # half of the least exponent, up or down, that a wrong rate or initial std leaves
 # The rate is that of every step, and all validations see the same batch.
 OVERRIDES = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "evaluation.batches=1")
 
@@ -111,8 +117,11 @@ def exponent(sizes: Mapping[int, float]) -> float:
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
-def exponents(of_place: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[float, float]:
-    """Return the exponents of the size and of the change after the last step."""
-    last = {width: steps[-1] for width, steps in of_place.items()}
-    size = exponent({width: size for width, (size, _) in last.items()})
-    return size, exponent({width: change for width, (_, change) in last.items()})
+def exponents(of_place: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[float, float, float]:
+    """Return the exponents of the size, of the change, and of the change in the wider half of the widths.
+
+    After the last step. The wider half has two widths or more, and the middle one of an odd number.
+    """
+    size, change = ({width: steps[-1][which] for width, steps in of_place.items()} for which in (0, 1))
+    wider = sorted(change)[-max(2, (len(change) + 1) // 2) :]
+    return exponent(size), exponent(change), exponent({width: change[width] for width in wider})
