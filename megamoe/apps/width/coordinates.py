@@ -7,7 +7,7 @@ A finite width n adds two terms. The product of an update and an activation is a
 the part that both have in common, n terms of random sign leave sqrt(n). And a readout weight, of initial
 std ~ 1/n, passes on sqrt(n)/n of what its input has moved. Both are ~ n^-1/2 of the limit and add in squares.
 So the power from one width to the next goes to 0, while a wrong learning rate or initial std leaves one of
-1/2 or more at every width. The wider half of the widths decides what is flat.
+1/2 or more at every width. All widths but the narrowest decide what is flat.
 """
 
 import math
@@ -28,23 +28,28 @@ PLACES = {
     "logits": re.compile(r"^model\.output_layer$"),
 }
 FLAT = 0.25  # half of the least exponent, up or down, that a wrong rate or initial std leaves
-# The rate is that of every step, and all validations see the same batch.
-OVERRIDES = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "evaluation.batches=1")
+OVERRIDES = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "evaluation.batches=0")
 
 # [place][step] -> (root mean square of the activations, of their change since step 0)
 Coordinates = dict[str, list[tuple[float, float]]]
 
 
 def measure(run: WidthRun) -> Coordinates:
-    """Return the activations' sizes on one validation batch, before the first step and after each."""
+    """Return the activations' sizes on the first batch, before the first step and after each.
+
+    All steps train on that batch, as `get_coord_data` of the authors' package mup does: an update has little in
+    common with the activations of tokens that it has not seen, and is then mostly terms that fall off.
+    """
+    from megamoe.train.step import evaluate
+
     with trainer_of(run, OVERRIDES) as trainer:
-        watch = _Watch(trainer.model)
+        watch, batches = _Watch(trainer.model), trainer.take_batches()
         found: Coordinates = defaultdict(list)
         for step in range(run.steps + 1):
             if step:
-                trainer.step()
+                trainer.step(batches)
             with watch:
-                trainer.evaluate()
+                evaluate(trainer.engine, trainer.context, batches)
             for place, sizes in watch.sizes().items():
                 found[place].append(sizes)
         return dict(found)
@@ -118,10 +123,10 @@ def exponent(sizes: Mapping[int, float]) -> float:
 
 
 def exponents(of_place: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[float, float, float]:
-    """Return the exponents of the size, of the change, and of the change in the wider half of the widths.
+    """Return the exponents of the size, of the change, and of the change without the narrowest width.
 
-    After the last step. The wider half has two widths or more, and the middle one of an odd number.
+    After the last step. Of two widths both count.
     """
     size, change = ({width: steps[-1][which] for width, steps in of_place.items()} for which in (0, 1))
-    wider = sorted(change)[-max(2, (len(change) + 1) // 2) :]
+    wider = sorted(change)[-max(2, len(change) - 1) :]
     return exponent(size), exponent(change), exponent({width: change[width] for width in wider})
