@@ -181,15 +181,22 @@ class Trainer:
         rank, say = self.world.rank, self.world.say
         return start_model(self.config, self.run, rank, make_moe_layer, saved, say, groups.context)
 
-    def step(self) -> tuple[StepRecord, dict[str, Any]]:
+    def take_batches(self) -> list[Batch]:
+        """Return this rank's micro batches of the next step."""
+        size = self.run.schedule.size_at(self.progress.samples)
+        return self._take(self._stream, size // self.run.schedule.unit)
+
+    def step(self, batches: list[Batch] | None = None) -> tuple[StepRecord, dict[str, Any]]:
         """Run one optimiser step; return its record and the metrics by their names in metrics.jsonl.
+
+        batches: this rank's micro batches; None: the next ones.
 
         Raises:
             UserError: on every rank, if a step is not applied and the run therefore ends.
         """
         started = time.perf_counter()
         size = self.run.schedule.size_at(self.progress.samples)
-        batches = self._take(self._stream, size // self.run.schedule.unit)
+        batches = self.take_batches() if batches is None else batches
         self.context.step = self.progress.step + 1
         shares_every = self.config.log.gradient_shares_every
         self.context.measure_gradients = bool(shares_every) and self.context.step % shares_every == 0

@@ -3,9 +3,10 @@
 python tools/coordinate_check.py --config examples/demo.yaml --widths 64 128 256 512 --output check.png
 
 The configuration is trained for some steps at each width with muP, the narrowest as its base, and without.
-FFN sizes and the number of heads grow with the width. After each step the change of the activations since the
-start is measured on one validation batch. It is flat if it grows or shrinks by at most the power 0.25 of the
-width. Without muP the picture shows what is amiss. Numbers go to a JSON file beside the picture.
+FFN sizes and the number of heads grow with the width. All steps train on the first batch, and after each the
+change of that batch's activations since the start is measured. It is flat if it grows or shrinks by at most
+the power 0.25 of the width over all widths but the narrowest, which moves more by terms that fall off with
+the width. Without muP the picture shows what is amiss. Numbers go to a JSON file beside the picture.
 """
 
 import argparse
@@ -85,13 +86,13 @@ def _run(options: argparse.Namespace) -> None:
         lambda run, _: print(f"{run.kind}, width {run.width}, seed {run.seed}"),
     )
     kinds = {kind: means(done, kind) for kind in (MUP, STANDARD)}
-    print(f"\n{'powers of the width':<26}{'size':>8}{'change':>8}")
+    print(f"\n{'powers of the width':<26}{'size':>8}{'change':>8}{'wider':>8}")
     for kind, of_kind in kinds.items():
         for place, of_place in of_kind.items():
-            size, change = exponents(of_place)
-            flat = "flat" if abs(change) <= FLAT else "NOT flat"
+            size, change, wider = exponents(of_place)
+            flat = "flat" if abs(wider) <= FLAT else "NOT flat"
             moves = flat if any(steps[-1][1] for steps in of_place.values()) else "does not move"
-            print(f"{kind + ', ' + place:<26}{size:>+8.2f}{change:>+8.2f}  {moves}")
+            print(f"{kind + ', ' + place:<26}{size:>+8.2f}{change:>+8.2f}{wider:>+8.2f}  {moves}")
     replace_file(options.output, coordinate_figure(kinds))
     write_text("--output", options.output.with_suffix(".json"), json.dumps(kinds, indent=1) + "\n")
     print(f"picture: {options.output}, numbers: {options.output.with_suffix('.json')}")

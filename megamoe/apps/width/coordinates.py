@@ -1,7 +1,13 @@
 """The coordinate check: how the activations of a model move in its first steps, by width.
 
-Under muP the change of every activation in a step has a size that does not depend on the width (Yang et al.
-2022, arXiv 2203.03466, appendix D.1). Without, it grows or shrinks as a power of the width.
+Under muP the change of every activation in a step goes to a size that does not depend on the width (Yang et
+al. 2022, arXiv 2203.03466, appendix D.1). Without, it grows or shrinks as a power of the width.
+
+A finite width n adds two terms. The product of an update and an activation is a sum over n columns: besides
+the part that both have in common, n terms of random sign leave sqrt(n). And a readout weight, of initial
+std ~ 1/n, passes on sqrt(n)/n of what its input has moved. Both are ~ n^-1/2 of the limit and add in squares.
+So the power from one width to the next goes to 0, while a wrong learning rate or initial std leaves one of
+1/2 or more at every width. All widths but the narrowest decide what is flat.
 """
 
 import math
@@ -21,24 +27,29 @@ PLACES = {
     "block": re.compile(r"decoder\.layers\.\d+$"),
     "logits": re.compile(r"^model\.output_layer$"),
 }
-FLAT = 0.25  # the largest exponent of the width, up or down, of a size that counts as flat
-# The rate is that of every step, and all validations see the same batch.
-OVERRIDES = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "evaluation.batches=1")
+FLAT = 0.25  # half of the least exponent, up or down, that a wrong rate or initial std leaves
+OVERRIDES = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "evaluation.batches=0")
 
 # [place][step] -> (root mean square of the activations, of their change since step 0)
 Coordinates = dict[str, list[tuple[float, float]]]
 
 
 def measure(run: WidthRun) -> Coordinates:
-    """Return the activations' sizes on one validation batch, before the first step and after each."""
+    """Return the activations' sizes on the first batch, before the first step and after each.
+
+    All steps train on that batch, as `get_coord_data` of the authors' package mup does: an update has little in
+    common with the activations of tokens that it has not seen, and is then mostly terms that fall off.
+    """
+    from megamoe.train.step import evaluate
+
     with trainer_of(run, OVERRIDES) as trainer:
-        watch = _Watch(trainer.model)
+        watch, batches = _Watch(trainer.model), trainer.take_batches()
         found: Coordinates = defaultdict(list)
         for step in range(run.steps + 1):
             if step:
-                trainer.step()
+                trainer.step(batches)
             with watch:
-                trainer.evaluate()
+                evaluate(trainer.engine, trainer.context, batches)
             for place, sizes in watch.sizes().items():
                 found[place].append(sizes)
         return dict(found)
@@ -111,8 +122,11 @@ def exponent(sizes: Mapping[int, float]) -> float:
     return sum((a - x) * (b - y) for a, b in points) / sum((a - x) ** 2 for a, _ in points)
 
 
-def exponents(of_place: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[float, float]:
-    """Return the exponents of the size and of the change after the last step."""
-    last = {width: steps[-1] for width, steps in of_place.items()}
-    size = exponent({width: size for width, (size, _) in last.items()})
-    return size, exponent({width: change for width, (_, change) in last.items()})
+def exponents(of_place: Mapping[int, Sequence[tuple[float, float]]]) -> tuple[float, float, float]:
+    """Return the exponents of the size, of the change, and of the change without the narrowest width.
+
+    After the last step. Of two widths both count.
+    """
+    size, change = ({width: steps[-1][which] for width, steps in of_place.items()} for which in (0, 1))
+    wider = sorted(change)[-max(2, len(change) - 1) :]
+    return exponent(size), exponent(change), exponent({width: change[width] for width in wider})

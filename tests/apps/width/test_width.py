@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.apps.width.coordinates import _Watch, exponent, exponents, means, measure
+from megamoe.apps.width.coordinates import FLAT, _Watch, exponent, exponents, means, measure
 from megamoe.apps.width.runs import MUP, STANDARD, WidthRun, width_overrides
 from megamoe.apps.width.transfer import (
     Best,
@@ -80,7 +80,16 @@ def test_sizes_are_means_over_the_seeds() -> None:
     }
     found = means(results, MUP)
     assert found == {"logits": {16: [(2.0, 0.0), (4.0, 4.0)], 32: [(1.0, 0.0), (8.0, 16.0)]}}
-    assert exponents(found["logits"]) == pytest.approx((1.0, 2.0))
+    assert exponents(found["logits"]) == pytest.approx((1.0, 2.0, 2.0))
+
+
+@pytest.mark.parametrize("wrong", [-0.5, 0.0, 0.5])
+@pytest.mark.parametrize("widths", [(64, 256), (16, 64, 256), (64, 128, 256, 512)])
+def test_terms_that_fall_off_are_flat_and_wrong_powers_are_not(widths: tuple[int, ...], wrong: float) -> None:
+    """The limit of a router's change as measured, 0.0475, and its terms of width^-1/2, 0.41 in all."""
+    change = {width: math.hypot(0.0475, 0.41 * width**-0.5) * width**wrong for width in widths}
+    _, _, wider = exponents({width: [(1.0, found)] for width, found in change.items()})
+    assert (abs(wider) <= FLAT) == (wrong == 0)
 
 
 def test_activations_are_those_of_the_modules(one_rank: None) -> None:
@@ -172,9 +181,9 @@ def test_both_tools_from_end_to_end(tiny_file: Path, capfd: pytest.CaptureFixtur
         "--output",
         str(output),
         "--widths",
-        "16",
-        "64",
-        "256",
+        "32",
+        "128",
+        "512",
         "--workers",
         "2",
     ]
@@ -187,6 +196,6 @@ def test_both_tools_from_end_to_end(tiny_file: Path, capfd: pytest.CaptureFixtur
     assert output.read_bytes().startswith(b"\x89PNG")
     assert set(json.loads(output.with_suffix(".json").read_text())) == {MUP, STANDARD}
     sweep = ["--steps", "2", "--rates", "1e-3", "1e-1", "3"]
-    assert tool("transfer").main([*common[:6], "32", "--workers", "2", *sweep, *rate]) == 0
+    assert tool("transfer").main([*common[:6], "64", "--workers", "2", *sweep, *rate]) == 0
     printed = capfd.readouterr().out
     assert printed.count("the best rate is") == 2, printed
