@@ -13,8 +13,9 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "stages", "by_node", "padded", "in_flight")
-OTHERS = ("dropped", "scattered", "context", "in_flight_by_node")  # runs of `make test-full`
+NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "by_node", "padded")
+# Runs of `make test-full`.
+OTHERS = ("dropped", "scattered", "stages", "context", "in_flight", "in_flight_by_node")
 FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
 BUDGETS = [
