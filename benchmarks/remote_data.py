@@ -58,7 +58,7 @@ def main() -> int:
         own += [f"output={folder}", f"data.remote_cache={cache}", "data.validation={}"]
         steps: dict[str, Callable[[int], float]] = {}
         for name, place in places.items():
-            source = [f"name={name}", f"data.sources=['{place}']"]
+            source = [f"name=run_{name}", f"data.sources=['{place}']"]
             trainer = Trainer(load_config(arguments.config, [*own, *source, *arguments.overrides]))
             steps[name] = lambda number, step=trainer.step: seconds(step, arguments.steps)  # type: ignore[misc]
         report("a training step", steps, arguments.rounds, 1e3 / arguments.steps, "ms")
