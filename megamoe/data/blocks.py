@@ -248,7 +248,7 @@ class StoredBytes:
     def __init__(self, path: Path, stub: Stub) -> None:
         self.name, self.size = stub.url, stub.size
         self._path, self._stub = path, stub
-        self._blocks = _beside(path, BLOCKS)
+        self._prefix = f"{_beside(path, BLOCKS)}/"
         self._cache = BlockCache(path.parent / stub.root)
         self._system: tuple[int, Any, str] = (-1, None, "")  # of which process
         self._fills_in = -1  # the process that fetches ahead, or has
@@ -268,9 +268,6 @@ class StoredBytes:
     def _length(self, number: int) -> int:
         return min(self._stub.block_bytes, self.size - number * self._stub.block_bytes)
 
-    def _place(self, number: int) -> Path:
-        return self._blocks / f"{number:08}"
-
     def _part(self, number: int, inside: int, count: int) -> bytes:
         found = self._kept(number, inside, count)
         if found is None:
@@ -280,13 +277,13 @@ class StoredBytes:
                     if self._fills_in != os.getpid():
                         self._fill()
                     block = self._fetch(number)
-                    self._cache.add(self._place(number), block)
+                    self._cache.add(Path(f"{self._prefix}{number:08}"), block)
                     found = block[inside : inside + count]
         return found
 
     def _kept(self, number: int, inside: int, count: int) -> bytes | None:
         """Return bytes of a block on the disk; None if it is not there as a whole."""
-        path = self._place(number)
+        path = f"{self._prefix}{number:08}"
         try:
             handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -305,7 +302,7 @@ class StoredBytes:
         finally:
             os.close(handle)
         with suppress(OSError):
-            path.unlink()
+            os.unlink(path)
         return None
 
     @contextmanager
@@ -401,4 +398,4 @@ class StoredBytes:
         with self._locked(number):
             if self._kept(number, 0, 0) is not None:
                 return True
-            return self._cache.add(self._place(number), self._fetch(number), evicts=False)
+            return self._cache.add(Path(f"{self._prefix}{number:08}"), self._fetch(number), evicts=False)

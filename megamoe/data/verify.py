@@ -20,6 +20,7 @@ from megamoe.data.index_file import REMEDY, check_arithmetic, read_header
 from megamoe.data.ranks import once_per_machine, rank
 from megamoe.errors import UserError
 from megamoe.io import read_plain, replace_file
+from megamoe.object_storage import is_url
 
 CHUNK_BYTES = 1 << 22
 # A file may change twice within one tick of its file system's clock, so a recent file is read again.
@@ -293,6 +294,10 @@ def verify_in_full(prefix: str) -> str:
     Raises:
         UserError: naming the file and what is wrong with it.
     """
+    if is_url(prefix):
+        raise UserError(
+            f"data {prefix!r}: only data on a disk is read whole; a run checks each block that it fetches"
+        )
     files, card = DataFiles(Path(prefix)), load_card(prefix)
     check_files(prefix, card)
     vocab_size = card.tokenizer.vocab_size if card else MOST_TOKEN_IDS

@@ -97,9 +97,8 @@ class Trainer:
             remote.prepare(config, self.world.say, self.world.is_first)
             self.folder: RunFolder = choose_run_folder(config)
             self._changes = self._changes_since(self.folder.resume_from)
-            vocabulary, deepspeed = self.run.vocabulary, self.run.plan.content
-            data, resume_from = self.run.config.data, self.folder.resume_from
-            facts.update(facts_of_files(config, data, vocabulary, deepspeed, resume_from))
+            data, vocabulary, deepspeed = self.run.config.data, self.run.vocabulary, self.run.plan.content
+            facts.update(facts_of_files(config, data, vocabulary, deepspeed, self.folder.resume_from))
         check_same(self.world, facts, config.parallel.timeout_minutes)
         launch.start(self.world, config.parallel.timeout_minutes, select_device=False)
         self._check_record()
@@ -206,17 +205,11 @@ class Trainer:
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
         reason_to_skip = self.skip_policy.reason_to_skip
+        in_flight = self.config.train.in_flight
         with self.routing.of(self.context.step, "train"):
             self.routing.check_batches(batches)
             record = train_step(
-                self.engine,
-                self.context,
-                batches,
-                lr,
-                smoothing,
-                before,
-                reason_to_skip,
-                self.config.train.in_flight,
+                self.engine, self.context, batches, lr, smoothing, before, reason_to_skip, in_flight
             )
         of_attention = self.attention_logits.finish(is_applied=record.problem is None)
         self.skip_policy.update(record.problem, record.lm_loss)
