@@ -183,9 +183,10 @@ gpu-check: $(STAMP)
 	$(PY) benchmarks/gpu_check.py
 
 # The site of the documentation, in build/docs/: open index.html. Any warning is an error. The extra is installed first.
+# Without --quiet, which makes mkdocs count no warning, so that none is an error.
 docs: $(STAMP)
 	@$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PIP_INSTALL) -e '.[docs]'
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --strict --clean
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --clean
 
 lint: $(STAMP)
 	$(PY) -m ruff check .

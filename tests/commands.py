@@ -33,7 +33,10 @@ BEFORE = (
     "moe.router.selector.weights=raw train.steps=20",
 )
 # What is added to a command that trains, so that it ends soon: two steps, in a folder of their own.
-TWO_STEPS = "train.steps=2 evaluation.every=2 evaluation.batches=1 output=runs/two_steps overwrite=true"
+TWO_STEPS = (
+    "train.steps=2 optimizer.warmup_steps=1 evaluation.every=2 evaluation.batches=1 output=runs/two_steps "
+    "overwrite=true"
+)
 RUN, TWO = "run", "two steps"
 
 

@@ -40,6 +40,12 @@ def test_the_navigation_has_every_page_once() -> None:
     assert {page for page in named if not page.startswith("repository/")} == written
 
 
+def test_make_docs_ends_with_an_error_at_a_warning() -> None:
+    """By --strict, and not with --quiet: mkdocs then counts no warning and ends with 0 (seen with 1.6.1)."""
+    (recipe,) = re.findall(r"-m mkdocs build (.+)$", (ROOT / "Makefile").read_text(), flags=re.MULTILINE)
+    assert "--strict" in recipe.split() and not {"--quiet", "-q"} & set(recipe.split())
+
+
 @pytest.fixture(name="hooks", scope="module")
 def _hooks() -> ModuleType:
     pytest.importorskip("mkdocs")

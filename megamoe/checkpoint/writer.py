@@ -147,6 +147,7 @@ class Save:
         """Block until this rank has written, or failed to. The watchdog is told of what is written."""
         if self._thread is None:
             return
+        _schedule(self._thread.native_id, "SCHED_OTHER")  # nothing else is to be done
         written = -1
         while self._thread.is_alive():
             now = self._bytes_written()

@@ -35,6 +35,29 @@ def test_a_writer_starts_at_idle_priority(tmp_path: Path, monkeypatch: pytest.Mo
     assert save.is_done and save.problem is None
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a thread's own scheduling is Linux's")
+def test_a_writer_that_is_waited_for_has_ordinary_priority(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a save at a run's end, or before a job's time limit, would wait for an idle core."""
+    began, policies = threading.Event(), list[int]()
+
+    def write(save: writer.Save, *unused: object) -> None:
+        began.set()
+        for _ in range(1000):
+            policies.append(os.sched_getscheduler(0))
+            if policies[-1] == os.SCHED_OTHER:
+                return
+            time.sleep(0.01)
+
+    monkeypatch.setattr(writer.Save, "_write", write)
+    save = writer.Save(tmp_path, tmp_path, 0)
+    save.start({}, {})
+    began.wait(30)
+    save.wait()
+    assert policies[0] == os.SCHED_IDLE and policies[-1] == os.SCHED_OTHER
+
+
 def test_the_watchdog_is_told_of_what_the_last_save_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
