@@ -34,7 +34,7 @@ from megamoe.compat.startup import configure_libraries
 
 configure_libraries()
 
-from common.child import is_first, is_rank_of, run_ranks  # noqa: E402
+from common.child import is_first, is_rank_of, run_ranks, temporary_folder  # noqa: E402
 from common.command import parser_of_a_run, positive, user_errors_exit_2, write_json  # noqa: E402
 from common.machine import settle_process, versions  # noqa: E402
 from common.rounds import Ratio, median_interval  # noqa: E402
@@ -72,7 +72,7 @@ class Bench:
 
     def steps(self) -> None:
         """Measure the steps of all candidates in turn."""
-        with tempfile.TemporaryDirectory() as output:
+        with temporary_folder() as output:
             configs = self.asked.moe_and_dense(steps_needed(self.rounds), output)
             found = measure(configs, self.rounds, self.asked.ranks)
         judged = judge(found, self.shape if self.asked.ranks == 1 else None)

@@ -3,10 +3,14 @@
 import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).parents[1]
 ROOT = BENCHMARKS.parent
+SHARED_FOLDER = "BENCHMARK_SHARED_FOLDER"
 
 
 def environment() -> dict[str, str]:
@@ -36,7 +40,19 @@ def run_module(module: str, *arguments: str) -> tuple[int, str, str]:
 def run_ranks(script: Path, arguments: list[str], ranks: int) -> int:
     """Run the same command on so many ranks; return its exit code."""
     python, variables = launched(ranks)
-    return subprocess.run([*python, str(script), *arguments], env=variables).returncode
+    with tempfile.TemporaryDirectory() as folder:
+        variables[SHARED_FOLDER] = folder
+        return subprocess.run([*python, str(script), *arguments], env=variables).returncode
+
+
+@contextmanager
+def temporary_folder() -> Iterator[str]:
+    """Give a folder until the end of the block: the same to all ranks of `run_ranks`."""
+    if shared := os.environ.get(SHARED_FOLDER):
+        yield shared
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
 
 
 def is_rank_of(ranks: int) -> bool:

@@ -5,7 +5,7 @@ import os
 import shutil
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, TypeAlias, Union, cast
+from typing import TYPE_CHECKING, Protocol, TypeAlias, Union, cast
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ if TYPE_CHECKING:
 
 # The passes over rows that both have, as typed methods of equal arguments.
 RowKernels: TypeAlias = Union[Library, "TritonKernels"]
+
+
+class ModelKeys(Protocol):
+    """The two keys of the section `model` that choose."""
+
+    @property
+    def cpu_kernels(self) -> str: ...
+    @property
+    def gpu_kernels(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -35,10 +44,11 @@ class Kernels:
     triton_products: bool = False
 
     @classmethod
-    def of(cls, cpu_kernels: str, gpu_kernels: str) -> "Kernels":
+    def of(cls, model: ModelKeys) -> "Kernels":
         """Return what `model.cpu_kernels` and `model.gpu_kernels` of the configuration choose."""
-        triton = gpu_kernels == "triton" or (gpu_kernels == "auto" and triton_problem() == "")
-        return cls(cpu_kernels != "plain", triton, triton_products=gpu_kernels == "triton")
+        asked = model.gpu_kernels
+        triton = asked == "triton" or (asked == "auto" and triton_problem() == "")
+        return cls(model.cpu_kernels != "plain", triton, triton_products=asked == "triton")
 
     def library_on(self, device: torch.device) -> Library | None:
         """Return the compiled library if it is chosen, can be built, and the device is the CPU; else None."""

@@ -162,7 +162,7 @@ def _cpu_kernels_row(config: RunConfig, precision: str) -> str:
 def _gpu_rows(config: RunConfig, precision: str) -> dict[str, str]:
     """Return who computes our own passes on CUDA, and the grouped products of the experts."""
     model = config.model
-    kernels, key = Kernels.of(model.cpu_kernels, model.gpu_kernels), f"model.gpu_kernels: {model.gpu_kernels}"
+    kernels, key = Kernels.of(model), f"model.gpu_kernels: {model.gpu_kernels}"
     passes = "MoE rows, norms, rotary positions, loss"
     rows = {"GPU kernels": f"Triton's: {passes}" if kernels.triton else f"PyTorch's ({key})"}
     if model.gpu_kernels == "auto" and triton_problem():

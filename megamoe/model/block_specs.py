@@ -74,7 +74,7 @@ class BlockMaker:
         options: dict[str, Any] = {**position_options(model, modules), **latent_options(model), **self.init}
         return kind(
             **options,
-            kernels=_kernels(model),
+            kernels=Kernels.of(model),
             computed_again=self.computed_again,
             num_layers=num_layers,
             hidden_size=model.hidden_size,
@@ -207,7 +207,7 @@ class BlockMaker:
             norm=model.norm,
             norm_eps=model.norm_eps,
             products=self.modules.products,
-            kernels=_kernels(model),
+            kernels=Kernels.of(model),
             computed_again=self.computed_again,
             exchange=self.config.parallel.exchange,
             exchange_fp8=self.config.parallel.exchange_dtype == "fp8",
@@ -233,10 +233,6 @@ def _clamps(model: ModelConfig) -> dict[str, Any]:
     if model.activation != CLAMPED:
         return {}
     return {"activation_func_clamp_value": LIMIT, "glu_linear_offset": OFFSET}
-
-
-def _kernels(model: ModelConfig) -> Kernels:
-    return Kernels.of(model.cpu_kernels, model.gpu_kernels)
 
 
 def init_methods(model: ModelConfig, seed: int) -> dict[str, Callable[[Tensor], None]]:

@@ -175,7 +175,7 @@ def choose_modules(config: RunConfig) -> Modules:
 def _modules_of_decoder(config: RunConfig) -> Modules:
     if not uses_transformer_engine(config.model):
         norm = ApexNorm if uses_apex_norms(config.model) else Norm
-        kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+        kernels = Kernels.of(config.model)
         # Without a kernel of ours, Megatron-Core's operators move fewer bytes than our plain form.
         return Modules(norm=norm, own_rotation=not has_cuda() or kernels.triton)
     from megatron.core.extensions import transformer_engine as engine

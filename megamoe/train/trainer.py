@@ -91,52 +91,46 @@ class Trainer:
             launch.order_device_queues()
         self.world = world or launch.find_world()
         facts: Facts = {}
-        self._changes: list[str] = []  # of the configuration since the checkpoint that the run resumes from
         with raise_on_all_ranks(facts, self.world):
-            resume_from = self._check(facts)
+            self.run: ResolvedRun = self._resolve(facts)
+            self.callbacks = Callbacks(config.train.callbacks)
+            remote.prepare(config, self.world.say, self.world.is_first)
+            self.folder: RunFolder = choose_run_folder(config)
+            self._changes = self._changes_since(self.folder.resume_from)
+            vocabulary, deepspeed = self.run.vocabulary, self.run.plan.content
+            facts.update(facts_of_files(config, vocabulary, deepspeed, self.folder.resume_from))
         check_same(self.world, facts, config.parallel.timeout_minutes)
         launch.start(self.world, config.parallel.timeout_minutes, select_device=False)
-        self._check_record(resume_from)
+        self._check_record()
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
         self.datasets: Datasets = self._build_datasets()
         saves = config.checkpoint
         self.checkpoints = Checkpoints(self.folder.checkpoints, saves.keep, saves.background, self._uploads())
-        saved = self._open_checkpoint(resume_from)
+        saved = self._open_checkpoint()
         self.progress = Progress() if saved is None else Progress.of(saved.meta)
         # The loader processes are forked here, before this process has CUDA and the model's memory.
         self._stream = self._stream_of(self.datasets.train, self.progress.samples, config.data.workers)
         try:
             launch.use_device(self.world)
-            self._build(groups, saved)
+            self.context = self._step_context(groups)
+            model = self._start_model(groups, saved)
+            self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
+            self.attention_logits = AttentionLogits(config, self.engine)
+            self.noise_scale = NoiseScale(
+                self._compared(), config.log.noise_scale_every, groups.data, self.world.device
+            )
+            self._seed()
+            self.skip_policy = SkipPolicy(config.train)
+            self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
+            self.speed = Speed.of(config, self.run, self.world)
+            self.last_checkpoint: Path | None = None
+            if saved is not None:
+                self._resume(saved)
+            self.engine.train(True)
+            self.routing = self._open_routing(model)
         except BaseException:
             self._stream.close()
             raise
-
-    def _build(self, groups: Groups, saved: CheckpointReader | None) -> None:
-        """Build the model and its engine, and load the checkpoint to resume from, if any."""
-        config = self.config
-        self.context = StepContext(
-            seed=config.seed,
-            data_group=groups.data if self.layout.data > 1 else None,
-            timers=StageTimers(self.world.device) if config.log.timers else None,
-        )
-        make_moe_layer = moe_layer_factory(self.context, groups, self.layout)
-        rank, say = self.world.rank, self.world.say
-        model = start_model(config, self.run, rank, make_moe_layer, saved, say, groups.context)
-        self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
-        self.attention_logits = AttentionLogits(config, self.engine)
-        self.noise_scale = NoiseScale(
-            self._compared(), config.log.noise_scale_every, groups.data, self.world.device
-        )
-        self._seed()
-        self.skip_policy = SkipPolicy(config.train)
-        self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
-        self.speed = Speed.of(config, self.run, self.world)
-        self.last_checkpoint: Path | None = None
-        if saved is not None:
-            self._resume(saved)
-        self.engine.train(True)
-        self._open_routing(model)
 
     @property
     def layout(self) -> Layout:
@@ -150,27 +144,41 @@ class Trainer:
         assert isinstance(model, LanguageModel)
         return model
 
-    def _check(self, facts: Facts) -> Path | None:
-        """Refuse what cannot run, before ranks are started; return the checkpoint to resume from, if any.
+    def _resolve(self, facts: Facts) -> ResolvedRun:
+        """Refuse what cannot run, before ranks are started.
 
         facts: receives the values that must be the same on all ranks.
         """
-        config = self.config
-        facts.update(facts_of_start(config, self.world))
-        self.run: ResolvedRun = resolve_run(config, self.world.size, self.world)
-        widen_products(self.run.plan.precision, self.world.device)
-        if self.world.device.type == "cpu" and config.model.keep_freed_memory:
+        facts.update(facts_of_start(self.config, self.world))
+        run = resolve_run(self.config, self.world.size, self.world)
+        widen_products(run.plan.precision, self.world.device)
+        if self.world.device.type == "cpu" and self.config.model.keep_freed_memory:
             keep_freed_memory()
-        self.callbacks = Callbacks(config.train.callbacks)
-        remote.prepare(config, self.world.say, self.world.is_first)
-        self.folder: RunFolder = choose_run_folder(config)
-        resume_from = self.folder.resume_from
-        if resume_from is not None:
-            self._changes = check_resume(config, self.run.vocabulary.size, resume_from)
-        elif config.checkpoint.init.path is not None:
-            check_init(config, self.run.vocabulary.size, self.folder.path)
-        facts.update(facts_of_files(config, self.run.vocabulary, self.run.plan.content, resume_from))
-        return resume_from
+        return run
+
+    def _changes_since(self, checkpoint: Path | None) -> list[str]:
+        """Return the changes of the configuration since the checkpoint to resume from, a line each.
+
+        Raises:
+            UserError: if the run cannot go on from it, or not begin from `checkpoint.init`.
+        """
+        if checkpoint is not None:
+            return check_resume(self.config, self.run.vocabulary.size, checkpoint)
+        if self.config.checkpoint.init.path is not None:
+            check_init(self.config, self.run.vocabulary.size, self.folder.path)
+        return []
+
+    def _step_context(self, groups: Groups) -> StepContext:
+        return StepContext(
+            seed=self.config.seed,
+            data_group=groups.data if self.layout.data > 1 else None,
+            timers=StageTimers(self.world.device) if self.config.log.timers else None,
+        )
+
+    def _start_model(self, groups: Groups, saved: CheckpointReader | None) -> LanguageModel:
+        make_moe_layer = moe_layer_factory(self.context, groups, self.layout)
+        rank, say = self.world.rank, self.world.say
+        return start_model(self.config, self.run, rank, make_moe_layer, saved, say, groups.context)
 
     def take_batches(self) -> list[Batch]:
         """Return this rank's micro batches of the next step."""
@@ -380,27 +388,30 @@ class Trainer:
             validation_samples=self.config.evaluation.batches * schedule.final,
         )
 
-    def _open_routing(self, model: LanguageModel) -> None:
-        """Prepare the record of the routers' choices, and the one that is replayed."""
-        self.routing: Any = application("routing_record")(self.run, self.world)
+    def _open_routing(self, model: LanguageModel) -> Any:
+        """Return the record of the routers' choices, and the one that is replayed."""
+        routing = application("routing_record")(self.run, self.world)
         train = self.config.train
         step, last = self.progress.step, self.run.steps
         if train.exit_after_steps is not None:
             last = min(last, step + train.exit_after_steps)
         may_replace = self.config.overwrite or self.folder.restarted
-        raise_any_error(catch_error(lambda: self.routing.check(step, last, may_replace and step == 0)))
-        self.routing.attach(model)
+        raise_any_error(catch_error(lambda: routing.check(step, last, may_replace and step == 0)))
+        routing.attach(model)
+        return routing
 
-    def _check_record(self, resume_from: Path | None) -> None:
+    def _check_record(self) -> None:
         """Check, before the model is built, that the first rank can continue the run's metrics.jsonl."""
+        resume_from = self.folder.resume_from
         if resume_from is None or not self.folder.continues:
             return
         step = read_meta(resume_from)["step"]
         problem = catch_error(lambda: check_record(self.folder.path, step)) if self.world.is_first else None
         raise_any_error(problem)
 
-    def _open_checkpoint(self, checked: Path | None) -> CheckpointReader | None:
-        """Open the first intact candidate; `checked`: the one that was found to fit this run."""
+    def _open_checkpoint(self) -> CheckpointReader | None:
+        """Open the first intact candidate."""
+        checked = self.folder.resume_from  # was found to fit this run
         if checked is None:
             return None
         path, damaged = first_intact(list(self.folder.candidates), self.world.say)

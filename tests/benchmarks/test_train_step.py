@@ -118,6 +118,14 @@ def test_ranks_share_the_batch(bench: Any, config: str, tmp_path: Path) -> None:
     assert configs["dense"].model.ffn_hidden_size == 24
 
 
+@pytest.mark.full
+def test_two_ranks_are_measured(bench: Any, config: str, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    arguments = ["--ranks=2", "--config", config, "--rounds=1", f"--json={file}"]
+    assert bench.main([*arguments, *overrides("train.micro_batch_size=4")]) == 0
+    assert {"moe", "dense"} <= json.loads(file.read_text())["steps"]["candidates"].keys()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

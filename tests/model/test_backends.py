@@ -146,11 +146,8 @@ def test_the_summary_names_the_gpus_kernels_where_there_is_one(
 def test_triton_is_the_default_where_it_can_be_used(monkeypatch: pytest.MonkeyPatch) -> None:
     for problem, expected in (("", True), ("no compiler", False)):
         monkeypatch.setattr(choice, "triton_problem", lambda problem=problem: problem)
-        assert [Kernels.of("auto", name).triton for name in ("auto", "triton", "plain")] == [
-            expected,
-            True,
-            False,
-        ]
+        chosen = [Kernels.of(tiny(f"model.gpu_kernels={name}").model) for name in ("auto", "triton", "plain")]
+        assert [kernels.triton for kernels in chosen] == [expected, True, False]
     assert tiny().model.gpu_kernels == "auto"
 
 

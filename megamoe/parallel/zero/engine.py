@@ -122,7 +122,7 @@ class Engine:
             if self.stage < 2:
                 reduce_on_request(self._engine)
         elif ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
-            kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+            kernels = Kernels.of(config.model)
             section = filled.get("zero_optimization", {})
             self._scattered = ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
         self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
@@ -350,7 +350,7 @@ def _build_optimizer(
     options = adamw_options(config.optimizer)
     if plan.stage == 0:
         clip, decoupled = config.optimizer.grad_clip, config.optimizer.name != "adam"
-        kernels = Kernels.of(config.model.cpu_kernels, config.model.gpu_kernels)
+        kernels = Kernels.of(config.model)
         if config.optimizer.name == "muon":
             of_muon = MasterWeightMuon if plan.precision == "bf16" else Stage0Muon
             return of_muon(groups, clip, config.optimizer.muon, kernels=kernels, **options)

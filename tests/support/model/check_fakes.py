@@ -30,6 +30,7 @@ from megamoe.moe.router import Router
 from megamoe.parallel import launch
 from megamoe.parallel.layout import Layout
 from tests.support.in_subprocess import checks_of, run_checks
+from tests.support.model import runs_on_fakes
 from tests.support.model.with_fakes import calls, pretend_cuda
 from tests.support.moe.plain import loop_experts
 from tests.support.ranks.runs import ds_config
@@ -330,7 +331,7 @@ def check_each_weight_has_a_product_of_its_own() -> None:
     assert len(products) == len({id(product) for product in products}) == 2 * 2 * 2
 
 
-CHECKS = checks_of(globals())
+CHECKS = checks_of(globals()) | checks_of(vars(runs_on_fakes))
 
 
 def main() -> None:
