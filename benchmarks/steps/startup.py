@@ -59,9 +59,9 @@ def main() -> None:
     mark("imports")
 
     class MarkingTrainer(loop.Trainer):
-        def step(self) -> Any:
+        def step(self, batches: Any = None) -> Any:
             mark("building")
-            found = super().step()
+            found = super().step(batches)
             mark("first step")
             file.write_text(json.dumps(marks))
             return found
