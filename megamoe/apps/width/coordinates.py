@@ -37,8 +37,8 @@ Coordinates = dict[str, list[tuple[float, float]]]
 def measure(run: WidthRun) -> Coordinates:
     """Return the activations' sizes on the first batch, before the first step and after each.
 
-    All steps train on that batch, as `get_coord_data` of the package mup does: an update has little in
-    common with the activations of tokens that it has not seen, and is then mostly terms that fall off.
+    All steps train on that batch, as `get_coord_data` of the authors' package mup does: an update has little
+    in common with the activations of tokens that it has not seen, and is then mostly terms that fall off.
     """
     from megamoe.train.step import evaluate
 
