@@ -25,7 +25,8 @@ PROGRAM = re.compile(
 # The runs that the commands read: the demo, made small enough for 300 steps in seconds.
 SMALL = (
     "model.hidden_size=64 model.num_layers=2 moe.expert_ffn_hidden_size=64 data.sequence_length=64 "
-    "train.micro_batch_size=2 train.global_batch_size=4 evaluation.every=150 evaluation.batches=2"
+    "train.micro_batch_size=2 train.global_batch_size=4 evaluation.every=150 evaluation.batches=2 "
+    "checkpoint.every=50 checkpoint.keep=10"
 )
 BEFORE = (
     f"python pretrain_gpt_moe.py --config examples/demo.yaml {SMALL}",
@@ -62,7 +63,8 @@ RULES = [
     Rule(r"python tools/convert_hf\.py export runs/demo exported --class custom", RUN),
     Rule(r"python tools/checkpoint\.py inspect .*", RUN),
     Rule(r"python tools/checkpoint\.py convert .*", RUN),
-    Rule(r"python tools/checkpoint\.py average runs/demo runs/demo_averaged --(last|decay) .*", RUN),
+    Rule(r"python tools/checkpoint\.py average runs/demo runs/demo_averaged --last 5", RUN),
+    Rule(r"python tools/checkpoint\.py average .* --decay .*", "tests/checkpoint/tools/test_average.py"),
     Rule(r"python tools/checkpoint\.py prune runs/demo --keep 2( --dry-run)?", RUN),
     Rule(r"python tools/plan\.py --config benchmarks/rooflines/models/moe_1b\.yaml .*", RUN),
     # Training, as written but for the number of steps.
