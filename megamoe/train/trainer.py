@@ -186,16 +186,14 @@ class Trainer:
         return self._take(self._stream, size // self.run.schedule.unit)
 
     def step(self, batches: list[Batch] | None = None) -> tuple[StepRecord, dict[str, Any]]:
-        """Run one optimiser step; return its record and the metrics by their names in metrics.jsonl.
-
-        batches: this rank's micro batches; None: the next ones.
+        """Run one optimiser step, on the next micro batches or those given; return its record and metrics.
 
         Raises:
             UserError: on every rank, if a step is not applied and the run therefore ends.
         """
         started = time.perf_counter()
         size = self.run.schedule.size_at(self.progress.samples)
-        batches = self.take_batches() if batches is None else batches
+        batches = batches or self.take_batches()
         self.context.step = self.progress.step + 1
         shares_every = self.config.log.gradient_shares_every
         self.context.measure_gradients = bool(shares_every) and self.context.step % shares_every == 0
