@@ -143,6 +143,8 @@ def test_the_old_key_of_multi_token_prediction_is_read_as_the_new_one(tmp_path: 
 def test_the_formulas_of_speed_hold(rows: dict[str, list[dict[str, Any]]]) -> None:
     row = rows["everything"][-1]
     assert row["perf/tokens_per_s"] * row["perf/step_s"] == pytest.approx(row["train/batch_size"] * 8)
+    of_step = row["perf/tflops_per_rank"] * row["perf/step_s"] * 1e12
+    assert row["perf/gflops_per_token"] * 1e9 * row["train/batch_size"] * 8 == pytest.approx(of_step)
     assert row["perf/mfu"] == pytest.approx(row["perf/tflops_per_rank"] / 1.5)
     stages = [row[f"perf/{stage}_s"] for stage in ("route", "dispatch", "experts", "combine")]
     assert all(seconds > 0 for seconds in stages) and sum(stages) < row["perf/step_s"]

@@ -110,6 +110,11 @@ TFLOPS_PER_RANK = SPEED.add(
     "TFLOP/s",
     "(tokens x FLOPs of a token + computed pairs x FLOPs of a pair) / `perf/step_s` / ranks / 10^12",
 )
+GFLOPS_PER_TOKEN = SPEED.add(
+    "perf/gflops_per_token",
+    "GFLOP",
+    "(tokens x FLOPs of a token + computed pairs x FLOPs of a pair) / tokens of the global batch / 10^9",
+)
 MFU = SPEED.add("perf/mfu", "1", "`perf/tflops_per_rank` / peak of a rank's device", "known peak")
 STAGES = {  # of the MoE layers, by their names in `moe/timers.py`
     "route": SPEED.add("perf/route_s", "s", "forward passes of scorer, masks, selector and capacity", TIMERS),

@@ -48,11 +48,13 @@ class Speed:
     def metrics(self, record: StepRecord, samples: int, seconds: float) -> dict[str, float]:
         """Return the metrics of a step over so many samples of the global batch."""
         pairs = {number: int(layer.load_E.sum()) for number, layer in record.layers.items()}
-        rate = self.flops.of_step(samples * self.length, pairs) / seconds / self.ranks
+        flops = self.flops.of_step(samples * self.length, pairs)
+        rate = flops / seconds / self.ranks
         metrics = {
             names.TOKENS_PER_S: samples * self.counted / seconds,
             names.STEP_S: seconds,
             names.TFLOPS_PER_RANK: rate / 1e12,
+            names.GFLOPS_PER_TOKEN: flops / (samples * self.counted) / 1e9,
         }
         return metrics if self.peak is None else {**metrics, names.MFU: rate / self.peak}
 

@@ -337,7 +337,6 @@ def test_options_of_an_urgent_group(monkeypatch: pytest.MonkeyPatch) -> None:
     assert hasattr(gloo._Options, "_timeout")  # as those of NCCL, which is not here
     if not distributed.is_nccl_available():
         assert urgent_group_options(None) is None
-        monkeypatch.setattr(distributed, "is_nccl_available", lambda: True)
         stand_in = SimpleNamespace(Options=Options)
         monkeypatch.setattr(distributed, "ProcessGroupNCCL", stand_in, raising=False)
     options = urgent_group_options(timedelta(minutes=3))

@@ -58,7 +58,7 @@ def test_two_parts_of_one_name_are_refused() -> None:
             type("X", (), {"Config": Weightless}),
             "loss 'bare': the `Config` of X needs a field `weight`",
         ),
-        ("gates", Part, "unknown kind 'gates', expected one of scorer, mask, score_function, "),
+        ("gates", Part, "unknown kind 'gates', expected one of scorer, residual, mask, score_function, "),
     ],
 )
 def test_what_cannot_be_a_part(kind: str, part: Any, message: str) -> None:

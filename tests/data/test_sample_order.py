@@ -100,7 +100,7 @@ def test_blend_takes_turns_like_megatron_core(tmp_path: Path, monkeypatch: pytes
     numbers: list[tuple[str, int]] = []
 
     def noted(source: object, number: int) -> np.ndarray:
-        numbers.append((source.path.stem, number))  # type: ignore[attr-defined]
+        numbers.append((Path(source.path).stem, number))  # type: ignore[attr-defined]
         return np.zeros(9, dtype=np.int64)
 
     monkeypatch.setattr(sample_order._Source, "tokens", noted)

@@ -16,6 +16,7 @@ from megamoe.kernels.choice import Kernels
 from megamoe.model import backends
 from megamoe.model.attention.core import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
+from megamoe.model.linears import ColumnLinear, RowLinear
 from megamoe.model.modules import choose_modules, fp8_options
 from megamoe.train import resolved, trainer
 from tests.support.in_subprocess import ROOT, names_of_checks, verdicts_of
@@ -169,7 +170,8 @@ def test_without_them_everything_is_pytorchs(nothing_installed: None) -> None:
     check_on(config, 1)
     assert not uses_transformer_engine(config.model) and not uses_apex_norms(config.model)
     modules = choose_modules(config)
-    assert (modules.core_attention, modules.linears, modules.products.row_multiple) == (SDPAttention, None, 1)
+    assert (modules.core_attention, modules.linears) == (SDPAttention, (ColumnLinear, RowLinear))
+    assert modules.products.row_multiple == 1
     assert fp8_options(config.model) == {"fp8": None}
     summary = backend_rows(config)
     assert (summary["Transformer Engine"], summary["Apex"]) == ("none", "none")
