@@ -14,6 +14,13 @@ from tests.support.ranks.pool import Pool
 ROOT = Path(__file__).resolve().parents[3]
 RUNS = sorted((ROOT / "examples/presets").glob("*.yaml"))
 NAMES = [path.stem for path in RUNS]
+# Of the quick tests: a preset for each mechanism. The others put these together otherwise.
+QUICK = (
+    *("base", "biased_clusters", "deepseek_v3", "deepseek_v4_moe", "dense_to_sparse", "expert_choice"),
+    *("longcat_flash", "moe_plus_plus", "moec", "nemotron_latent", "phi_moe", "policy", "remoe", "sgmoe"),
+    *("sinkhorn", "top_any", "xmoe_threshold"),
+)
+EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in NAMES]
 QUICK_STEPS, FULL_STEPS = 2, 30
 SHORT = ["data.sequence_length=32"]  # of the few steps
 MOCK = ["data.mock=true", "data.sources=[]", "data.workers=0", "model.vocab_size=200", "evaluation.batches=0"]
@@ -31,10 +38,12 @@ NEEDS_TOKEN_LOSSES = {"policy"}
 Metrics = list[dict[str, Any]]
 
 
-def train_all(steps: int, ranks: int, changes: list[str]) -> list[Metrics]:
-    """Job: the metrics of every step of every run."""
+def train_all(names: list[str], steps: int, ranks: int, changes: list[str]) -> list[Metrics]:
+    """Job: the metrics of every step of these runs."""
     found = []
     for path in RUNS:
+        if path.stem not in names:
+            continue
         more = TOGETHER.get(path.stem, []) if ranks == 1 else [f"parallel.expert={ranks}"]
         trainer = Trainer(load_config(path, [*MOCK, *changes, *more]))
         found.append([trainer.step()[1] for _ in range(steps)])
@@ -42,20 +51,21 @@ def train_all(steps: int, ranks: int, changes: list[str]) -> list[Metrics]:
     return found
 
 
-def both(pool: Pool, steps: int, changes: list[str]) -> dict[str, tuple[Metrics, Metrics]]:
-    (alone,) = pool.run(train_all, steps, 1, changes, ranks=1, timeout_s=900)
-    first, _ = pool.run(train_all, steps, 2, changes, ranks=2, timeout_s=900)
-    return dict(zip(NAMES, zip(alone, first, strict=True), strict=True))
+def both(pool: Pool, names: list[str], steps: int, changes: list[str]) -> dict[str, tuple[Metrics, Metrics]]:
+    (alone,) = pool.run(train_all, names, steps, 1, changes, ranks=1, timeout_s=900)
+    first, _ = pool.run(train_all, names, steps, 2, changes, ranks=2, timeout_s=900)
+    return dict(zip(names, zip(alone, first, strict=True), strict=True))
 
 
 @pytest.fixture(scope="module")
-def few(pool: Pool) -> dict[str, tuple[Metrics, Metrics]]:
-    return both(pool, QUICK_STEPS, SHORT)
+def few(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Metrics, Metrics]]:
+    asked = {item.name.rpartition("[")[2].rstrip("]") for item in request.session.items}
+    return both(pool, [name for name in NAMES if name in asked], QUICK_STEPS, SHORT)
 
 
 @pytest.fixture(scope="module")
 def many(pool: Pool) -> dict[str, tuple[Metrics, Metrics]]:
-    return both(pool, FULL_STEPS, [])
+    return both(pool, NAMES, FULL_STEPS, [])
 
 
 def test_there_is_an_example_for_every_preset_and_four_more() -> None:
@@ -63,14 +73,14 @@ def test_there_is_an_example_for_every_preset_and_four_more() -> None:
     assert len(set(NAMES) - set(registry.list_presets())) == 4
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_a_few_steps_are_the_same_on_two_ranks(few: dict[str, tuple[Metrics, Metrics]], name: str) -> None:
     for alone, two in zip(*few[name], strict=True):
         assert two["train/lm_loss"] == pytest.approx(alone["train/lm_loss"], rel=1e-4)
         assert two["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-4)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", EACH)
 def test_losses_and_loads_are_logged_under_the_parts_names(
     few: dict[str, tuple[Metrics, Metrics]], name: str
 ) -> None:

@@ -25,7 +25,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP 2": {"expert": 2},
     "TP 2": {"tensor": 2, "sequence": True, "expert_tensor": 2},
 }
-QUICK = [Place(2, zero=3, **LAYOUTS["EP 2"]), Place(2, zero=1, **LAYOUTS["TP 2"])]
+QUICK = [Place(2, zero=1, **LAYOUTS["TP 2"])]
 PLACES = [Place(2, zero=zero, **layout) for layout in LAYOUTS.values() for zero in range(4)]
 
 
