@@ -89,7 +89,7 @@ def test_every_step_is_recorded_with_its_keys(whole: tuple[Path, list[dict[str, 
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     always = {
         "step", "tokens", "train/lm_loss", "train/loss", "train/switch_balance", "train/grad_norm",
-        "train/switch_balance/weighted", "train/lr", "train/batch_size", *LASTING,
+        "train/switch_balance/weighted", "train/lr", "train/batch_size", "perf/gflops_per_token", *LASTING,
         *(f"moe/{what}" for what in OVERALL),
         *(f"moe/layer_{n}/{what}" for n in ("01", "02") for what in (*OVERALL, *OF_A_LAYER)),
     }  # fmt: skip
