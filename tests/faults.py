@@ -547,4 +547,13 @@ FAULTS = (
         "timeout=timeout)",
         ("tests/parallel/test_groups.py",),
     ),
+    Fault(
+        "residual-scores",
+        "a residual takes the scores of the layer before in its chain",
+        "parts.md",
+        "megamoe/moe/layer.py",
+        "None if self.before is None else self.context.scores[self.before]",
+        "None",
+        ("tests/distributed/parity/test_residuals.py",),
+    ),
 )

@@ -7,27 +7,24 @@ NAME.blocks/00000012  a block; it appears in one move, when it is complete, chec
 NAME.locks            byte i is locked by the process that fetches block i
 
 All processes of a machine share the blocks. A block that is damaged, half there or deleted is fetched again.
-The root of the copies has `blocks.json`: the bytes that the blocks of all files may have together, and have.
+`block_cache.py` keeps them within a limit.
 """
 
-import errno
 import fcntl
 import hashlib
 import json
 import os
-import struct
-import sys
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megamoe.data.block_cache import BLOCKS, BlockCache, locked_byte
 from megamoe.data.remote import told
 from megamoe.errors import UserError
-from megamoe.io import TEMPORARY, read_plain, replace_file
+from megamoe.io import read_plain, replace_file
 from megamoe.object_storage import WAITS_S, attempt, open_system, shown
 
 BLOCK_BYTES = 8 << 20
@@ -35,12 +32,9 @@ DIGITS = 16  # hexadecimal digits of each block's SHA-256
 WITHIN_S = 200.0  # a loader process that waits longer than loader.WORKER_TIMEOUT_S counts as hanging
 TOUCH_S = 60.0  # how exactly the time of a block's last use is known
 FILL_STREAMS = 4  # blocks that are fetched ahead at a time
-STALE_S = 3600.0  # a temporary file of this age is a killed process'
-KEPT_SHARE = 0.9  # of the limit, when blocks are deleted
-REMOTE, BLOCKS, LOCKS, FILLING, STATE = ".remote", ".blocks", ".locks", ".filling", "blocks.json"
+REMOTE, LOCKS, FILLING = ".remote", ".locks", ".filling"
 TAGS, TIMES = ("ETag", "etag", "md5Hash"), ("LastModified", "last_modified", "mtime", "created")
 MOST_BYTES_OF_STUB = 1 << 28
-NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 def block_sums(path: Path, size: int) -> tuple[str, str]:
@@ -101,17 +95,6 @@ def _beside(path: Path, ending: str) -> Path:
     return path.with_name(path.name + ending)
 
 
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing; it is freed if this process is killed."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)
-
-
 def state_of(info: dict[str, Any]) -> str:
     """Return a short text that changes with an object's content, as far as the store tells.
 
@@ -120,118 +103,6 @@ def state_of(info: dict[str, Any]) -> str:
     tag = next((info[key] for key in TAGS if info.get(key)), None)
     known = {"tag": tag} if tag else {key: info[key] for key in TIMES if info.get(key)}
     return hashlib.sha256(repr((info["size"], known)).encode()).hexdigest()[:DIGITS]
-
-
-class BlockCache:
-    """The blocks of all files below one root, which processes share."""
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._state = root / STATE
-        self._is_told = False
-
-    def limit(self, most_bytes: int) -> None:
-        """Set the bytes that all blocks may have together; the one who says it last decides."""
-        with self._locked() as state:
-            state["most"] = most_bytes
-
-    def add(self, path: Path, block: bytes, *, evicts: bool = True) -> bool:
-        """Keep a block, and delete those that were not used for longest; return whether it is kept.
-
-        evicts: whether others may be deleted for it. A full disk, or a folder that cannot be written, is told
-        once.
-        """
-        if not self._reserve(len(block), evicts):
-            return False
-        for is_last in (not evicts, True):
-            try:
-                path.parent.mkdir(exist_ok=True)
-                _place(path, block)
-                return True
-            except OSError as error:
-                if error.errno in NO_SPACE and not is_last:
-                    with suppress(OSError), self._locked() as state:
-                        used = self._evict(state, keeps=state["used"] - 3 * len(block))
-                        state["used"] = used + len(block)
-                    continue
-                if evicts and not self._is_told:
-                    self._is_told = True
-                    told_once = f"data.remote_cache: {path.parent} cannot keep blocks: {error.strerror}"
-                    print(f"warning: {told_once}; they are fetched each time", file=sys.stderr, flush=True)
-                with suppress(OSError), self._locked() as state:
-                    state["used"] -= len(block)
-                return False
-        raise AssertionError
-
-    def _reserve(self, size: int, evicts: bool) -> bool:
-        try:
-            with self._locked() as state:
-                if state["used"] + size > state["most"]:
-                    if not evicts:
-                        return False
-                    state["used"] = self._evict(
-                        state, keeps=min(state["most"] - size, KEPT_SHARE * state["most"])
-                    )
-                if state["used"] + size > state["most"]:
-                    return False  # a block is larger than all may be
-                state["used"] += size
-                return True
-        except OSError:
-            return True  # the caller finds out, and tells it
-
-    @contextmanager
-    def _locked(self) -> Iterator[dict[str, int]]:
-        """Yield the state, which is written back; it is counted anew if it is missing or damaged."""
-        self._root.mkdir(parents=True, exist_ok=True)
-        with locked(self._root / ".lock"):
-            try:
-                content = json.loads(read_plain(self._state, 1 << 12))
-                state = {"most": int(content["most"]), "used": int(content["used"])}
-            except (OSError, ValueError, TypeError, KeyError):
-                state = {"most": 0, "used": sum(size for _, size, _ in self._found())}
-            yield state
-            replace_file(self._state, json.dumps(state).encode())
-
-    def _found(self) -> list[tuple[int, int, str]]:
-        """Return last use (ns), size and path of all blocks; delete what killed processes have left."""
-        found = []
-        for folder, _, names in os.walk(self._root):
-            if not folder.endswith(BLOCKS):
-                continue
-            for name in names:
-                path = os.path.join(folder, name)
-                with suppress(OSError):
-                    status = os.stat(path)
-                    if not name.endswith(TEMPORARY):
-                        found.append((status.st_mtime_ns, status.st_size, path))
-                    elif status.st_mtime < time.time() - STALE_S:
-                        os.unlink(path)
-        return found
-
-    def _evict(self, state: dict[str, int], keeps: float) -> int:
-        """Delete the blocks that were not used for longest until `keeps` bytes are left; return what is."""
-        blocks = sorted(self._found())
-        used = sum(size for _, size, _ in blocks)
-        for _, size, path in blocks:
-            if used <= keeps:
-                break
-            with suppress(OSError):
-                os.unlink(path)
-            used -= size
-        return used
-
-
-def _place(path: Path, block: bytes) -> None:
-    """Write a block and put it in place, when it is on the disk, in one move."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_ident()}{TEMPORARY}")
-    try:
-        with temporary.open("wb", buffering=0) as file:
-            if file.write(block) != len(block):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class StoredBytes:
@@ -305,23 +176,9 @@ class StoredBytes:
             os.unlink(path)
         return None
 
-    @contextmanager
-    def _locked(self, number: int) -> Iterator[None]:
-        """Let other processes and threads wait that need the same block."""
-        try:
-            handle = os.open(_beside(self._path, LOCKS), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError:  # both fetch it then
-            yield
-            return
-        try:
-            with suppress(OSError):
-                # struct flock: l_type, l_whence, l_start, l_len, l_pid. The lock is the open file's, and ends
-                # with it, also if the process is killed.
-                lock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, number, 1, 0)
-                fcntl.fcntl(handle, fcntl.F_OFD_SETLKW, lock)
-            yield
-        finally:
-            os.close(handle)
+    def _locked(self, number: int) -> AbstractContextManager[None]:
+        """Let other processes and threads wait that need the same block. Without locks, all fetch it."""
+        return locked_byte(_beside(self._path, LOCKS), number)
 
     def _fetch(self, number: int) -> bytes:
         """Return a block from the storage, checked."""
@@ -389,6 +246,7 @@ class StoredBytes:
             thread.start()
         for thread in threads:
             thread.join()
+        fcntl.flock(lock, fcntl.LOCK_UN)  # a forked process may have it open too
         os.close(lock)
 
     def _fetch_ahead(self, number: int) -> bool:

@@ -19,7 +19,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megamoe.config.schema import DataConfig, SourceConfig
-from megamoe.data.blocks import BLOCK_BYTES, DIGITS, NO_SPACE, BlockCache, Stub, locked, state_of
+from megamoe.data.block_cache import NO_SPACE, BlockCache, locked
+from megamoe.data.blocks import BLOCK_BYTES, DIGITS, Stub, state_of
 from megamoe.data.card import LABELLED, LARGEST_CARD, fits_checksum
 from megamoe.data.remote import told
 from megamoe.data.tokenizers import is_bytes

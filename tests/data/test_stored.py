@@ -16,8 +16,8 @@ import pytest
 
 from megamoe.apps.translation.dataset import PairDataset, PairOptions
 from megamoe.config.schema import DataConfig
-from megamoe.data import blocks, stored, write
-from megamoe.data.blocks import BlockCache
+from megamoe.data import block_cache, blocks, stored, write
+from megamoe.data.block_cache import BlockCache, locked, locked_byte
 from megamoe.data.byte_files import ByteFile, open_bytes
 from megamoe.data.card import DataFiles
 from megamoe.data.datasets import Datasets
@@ -59,7 +59,7 @@ def opened(corpus: str, cache: Path, most: int = 10**9) -> ByteFile:
 
 
 def kept(cache: Path) -> list[Path]:
-    return sorted(path for path in cache.rglob(f"*{blocks.BLOCKS}/*") if not path.name.startswith("."))
+    return sorted(path for path in cache.rglob(f"*{block_cache.BLOCKS}/*") if not path.name.startswith("."))
 
 
 class Storage:
@@ -208,7 +208,7 @@ def test_what_is_wrong_on_the_disk_is_fetched_again(tmp_path: Path, corpus: str,
     first.write_bytes(b"")
     second.write_bytes(content[:10])
     third.unlink()
-    (cache / blocks.STATE).write_text("nonsense")
+    (cache / block_cache.STATE).write_text("nonsense")
     assert file.read(0, 3 * BLOCK) == content[: 3 * BLOCK]
     assert all(path.stat().st_size == BLOCK for path in kept(cache))
 
@@ -253,18 +253,44 @@ def test_a_damaged_small_file_is_not_kept(tmp_path: Path, corpus: str, ending: s
     assert_equal(build(localized(remote(corpus, cache=cache))), build(config(corpus)))
 
 
+@pytest.mark.parametrize("lock", [locked, lambda path: locked_byte(path, 3)], ids=["file", "byte"])
+def test_a_lock_is_freed_though_a_fork_has_its_file_open(tmp_path: Path, lock: Callable[[Path], Any]) -> None:
+    """A loader process that is forked while a thread fetches a block."""
+    ends, goes_on = os.pipe()
+    with lock(tmp_path / "lock"):
+        child = os.fork()
+        if child == 0:
+            os.close(goes_on)
+            os.read(ends, 1)
+            os._exit(0)
+    taken = multiprocessing.get_context("fork").Process(target=take, args=(lock, tmp_path / "lock"))
+    try:
+        taken.start()
+        taken.join(20)
+        assert taken.exitcode == 0
+    finally:
+        taken.kill()
+        os.close(goes_on)
+        os.waitpid(child, 0)
+
+
+def take(lock: Callable[[Path], Any], path: Path) -> None:
+    with lock(path):
+        pass
+
+
 def test_a_full_disk_is_told_once_and_the_run_goes_on(
     tmp_path: Path, corpus: str, no_filling: None, monkeypatch: pytest.MonkeyPatch, capfd: Any
 ) -> None:
     cache, content = tmp_path / "cache", Path(corpus + ".bin").read_bytes()
-    file, place, free = opened(corpus, cache), blocks._place, 4
+    file, place, free = opened(corpus, cache), block_cache._place, 4
 
     def limited(path: Path, block: bytes) -> None:
         if len(kept(cache)) >= free:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         place(path, block)
 
-    monkeypatch.setattr(blocks, "_place", limited)
+    monkeypatch.setattr(block_cache, "_place", limited)
     assert file.read(0, 12 * BLOCK) == content[: 12 * BLOCK]  # others are deleted for a block
     assert 0 < len(kept(cache)) <= 4 and not capfd.readouterr().err
     free = 0
@@ -303,7 +329,7 @@ def test_two_processes_fill_one_cache(tmp_path: Path, corpus: str) -> None:
     assert [job.exitcode for job in jobs] == [0, 0, 0]
     found = -(-Path(corpus + ".bin").stat().st_size // BLOCK)
     assert len(log.read_text().splitlines()) == found  # each block is fetched once
-    used = json.loads((tmp_path / "cache" / blocks.STATE).read_text())["used"]
+    used = json.loads((tmp_path / "cache" / block_cache.STATE).read_text())["used"]
     assert used == sum(path.stat().st_size for path in kept(tmp_path / "cache"))
 
 
@@ -319,12 +345,12 @@ def test_a_killed_process_leaves_no_bad_block(tmp_path: Path, corpus: str) -> No
     job.start()
     job.join()
     assert job.exitcode == -signal.SIGKILL
-    left = list(cache.rglob(f"*{blocks.BLOCKS}/.*"))
+    left = list(cache.rglob(f"*{block_cache.BLOCKS}/.*"))
     assert left and not kept(cache)
     content = Path(corpus + ".bin").read_bytes()
     assert opened(corpus, cache).read(0, len(content)) == content
     os.utime(left[0], (1, 1))
-    (cache / blocks.STATE).unlink()
+    (cache / block_cache.STATE).unlink()
     BlockCache(cache).limit(10**9)
     assert not left[0].exists()
 

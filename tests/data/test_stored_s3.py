@@ -13,7 +13,7 @@ pytest.importorskip("s3fs", reason="the extra `s3` is not installed")
 pytest.importorskip("moto", reason="moto's S3 server is not installed")
 
 from megamoe.data import blocks, stored, write
-from megamoe.data.blocks import BlockCache
+from megamoe.data.block_cache import BlockCache
 from megamoe.data.byte_files import open_bytes
 from megamoe.data.card import DataFiles
 from megamoe.data.stored import local_copy

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
 
-Verdict = Literal["seen", "not seen", "within noise"]
+Verdict = Literal["seen", "not seen", "within noise", "not measured"]
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # by measure, row and seed
 LEVEL = 0.95
 OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
@@ -129,13 +129,12 @@ def _operand(node: ast.Call) -> tuple[str, str]:
 def decide(claim: Claim, values: Values) -> tuple[Verdict, list[Finding]]:
     """Return the verdict on a claim, and what was found of each of its comparisons.
 
-    Seeds in which an operand is missing or not finite are left out; without any, nothing is decided.
+    Seeds in which an operand is missing or not finite are left out; without any, it is not measured.
     """
     findings = [_finding(each, values) for each in claim.comparisons]
     verdicts = {each.verdict for each in findings}
-    if verdicts == {"seen"}:
-        return "seen", findings
-    return ("not seen" if "not seen" in verdicts else "within noise"), findings
+    ordered: tuple[Verdict, ...] = ("not seen", "not measured", "within noise", "seen")
+    return next(verdict for verdict in ordered if verdict in verdicts), findings
 
 
 def _finding(comparison: Comparison, values: Values) -> Finding:
@@ -147,7 +146,7 @@ def _finding(comparison: Comparison, values: Values) -> Finding:
     }
     differences = {seed: it for seed, it in differences.items() if math.isfinite(it)}
     mean, low, high = interval([*differences.values()])
-    verdict: Verdict = "within noise"
+    verdict: Verdict = "within noise" if differences else "not measured"
     if low is not None and high is not None:
         verdict = "seen" if low > 0 else "not seen" if high < 0 else "within noise"
     return Finding(comparison.text, verdict, differences, mean, low, high)

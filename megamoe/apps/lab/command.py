@@ -7,6 +7,8 @@ python tools/lab.py --list
 
 STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes
 on where an earlier one stopped. The results are in OUTPUT/page: index.md, results.json and report.html.
+
+Exit code 1: a run failed.
 """
 
 import argparse
@@ -27,9 +29,10 @@ MARK = ".lab"  # in a folder of a study; its lock
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return the exit code."""
+    """Run the command; return the exit code: that of `run_tool`, or 1 if a run of the study failed."""
     options = _parser().parse_intermixed_args(arguments)
-    return run_tool(lambda: _run(options))
+    failed: list[str] = []
+    return run_tool(lambda: _run(options, failed)) or int(bool(failed))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -62,7 +65,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _run(options: argparse.Namespace) -> None:
+def _run(options: argparse.Namespace, failed: list[str]) -> None:
+    """failed: receives a line for each run that failed."""
     if options.list:
         _list()
         return
@@ -89,7 +93,7 @@ def _run(options: argparse.Namespace) -> None:
 
             submit(plan, output, options.slurm, _repeated(options))
         else:
-            _run_here(plan, output, options)
+            failed += _run_here(plan, output, options)
     finally:
         os.close(lock)
 
@@ -143,7 +147,8 @@ def _open_folder(output: Path, overwrite: bool) -> int:
     return handle
 
 
-def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> None:
+def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]:
+    """Run what is missing and write the page; return a line for each run that failed."""
     from megamoe.apps.lab.page import PAGE, write_results
     from megamoe.apps.lab.results import results_of
     from megamoe.apps.lab.runner import Runner
@@ -163,12 +168,13 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> None:
     write_results(plan, tasks, results, page)
     for claim in results["claims"]:
         print(f"{claim['verdict']}: {claim['text']} ({claim['test']})")
-    for row in results["rows"].values():
-        for line in row["failed"]:
-            print(f"failed: {line}")
+    failed = [line for row in results["rows"].values() for line in row["failed"]]
+    for line in failed:
+        print(f"failed: {line}")
     print(f"page: {page / PAGE}")
     if options.publish is not None:
         _publish(page, output / "configurations", options.publish)
+    return failed
 
 
 def _tune(plan: Any, output: Path, runner: Any) -> dict[str, Any]:

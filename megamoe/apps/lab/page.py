@@ -20,7 +20,12 @@ from megamoe.io import replace_file
 
 PAGE, RESULTS, REPORT = "index.md", "results.json", "report.html"
 Table = list[list[str]]
-SIGNS = {"seen": "seen", "not seen": "**not seen**", "within noise": "within noise"}
+SIGNS = {
+    "seen": "seen",
+    "not seen": "**not seen**",
+    "within noise": "within noise",
+    "not measured": "not measured",
+}
 
 
 def write_results(plan: Plan, tasks: Tasks, results: dict[str, Any], folder: Path) -> list[Path]:

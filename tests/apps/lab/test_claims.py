@@ -53,7 +53,8 @@ def test_one_seed_and_missing_seeds_decide_nothing() -> None:
     found, (finding,) = decide(parse_claim("loss(a) < loss(b)", "test"), values)
     assert found == "within noise" and finding.differences == {1: 1.0} and finding.low is None
     found, (finding,) = decide(parse_claim("loss(a) < loss(c)", "test"), values)
-    assert found == "within noise" and finding.differences == {} and finding.mean is None
+    assert found == "not measured" and finding.differences == {} and finding.mean is None
+    assert decide(parse_claim("loss(b) < loss(a) < loss(c)", "test"), values)[0] == "not measured"
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:

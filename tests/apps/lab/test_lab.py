@@ -152,7 +152,7 @@ def test_a_failed_run_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     measures = {"loss": {"metric": "val/lm_loss"}}
     path = written(tmp_path, rows=rows, measures=measures, claims=[], stages={})
     output = tmp_path / "lab"
-    assert call("lab", [str(path), "--output", str(output), "--seeds", "1", "--workers", "1"]) == 0
+    assert call("lab", [str(path), "--output", str(output), "--seeds", "1", "--workers", "1"]) == 1
     assert "failed: bad-1: error: " in capfd.readouterr().out
     results = json.loads((output / "page/results.json").read_text())
     assert results["rows"]["good"]["failed"] == [] and results["rows"]["good"]["measures"]["loss"]["mean"]

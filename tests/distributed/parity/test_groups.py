@@ -8,7 +8,13 @@ import pytest
 import torch
 
 from tests.support.ranks.pool import Pool
-from tests.support.ranks.runs import Place, assert_as_alone, train_each
+from tests.support.ranks.runs import (
+    Place,
+    assert_as_alone,
+    assert_moves,
+    assert_same_to_the_bit,
+    train_each,
+)
 
 STEPS = 2
 # Hash of 16 experts, a threshold over 64 small latent ones, top-2 of 8 and 4 identity experts with a bias
@@ -101,24 +107,7 @@ def test_every_layer_routes_by_its_own_group(alone: dict[str, Any]) -> None:
 def test_recomputed_replayed_and_resumed_runs_are_the_same_to_the_bit(
     pool: Pool, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    record = str(tmp_path / "record")
-    other = {**RUN["moe__router"], "replay": record}
-    first = {"output": tmp_path, "name": "saved"}
-    (found,) = pool.run(
-        trained,
-        [
-            {"model__recompute": "full"},
-            {"output": tmp_path, "name": "recorded", "log__routing": record},
-            {"moe__router": other},
-            {**first, "saves": True},
-            {**first, "checkpoint__resume": str(tmp_path / "saved" / "checkpoints" / "step_00000001")},
-        ],
-        ranks=1,
-    )
-    for each in found:
-        assert each["loss"][-1] == alone["loss"][-1]
-        assert all(torch.equal(each["weights"][name], weight) for name, weight in alone["weights"].items())
-        assert each["history"] == alone["history"]
+    assert_same_to_the_bit(pool, trained, alone, tmp_path, RUN["moe__router"])
 
 
 @pytest.mark.full
@@ -126,11 +115,4 @@ def test_recomputed_replayed_and_resumed_runs_are_the_same_to_the_bit(
 def test_a_checkpoint_moves_to_another_layout(
     pool: Pool, alone: dict[str, Any], tmp_path: Path, target: Place
 ) -> None:
-    source = Place(2, expert=2, zero=1)
-    saved = {"output": tmp_path, "name": "saved", "saves": True, **source.changes(tmp_path)}
-    pool.run(trained, [saved], ranks=2)
-    path = str(tmp_path / "saved" / "checkpoints" / "step_00000001")
-    changes = {"output": tmp_path, "name": "moved", "checkpoint__resume": path, **target.changes(tmp_path)}
-    for (rank,) in pool.run(trained, [changes], ranks=target.ranks):
-        assert rank["loss"][-1] == pytest.approx(alone["loss"][-1], rel=1e-5)
-        assert rank["history"] == alone["history"]
+    assert_moves(pool, trained, alone, tmp_path, target)

@@ -10,7 +10,13 @@ import pytest
 import torch
 
 from tests.support.ranks.pool import Pool
-from tests.support.ranks.runs import Place, assert_as_alone, train_each
+from tests.support.ranks.runs import (
+    Place,
+    assert_as_alone,
+    assert_moves,
+    assert_same_to_the_bit,
+    train_each,
+)
 
 STEPS = 2
 # Two chains: of 8 experts in blocks 1, 3 and 5, and of 4 with 2 identity experts in blocks 2 and 4. Block 6
@@ -107,25 +113,8 @@ def test_multi_token_prediction_follows_the_last_block(pool: Pool, tmp_path: Pat
 def test_recomputed_replayed_and_resumed_runs_are_the_same_to_the_bit(
     pool: Pool, alone: dict[str, Any], tmp_path: Path
 ) -> None:
-    record = str(tmp_path / "record")
-    first = {"output": tmp_path, "name": "saved"}
-    (found,) = pool.run(
-        trained,
-        [
-            {"model__recompute": "full"},
-            {"model__recompute": ["norms", "moe"]},
-            {"train__in_flight": 2},
-            {"output": tmp_path, "name": "recorded", "log__routing": record},
-            {"moe__router": {**RUN["moe__router"], "replay": record}},
-            {**first, "saves": True},
-            {**first, "checkpoint__resume": str(tmp_path / "saved" / "checkpoints" / "step_00000001")},
-        ],
-        ranks=1,
-    )
-    for each in found:
-        assert each["loss"][-1] == alone["loss"][-1]
-        assert all(torch.equal(each["weights"][name], weight) for name, weight in alone["weights"].items())
-        assert each["history"] == alone["history"]
+    more = {"model__recompute": ["norms", "moe"]}, {"train__in_flight": 2}
+    assert_same_to_the_bit(pool, trained, alone, tmp_path, RUN["moe__router"], *more)
 
 
 @pytest.mark.full
@@ -133,15 +122,4 @@ def test_recomputed_replayed_and_resumed_runs_are_the_same_to_the_bit(
 def test_a_checkpoint_moves_to_another_layout(
     pool: Pool, alone: dict[str, Any], tmp_path: Path, target: Place
 ) -> None:
-    saved = {
-        "output": tmp_path,
-        "name": "saved",
-        "saves": True,
-        **Place(2, expert=2, zero=1).changes(tmp_path),
-    }
-    pool.run(trained, [saved], ranks=2)
-    path = str(tmp_path / "saved" / "checkpoints" / "step_00000001")
-    changes = {"output": tmp_path, "name": "moved", "checkpoint__resume": path, **target.changes(tmp_path)}
-    for (rank,) in pool.run(trained, [changes], ranks=target.ranks):
-        assert rank["loss"][-1] == pytest.approx(alone["loss"][-1], rel=1e-5)
-        assert rank["history"] == alone["history"]
+    assert_moves(pool, trained, alone, tmp_path, target)

@@ -3,7 +3,7 @@
 import copy
 import gc
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.parallel.layout import Layout
 from megamoe.train.trainer import Trainer
+from tests.support.ranks.pool import Pool
 
 ROOT = Path(__file__).resolve().parents[3]
 WORDS = ("lm_loss", "loss", "grad_norm")
@@ -223,6 +224,44 @@ def train_each(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
         del trainer
         gc.collect()
     return results
+
+
+Job = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+
+def assert_same_to_the_bit(
+    pool: Pool, job: Job, alone: dict[str, Any], folder: Path, router: dict[str, Any], *more: dict[str, Any]
+) -> None:
+    """Recomputed, recorded, replayed, saved and resumed runs of one rank, and `more`, end as `alone` does.
+
+    job: `train_each` with the changes of all runs. router: their `moe.router`.
+    """
+    record = str(folder / "record")
+    first = {"output": folder, "name": "saved"}
+    runs = [
+        {"model__recompute": "full"},
+        *more,
+        {"output": folder, "name": "recorded", "log__routing": record},
+        {"moe__router": {**router, "replay": record}},
+        {**first, "saves": True},
+        {**first, "checkpoint__resume": str(folder / "saved" / "checkpoints" / "step_00000001")},
+    ]
+    (found,) = pool.run(job, runs, ranks=1)
+    for each in found:
+        assert each["loss"][-1] == alone["loss"][-1]
+        assert all(torch.equal(each["weights"][name], weight) for name, weight in alone["weights"].items())
+        assert each["history"] == alone["history"]
+
+
+def assert_moves(pool: Pool, job: Job, alone: dict[str, Any], folder: Path, target: Place) -> None:
+    """A checkpoint of two ranks is resumed by `target`, and the run ends as `alone` does; job: as above."""
+    source = Place(2, expert=2, zero=1).changes(folder)
+    pool.run(job, [{"output": folder, "name": "saved", "saves": True, **source}], ranks=2)
+    path = str(folder / "saved" / "checkpoints" / "step_00000001")
+    changes = {"output": folder, "name": "moved", "checkpoint__resume": path, **target.changes(folder)}
+    for (rank,) in pool.run(job, [changes], ranks=target.ranks):
+        assert rank["loss"][-1] == pytest.approx(alone["loss"][-1], rel=1e-5)
+        assert rank["history"] == alone["history"]
 
 
 def trained_on_bytes(output: Path, models: dict[str, dict[str, Any]]) -> None:
