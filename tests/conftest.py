@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections import Counter
@@ -13,6 +14,8 @@ import pytest
 
 from megamoe.compat.startup import configure_libraries
 
+# What is imported and collected stays: it is not searched for garbage, now or in the tests.
+gc.disable()
 # Before torch starts, for this process and those that the tests start: threads that wait for work spin, which
 # doubles the time of small tensors. Tests of threads set their number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -85,6 +88,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return min(places.get(path, len(FIRST)) for path in (item.path, *item.path.parents))
 
     items.sort(key=place)
+
+
+def pytest_collection_finish() -> None:
+    """Collect the garbage of the tests alone."""
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session", autouse=True)

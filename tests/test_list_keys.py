@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -69,8 +70,13 @@ def fits(value: Any, schema: dict[str, Any], whole: dict[str, Any]) -> bool:
     return all(keywords[keyword](it) for keyword, it in schema.items() if keyword not in WITHOUT_EFFECT)
 
 
+@cache
+def schema_of_all() -> Any:
+    return tool("list_keys").json_schema()
+
+
 def test_the_examples_fit_the_schema(built_in: None) -> None:
-    schema = tool("list_keys").json_schema()
+    schema = schema_of_all()
     assert len(RUNS) > 100
     unfit = [path.name for path in RUNS if not fits(parse_yaml(path.read_text()), schema, schema)]
     assert unfit == []
@@ -92,7 +98,7 @@ def test_the_examples_fit_the_schema(built_in: None) -> None:
     ids=json.dumps,
 )
 def test_a_mistake_does_not_fit_the_schema(mistake: dict[str, Any]) -> None:
-    schema = tool("list_keys").json_schema()
+    schema = schema_of_all()
     assert not fits(mistake, schema, schema)
 
 

@@ -7,7 +7,9 @@ depends on its number alone, so new processes can continue from there.
 """
 
 import atexit
+import contextlib
 import faulthandler
+import gc
 import re
 import signal
 import weakref
@@ -24,6 +26,7 @@ PREFETCH_PER_WORKER = 4
 # A loader process that hangs becomes an error, not a run that stands still.
 WORKER_TIMEOUT_S = 540  # before train.hang_minutes, by default, ends the run with a shorter message
 MOST_DEATHS = 3
+DEATH_S = 2.0  # in which a process whose connection is broken ends
 DEATH = re.compile(r"DataLoader worker .*(killed|exited|ended)")
 STDERR = 2
 
@@ -97,15 +100,17 @@ class Loader(Iterator[Batch]):
             # The loader draws a seed; from the default generator it would shift the run's random numbers.
             generator=torch.Generator(),
         )
-        with loader_deaths_raise():
+        with loader_deaths_raise(), _no_collection():
             return iter(loader)
 
     def _take(self, iterator: Iterator[Batch]) -> Batch:
         with loader_deaths_raise():
-            for process in loader_processes(iterator):  # those that died since the last batch
-                if not process.is_alive():
-                    raise RuntimeError(f"DataLoader worker (pid {process.pid}) ended: {process.exitcode}")
-            return next(iterator)
+            _raise_if_dead(iterator, 0)  # of those that died since the last batch
+            try:
+                return next(iterator)
+            except (ConnectionError, EOFError):  # it died while it sent a batch's memory
+                _raise_if_dead(iterator, DEATH_S)
+                raise
 
     def _replace(self, reason: str) -> None:
         _shut_down(self._iterators)
@@ -124,8 +129,34 @@ def _begin_worker(_: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     signal_at_parents_end(signal.SIGKILL)
+    gc.freeze()  # what the training process has left for its collector is not for this one to destroy
+    gc.enable()
     faulthandler.disable()  # the training process' own, over which PyTorch has put its handlers
     faulthandler.enable(STDERR)
+
+
+def _raise_if_dead(iterator: Iterator[Any], wait_s: float) -> None:
+    """Raise a RuntimeError if a loader process has ended, or ends within `wait_s` seconds."""
+    for process in loader_processes(iterator):
+        process.join(wait_s)
+        if not process.is_alive():
+            raise RuntimeError(f"DataLoader worker (pid {process.pid}) ended: {process.exitcode}")
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Do not collect garbage until a process that is forked within has left out what it inherited.
+
+    Objects in reference cycles may own threads and connections that a fork does not have. To destroy them
+    there can end the process with a segmentation fault.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _shut_down(iterators: list[Any]) -> None:

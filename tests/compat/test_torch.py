@@ -282,6 +282,7 @@ def test_widened_products_are_those_of_fp32_rounded_once(widened: None) -> None:
         torch.testing.assert_close(whole, function(*[one.double() for one in given]).float())
 
 
+@pytest.mark.full
 def test_widened_products_take_about_as_long_as_fp32() -> None:
     """Without AVX-512, which oneDNN is told here, a product of a batch took 120 times as long."""
     code = (

@@ -13,9 +13,26 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "overlapping", "cut", "tensor_parallel", "by_node", "padded")
+NAMES = ("plain", "overlapping")
 # Runs of `make test-full`.
-OTHERS = ("dropped", "scattered", "stages", "context", "in_flight", "in_flight_by_node")
+OTHERS = (
+    *(
+        "cut",
+        "tensor_parallel",
+        "by_node",
+        "padded",
+        "dropped",
+        "scattered",
+        "stages",
+        "context",
+        "in_flight",
+    ),
+    "in_flight_by_node",
+)
+NEEDED = {
+    "test_fixed_shares_need_no_wait_in_a_layer": ("padded", "by_node"),
+    "test_at_zero3_a_parameter_at_a_time_is_whole_on_the_device": ("cut",),
+}
 FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
 BUDGETS = [
@@ -77,7 +94,8 @@ def runs_of_names(folder: Path) -> list[Run]:
 def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> dict[str, Found]:
     folder = tmp_path_factory.mktemp("device")
     selected = [item.name for item in request.session.items]
-    asked = {name for name in (*OTHERS, *BUDGETED) if any(name in item for item in selected)}
+    asked = {name for name in (*OTHERS, *BUDGETED) if any(f"[{name}]" in item for item in selected)}
+    asked.update(name for item in selected for name in NEEDED.get(item, ()))
     runs = [run for run in runs_of_names(folder) if run.name not in OTHERS or run.name in asked]
     runs += [run for name in BUDGETED if name in asked for run in budget_runs(name)]
     return run_on_device(runs, folder, devices=2)
@@ -111,6 +129,7 @@ def test_a_stream_that_does_not_wait_is_found_in_a_run(found: dict[str, Found]) 
     assert found[FAULT].all_of("race")
 
 
+@pytest.mark.full
 def test_fixed_shares_need_no_wait_in_a_layer(found: dict[str, Found]) -> None:
     """So a layer could be captured in a CUDA graph. By node there is one wait in each."""
 
@@ -132,6 +151,7 @@ def test_loader_processes_are_forked_before_the_device_is_used(found: dict[str, 
         assert rank["used_at_fork"] == []
 
 
+@pytest.mark.full
 def test_at_zero3_a_parameter_at_a_time_is_whole_on_the_device(found: dict[str, Found]) -> None:
     """Until DeepSpeed builds its engine from the slices; beside them lie the buffers and small tensors."""
     for rank in found["cut"].of_rank:

@@ -1,11 +1,12 @@
 """Loader processes that die: others go on at the same batch, and nothing else is broken off."""
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,76 @@ def test_a_crashing_process_prints_its_stack(tmp_path: Path, capfd: pytest.Captu
     list(opened([], Numbers(tmp_path / "trouble", 8, signal.SIGSEGV)))
     output = capfd.readouterr().err
     assert "Segmentation fault" in output and f'File "{__file__}", line' in output and "__getitem__" in output
+
+
+class Cut(Iterator[Any]):
+    """The iterator of a loader whose process dies while it sends a batch: the connection breaks."""
+
+    def __init__(self, batches: Loader[Any], error: Exception) -> None:
+        self.batches, self.error = batches, error
+        self.iterator: Any = batches._iterators[0]
+        self._workers = self.iterator._workers
+
+    def __next__(self) -> None:
+        self.batches._iterators[0] = self.iterator
+        os.kill(self._workers[0].pid, signal.SIGKILL)
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [ConnectionResetError(), EOFError()])
+def test_one_that_dies_while_it_sends_a_batch(error: Exception) -> None:
+    messages: list[str] = []
+    batches = opened(messages, workers=1)
+    found = [next(batches) for _ in range(3)]
+    batches._iterators[0] = Cut(batches, error)
+    found += list(batches)
+    assert found == pairs_from(0) and len(messages) == 1
+
+
+def test_a_connection_that_breaks_without_a_death_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "DEATH_S", 0.1)
+    batches = opened([], workers=1)
+    monkeypatch.setattr(os, "kill", lambda *_: None)
+    batches._iterators[0] = Cut(batches, ConnectionResetError())
+    with pytest.raises(ConnectionResetError):
+        next(batches)
+    monkeypatch.undo()
+    batches.close()
+
+
+class Owner:
+    """In a reference cycle; writes down the process that destroys it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.itself = path, self
+
+    def __del__(self) -> None:
+        with self.path.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+
+
+class Collects(Numbers):
+    """Its processes collect garbage."""
+
+    def __getitem__(self, index: int) -> int:
+        gc.collect()
+        return index
+
+
+@pytest.fixture
+def no_collection() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def test_processes_do_not_destroy_what_they_inherited(tmp_path: Path, no_collection: None) -> None:
+    Owner(tmp_path / "destroyed")
+    batches = opened([], Collects())
+    assert list(batches) == pairs_from(0)
+    assert not (tmp_path / "destroyed").exists() and not gc.isenabled()
+    gc.collect()
+    assert (tmp_path / "destroyed").read_text() == f"{os.getpid()}\n"
 
 
 def test_those_that_die_again_and_again_are_an_error(children: Children) -> None:

@@ -13,6 +13,8 @@ FILES = ("triton_products", "triton_block", "triton_late", "triton_rows", "trito
 # All run in one process. Those that `make test` leaves out repeat the others in every dtype.
 CHECKS = names_of_checks(*(f"tests/support/kernels/{name}.py" for name in FILES))
 LONG = [
+    "the_graph_can_be_gone_back_through_again",
+    "weighted_experts",
     "parts_choose_alike_where_scores_tie",
     "a_whole_layer",
     "a_whole_model",

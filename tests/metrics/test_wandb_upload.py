@@ -108,6 +108,7 @@ def check_run(server: WandbServer) -> SentRun:
     return run
 
 
+@pytest.mark.full
 def test_what_is_uploaded_is_what_metrics_jsonl_has(server: WandbServer, tmp_path: Path) -> None:
     """The alert and the end of a launch arrive too, and a resumed run goes on in the same one."""
     recorder = open_recorder(tmp_path)

@@ -105,7 +105,7 @@ def test_the_ranks_of_a_layout_hold_each_element_equally_often(seed: int) -> Non
     assert count.min() == count.max() == layout.ranks * math.prod(part) / math.prod(global_shape)
 
 
-@pytest.mark.parametrize(("dims", "most"), [(1, 2), (2, 6), (3, 10)])
+@pytest.mark.parametrize(("dims", "most"), [(1, 2), (2, 6), pytest.param(3, 10, marks=pytest.mark.full)])
 def test_no_rank_holds_more_chunks_than_the_bound(dims: int, most: int) -> None:
     """Every range of a small local tensor, under every sharding that `placements` and `hf` know."""
     assert most_chunks(dims) == most

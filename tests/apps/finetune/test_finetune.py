@@ -181,6 +181,7 @@ def frozen_job(task: Path, checkpoint: Path, output: Path) -> None:
         tune([task], checkpoint, output / f"{weight:g}", ["task.frozen=[router, experts]", override])
 
 
+@pytest.mark.full
 def test_frozen_routers_and_experts_stay_and_the_balance_loss_reaches_the_rest(
     pool: Pool, mlm: Path, tasks: list[Path], tmp_path: Path
 ) -> None:

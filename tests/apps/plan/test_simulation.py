@@ -35,13 +35,13 @@ QUICK = [
     "step_of_expert_parallel_ranks",
     "evenly",
     "bad_input_is_told",
-    "three_examples_are_planned",
     "command_prints_a_plan",
     "command_tells_mistakes",
     "illegal_runs_are_refused_as_in_training",
     "a_tensor_on_the_wrong_device_fails",
 ]
 FULL = [
+    "three_examples_are_planned",
     "states_of_a_layout",
     "recomputation_is_counted",
     "an_encoder_decoder_is_extrapolated",

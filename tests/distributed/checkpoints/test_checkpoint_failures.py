@@ -67,7 +67,8 @@ def _assert_saved_state(folder: Path, *steps: int) -> None:
     assert sorted(path.name for path in folder.iterdir()) == expected
 
 
-@pytest.mark.parametrize("limited_rank", [pytest.param(0, marks=pytest.mark.full), 1])
+@pytest.mark.full
+@pytest.mark.parametrize("limited_rank", [0, 1])
 def test_one_rank_that_cannot_write_fails_the_save_on_all(
     pool: Pool, tmp_path: Path, limited_rank: int
 ) -> None:

@@ -44,6 +44,7 @@ def inits(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return [{"path": dense, "experts": "cut"}, {"path": same}]
 
 
+@pytest.mark.full
 def test_weights_of_another_run(pool: Pool, inits: list[dict[str, Any]]) -> None:
     drawn = {**MOE, "seed": 7, "steps": 2}
     runs = [{**drawn, "checkpoint__init": init} for init in inits]

@@ -52,13 +52,8 @@ STAGED_MOVES: list[Move] = [
     (CP2, BOTH_CUT),
     (BOTH_CUT, PP2),
 ]
-# Each layout of `make test` saves once and loads once; as do the stages. `make test-full` has every pair.
-QUICK: list[Move] = [
-    (ALONE, replace(BOTH, zero=1)),
-    (replace(EP2, zero=1), replace(ALONE, zero=3)),
-    (replace(TP2, zero=3), replace(EP2, zero=2)),
-    (replace(BOTH, zero=2), TP2),
-]
+# `make test-full` has every pair.
+QUICK: list[Move] = [(replace(EP2, zero=1), replace(BOTH, zero=2)), (replace(BOTH, zero=2), ALONE)]
 
 
 def name_of(place: Place) -> str:
@@ -91,9 +86,13 @@ def run_moves(pool: Pool, output: Path, moves: list[Move], run: dict[str, Any]) 
         runs = [
             {**run, **place.changes(output), "output": output, "name": name_of(place)} for place in sources
         ]
+        if not sources:
+            continue
         went_on |= zip(sources, pool.run(save_and_go_on, runs, ranks=ranks, timeout_s=600)[0], strict=True)
     for ranks in (1, 2, 4):
         mine = [move for move in moves if move[1].ranks == ranks]
+        if not mine:
+            continue
         runs = [
             {
                 **run,
@@ -110,7 +109,7 @@ def run_moves(pool: Pool, output: Path, moves: list[Move], run: dict[str, Any]) 
                     assert found[word] == expected, f"{source} -> {target}: {word}"
 
 
-def test_each_layout_and_stage(pool: Pool, tmp_path: Path) -> None:
+def test_to_more_ranks_and_to_fewer(pool: Pool, tmp_path: Path) -> None:
     run_moves(pool, tmp_path, QUICK, RUN)
 
 

@@ -250,6 +250,7 @@ HOME: Changes = {
 RECUT: Changes = {"train__micro_batch_size": 2, "train__global_batch_size": 8}
 
 
+@pytest.mark.full
 def test_a_tokens_rank_is_right_after_the_batch_size_changed(pool: Pool, tmp_path: Path) -> None:
     """One rank gives the same result. 6 samples are no multiple of the 4 of two micro batches."""
     two = {**HOME, "output": tmp_path / "two", "parallel__expert": 2}

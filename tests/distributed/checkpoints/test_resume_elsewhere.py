@@ -53,19 +53,19 @@ SOURCES: dict[str, Place] = {
 Moves = list[tuple[str, Place]]
 QUICK: Moves = [
     ("fp32", (4, EVERY_WAY, "zero1_fp32", {})),
-    ("cut fp32", (2, {"tensor": 2, "sequence": True, "expert": 2}, "zero0_fp32", {})),
     # Precision.
-    ("fp32", (1, {}, "zero2_bf16", {})),
     ("bf16", (2, EP2, "zero3_fp32", {})),
-    ("bf16 at ZeRO 3", (1, {}, "zero0_bf16", {})),
-    ("fp16", (2, TP2, "zero3_fp16", {})),
-    ("bf16", (2, {}, "zero1_fp16", {})),
-    # The weights of latent attention.
-    ("latent", (1, {}, "zero0_fp32", LATENT)),
+    ("fp16", (2, TP2, "zero2_bf16", {})),
     # Random states.
     ("dropout", (4, {}, "zero0_fp32", DROPOUT)),
 ]
 OTHERS: Moves = [
+    ("cut fp32", (2, {"tensor": 2, "sequence": True, "expert": 2}, "zero0_fp32", {})),
+    ("fp32", (1, {}, "zero2_bf16", {})),
+    ("bf16 at ZeRO 3", (1, {}, "zero0_bf16", {})),
+    ("fp16", (2, TP2, "zero3_fp16", {})),
+    ("bf16", (2, {}, "zero1_fp16", {})),
+    ("latent", (1, {}, "zero0_fp32", LATENT)),
     ("fp32", (2, TP2, "zero0_bf16", {})),
     ("fp32", (2, {}, "zero3_bf16", {})),
     ("bf16", (1, {}, "zero0_fp32", {})),
@@ -129,17 +129,21 @@ def checkpoint_of(run: Run) -> Path:
 
 
 @pytest.fixture(scope="module")
-def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Sources:
+def sources(pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Sources:
+    """All; in `make test` those of QUICK."""
     folder = tmp_path_factory.mktemp("sources")
+    is_quick = not any(item.get_closest_marker("full") for item in request.session.items)
+    taken = {source for source, _ in QUICK} if is_quick else set(SOURCES)
+    chosen = {name: place for name, place in SOURCES.items() if name in taken}
     runs = []
-    for number, place in enumerate(SOURCES.values()):
+    for number, place in enumerate(chosen.values()):
         run = run_at(place, folder / str(number), first=STEPS)
         if place[2].endswith("fp16"):
             scale = {"initial_scale_power": SCALE}
             run["parallel__deepspeed"] = ds_variant(folder / str(number), place[2], fp16=scale)
         runs.append((place, run))
     found = run_all(pool, runs)
-    return {name: (checkpoint_of(runs[n][1]), found[n]) for n, name in enumerate(SOURCES)}
+    return {name: (checkpoint_of(runs[n][1]), found[n]) for n, name in enumerate(chosen)}
 
 
 def move_all(pool: Pool, sources: Sources, moves: Moves, folder: Path) -> list[tuple[Path, list[Found]]]:

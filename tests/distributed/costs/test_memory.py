@@ -53,7 +53,6 @@ LAYOUTS = [
 ]
 FAST = [
     *(((2, 1, 2, 1), file) for file in ("zero0_bf16", "zero2_bf16_offload")),
-    ((2, 2, 1, 2), "zero3_bf16"),
 ]
 CASES = [
     pytest.param(layout, file, marks=() if (layout, file) in FAST else pytest.mark.full)

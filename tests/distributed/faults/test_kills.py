@@ -124,7 +124,7 @@ def recorded(output: Path) -> list[tuple[Any, ...]]:
 @pytest.mark.parametrize(
     ("run", "ranks", "kills", "steps"),
     [
-        pytest.param(RUN, 2, 3, 32, id="few"),
+        pytest.param(RUN, 2, 2, 16, id="few"),
         pytest.param(RUN, 2, 50, 200, marks=pytest.mark.full, id="many"),
         pytest.param(STAGED, 4, 50, 200, marks=pytest.mark.full, id="stages"),
     ],

@@ -78,6 +78,7 @@ def test_python_alone(script: list[str], tmp_path: Path) -> None:
     assert_trained(tmp_path, ranks=1)
 
 
+@pytest.mark.full
 def test_torchrun(script: list[str], tmp_path: Path) -> None:
     """The overrides of the command line apply: two ranks share the experts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]

@@ -30,28 +30,29 @@ VARIANTS |= {
     "clustering-mu": ("clustering", {"mu": 1.0}),
     "clustering-difference": ("clustering", {"mu": 1.0, "form": "difference"}),
 }
-# (place, micro batches per data-parallel rank); True: in `make test`.
-LAYOUTS = {
-    (Place(1), 2): False,
-    (Place(1, zero=1, recompute="full"), 2): False,
-    (Place(2, zero=1, recompute="selective"), 4): False,
-    (Place(2, expert=2, recompute="full"), 4): False,
-    (Place(2, expert=2, zero=2), 1): False,
-    (Place(4), 1): False,
-    (Place(4, expert=2, zero=2, recompute="selective"), 1): False,
-    (Place(4, expert=4, zero=1, recompute="full"), 1): False,
-    (Place(4, expert=4), 1): False,
-    (Place(4, expert=4, zero=1, recompute="selective"), 4): False,
-    (Place(2, tensor=2), 4): False,
-    (Place(2, tensor=2, expert_tensor=2, sequence=True, zero=2, recompute="full"), 2): True,
-    (Place(4, tensor=2, expert=4, sequence=True, zero=1, recompute="full"), 2): False,
-    (Place(4, tensor=2, expert=2, expert_tensor=2, recompute="selective"), 1): False,
-    (Place(4, tensor=4, expert=2, sequence=True, zero=2), 4): False,
-    (Place(4, tensor=4, expert_tensor=4, zero=1, recompute="full"), 1): False,
-}
-CASES = [
-    pytest.param(*case, marks=() if quick else pytest.mark.full, id=f"{case[0]}, accumulation {case[1]}")
-    for case, quick in LAYOUTS.items()
+# In `make test`: one of each way to take a mean, and of each input. test_parts.py trains with every loss.
+QUICK = (
+    *("switch_balance-sequence", "switch_balance-global_batch", "clustering-mu", "device_balance", "grpo"),
+    *("relu_sparsity", "output_orthogonality", "expert_router_coupling", "z_loss"),
+)
+# (place, micro batches per data-parallel rank).
+LAYOUTS = [
+    (Place(1), 2),
+    (Place(1, zero=1, recompute="full"), 2),
+    (Place(2, zero=1, recompute="selective"), 4),
+    (Place(2, expert=2, recompute="full"), 4),
+    (Place(2, expert=2, zero=2), 1),
+    (Place(4), 1),
+    (Place(4, expert=2, zero=2, recompute="selective"), 1),
+    (Place(4, expert=4, zero=1, recompute="full"), 1),
+    (Place(4, expert=4), 1),
+    (Place(4, expert=4, zero=1, recompute="selective"), 4),
+    (Place(2, tensor=2), 4),
+    (Place(2, tensor=2, expert_tensor=2, sequence=True, zero=2, recompute="full"), 2),
+    (Place(4, tensor=2, expert=4, sequence=True, zero=1, recompute="full"), 2),
+    (Place(4, tensor=2, expert=2, expert_tensor=2, recompute="selective"), 1),
+    (Place(4, tensor=4, expert=2, sequence=True, zero=2), 4),
+    (Place(4, tensor=4, expert_tensor=4, zero=1, recompute="full"), 1),
 ]
 
 
@@ -72,29 +73,28 @@ RUNS = {variant: run_with(*choice) for variant, choice in VARIANTS.items()}
 
 @pytest.fixture(scope="module")
 def formula(pool: Pool) -> Any:
-    """(batch size, ranks) -> gradients of each run; each worked out once."""
-    known: dict[tuple[int, int], list[Found]] = {}
+    """(variants, batch size, ranks) -> gradients of each run; each worked out once."""
+    known: dict[tuple[tuple[str, ...], int, int], list[Found]] = {}
 
-    def of(batch_size: int, ranks: int) -> list[Found]:
-        key = (batch_size, ranks)
+    def of(variants: tuple[str, ...], batch_size: int, ranks: int) -> list[Found]:
+        key = (variants, batch_size, ranks)
         if key not in known:
-            runs = [(run, *key) for run in RUNS.values()]
+            runs = [(RUNS[variant], batch_size, ranks) for variant in variants]
             (known[key],) = pool.run(gradients_of_the_formula, runs, ranks=1, timeout_s=300)
         return known[key]
 
     return of
 
 
-@pytest.mark.parametrize(("place", "accumulation"), CASES)
-def test_the_gradient_of_every_loss_is_that_of_the_formula(
-    pool: Pool, formula: Any, tmp_path: Path, place: Place, accumulation: int
+def check(
+    pool: Pool, formula: Any, folder: Path, place: Place, accumulation: int, variants: tuple[str, ...]
 ) -> None:
     layout = place.layout
-    changes = {"train__global_batch_size": layout.data * accumulation, **place.changes(tmp_path)}
-    runs = [{**run, **changes} for run in RUNS.values()]
+    changes = {"train__global_batch_size": layout.data * accumulation, **place.changes(folder)}
+    runs = [{**RUNS[variant], **changes} for variant in variants]
     found = pool.run(gradients_of_the_engine, runs, ranks=place.ranks, timeout_s=300)
-    right = formula(layout.data * accumulation, layout.data)
-    for number, (variant, expected) in enumerate(zip(RUNS, right, strict=True)):
+    right = formula(variants, layout.data * accumulation, layout.data)
+    for number, (variant, expected) in enumerate(zip(variants, right, strict=True)):
         tolerance = TOLERANCE
         if layout.tensor > 1:
             tolerance = WHERE_ROUNDING_SHOWS.get(variant, TENSOR_TOLERANCE)
@@ -104,6 +104,20 @@ def test_the_gradient_of_every_loss_is_that_of_the_formula(
             raise AssertionError(f"{variant}: {error}") from None
 
 
+def test_a_few_losses_at_one_layout(pool: Pool, formula: Any, tmp_path: Path) -> None:
+    place = Place(2, tensor=2, expert_tensor=2, sequence=True, zero=2, recompute="full")
+    check(pool, formula, tmp_path, place, 2, QUICK)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("place", "accumulation"), LAYOUTS, ids=str)
+def test_the_gradient_of_every_loss_is_that_of_the_formula(
+    pool: Pool, formula: Any, tmp_path: Path, place: Place, accumulation: int
+) -> None:
+    check(pool, formula, tmp_path, place, accumulation, tuple(RUNS))
+
+
+@pytest.mark.full
 def test_the_losses_show_in_the_gradient(formula: Any, pool: Pool) -> None:
     """Otherwise the tests above would hold them to nothing."""
     without = [
@@ -112,7 +126,7 @@ def test_the_losses_show_in_the_gradient(formula: Any, pool: Pool) -> None:
     ]
     several = [(run, 2, 1) for run in without]
     (bare,) = pool.run(gradients_of_the_formula, several, ranks=1, timeout_s=300)
-    for variant, with_loss, without_loss in zip(RUNS, formula(2, 1), bare, strict=True):
+    for variant, with_loss, without_loss in zip(RUNS, formula(tuple(RUNS), 2, 1), bare, strict=True):
         names = [name for name in with_loss["gradients"] if ".router." in name]
         differences = [(with_loss["gradients"][n] - without_loss["gradients"][n]).abs().max() for n in names]
         sizes = [with_loss["gradients"][n].abs().max() for n in names]

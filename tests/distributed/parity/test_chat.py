@@ -1,5 +1,6 @@
 """Chat tuning equals a plain loop over transformers' `apply_chat_template`, on one rank and on four."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,11 +127,13 @@ def test_the_loss_is_that_of_a_plain_loop(folder: Path, alone: dict[str, dict[st
         assert found["lm_loss"][1] < found["plain"], name
 
 
-def check_layout(pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place) -> None:
+def check_layout(
+    pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place, names: Sequence[str] = TEMPLATES
+) -> None:
     changes = place.changes(tmp_path)
-    runs = [tuned(folder, name, **changes | {"output": tmp_path / name}) for name in TEMPLATES]
+    runs = [tuned(folder, name, **changes | {"output": tmp_path / name}) for name in names]
     by_rank = pool.run(run, runs, STEPS, ranks=place.ranks, timeout_s=300)
-    for name, on_ranks in zip(TEMPLATES, zip(*by_rank, strict=True), strict=True):
+    for name, on_ranks in zip(names, zip(*by_rank, strict=True), strict=True):
         if place.context == place.pipeline == 1:
             assert_as_alone(on_ranks, alone[name], f"{name}: {place}")
         for word in WORDS:
@@ -138,11 +141,11 @@ def check_layout(pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Pl
 
 
 def test_four_ranks_equal_one(pool: Pool, folder: Path, alone: Any, tmp_path: Path) -> None:
-    check_layout(pool, folder, alone, tmp_path, LAYOUT)
+    check_layout(pool, folder, alone, tmp_path, LAYOUT, TEMPLATES[:1])
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("place", FURTHER, ids=str)
+@pytest.mark.parametrize("place", [LAYOUT, *FURTHER], ids=str)
 def test_further_layouts_equal_one_rank(
     pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place
 ) -> None:

@@ -28,8 +28,12 @@ MODEL: dict[str, Any] = {
     "train__global_batch_size": 8,
 }
 PRETRAINED = {**MODEL, "train__objective": "masked", "model__head_transform": True}
-EP2, TP2_EP2 = Place(2, expert=2), Place(2, tensor=2, expert=2, sequence=True)
-CUT = [Place(4, tensor=2, expert=2, zero=1), Place(2, expert=2, zero=3)]
+EP2 = Place(2, expert=2)
+CUT = [
+    Place(2, tensor=2, expert=2, sequence=True),
+    Place(4, tensor=2, expert=2, zero=1),
+    Place(2, expert=2, zero=3),
+]
 
 
 def tuned(labels: Path, **changes: Any) -> dict[str, Any]:
@@ -117,12 +121,14 @@ def check_layouts(pool: Pool, alone: Any, labels: Path, tmp_path: Path, places: 
             assert_same_experts(on_rank, expected)
 
 
-def test_layouts_of_two_ranks_equal_one(pool: Pool, alone: Any, labels: Path, tmp_path: Path) -> None:
-    check_layouts(pool, alone, labels, tmp_path, [EP2, TP2_EP2])
+def test_two_ranks_equal_one(pool: Pool, alone: Any, labels: Path, tmp_path: Path) -> None:
+    check_layouts(pool, alone, labels, tmp_path, [EP2])
 
 
 @pytest.mark.full
-def test_zero_equals_one_rank(pool: Pool, alone: Any, labels: Path, tmp_path: Path) -> None:
+def test_tensor_parallelism_and_zero_equal_one_rank(
+    pool: Pool, alone: Any, labels: Path, tmp_path: Path
+) -> None:
     check_layouts(pool, alone, labels, tmp_path, CUT)
 
 

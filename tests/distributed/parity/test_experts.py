@@ -28,7 +28,7 @@ RUNS: dict[str, dict[str, Any]] = {
 # (ranks, expert-parallel size, ZeRO stage, recomputation)
 LAYOUTS = [
     (2, 2, 1, "full"),
-    (4, 4, 2, "selective"),
+    pytest.param(4, 4, 2, "selective", marks=pytest.mark.full),
     pytest.param(2, 2, 0, "none", marks=pytest.mark.full),
 ]
 

@@ -55,7 +55,7 @@ def plain(pool: Pool) -> Found:
     return found
 
 
-@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.full), 2, 3])
+@pytest.mark.parametrize("stage", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
 def test_it_trains_as_fp32_does(pool: Pool, plain: Found, tmp_path: Path, stage: int) -> None:
     path = _path(tmp_path, stage, initial_scale_power=12)
     for found in pool.run(scaled_steps, STEPS, **RUN, parallel__deepspeed=path, ranks=2):
@@ -81,6 +81,7 @@ def test_a_step_that_overflows_is_skipped_and_counted(pool: Pool, tmp_path: Path
             assert same is not applied[number]
 
 
+@pytest.mark.full
 def test_the_scale_is_resumed(pool: Pool, tmp_path: Path) -> None:
     """Unless it has become a static one, which is the file's and stays."""
     path = _path(tmp_path, 2, initial_scale_power=20, hysteresis=1)

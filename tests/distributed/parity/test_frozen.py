@@ -14,10 +14,7 @@ from tests.support.ranks.runs import PLAIN_FILES, ds_config, run_steps
 STEPS = 3
 full = pytest.mark.full
 BOTH = ["router", "experts"]
-FROZEN_LAYOUTS = [
-    ("zero0_bf16", 2),
-    ("zero3_bf16", 2),
-]
+FROZEN_LAYOUTS = [("zero0_bf16", 2)]
 FROZEN_REST = [
     pytest.param(file, expert, marks=full)
     for file in PLAIN_FILES
@@ -81,10 +78,8 @@ def test_one_of_them_is_frozen_by_itself(pool: Pool, file: str, module: str) -> 
         _assert_frozen(here, [module])
 
 
-@pytest.mark.parametrize(
-    "file",
-    [f if f == "zero0_bf16" else pytest.param(f, marks=full) for f in PLAIN_FILES],
-)
+@full
+@pytest.mark.parametrize("file", PLAIN_FILES)
 def test_a_frozen_run_resumes_bit_for_bit(pool: Pool, moe_fp32: Path, tmp_path: Path, file: str) -> None:
     """It does not load `init` again, which no longer exists."""
     source = tmp_path / "source" / moe_fp32.name

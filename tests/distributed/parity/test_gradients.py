@@ -29,12 +29,12 @@ RUN = {
 # (place, micro batches per data-parallel rank), and the ZeRO stage in `make test`.
 LAYOUTS: dict[tuple[Place, int], int | None] = {
     (Place(1), 1): 0,
-    (Place(1), 4): 1,
+    (Place(1), 4): None,
     (Place(2), 4): None,
     (Place(2, expert=2), 2): 0,
     (Place(2, expert=2), 4): None,
     (Place(4, expert=2), 2): 1,
-    (Place(4, expert=4), 1): 2,
+    (Place(4, expert=4), 1): None,
     (Place(2, expert_tensor=2), 4): None,
     (Place(2, tensor=2), 1): None,
     (Place(2, tensor=2, sequence=True), 4): None,
@@ -48,7 +48,7 @@ LAYOUTS: dict[tuple[Place, int], int | None] = {
     (Place(4, tensor=2), 1): None,
     (Place(4, tensor=2, expert=2, sequence=True), 4): 2,
     (Place(4, tensor=2, expert=4), 4): None,
-    (Place(4, tensor=2, expert=2, expert_tensor=2), 1): 1,
+    (Place(4, tensor=2, expert=2, expert_tensor=2), 1): None,
     (Place(4, tensor=2, expert_tensor=2, sequence=True), 4): None,
     (Place(4, tensor=2, expert_tensor=4, sequence=True), 1): None,
 }

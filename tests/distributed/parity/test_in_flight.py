@@ -50,13 +50,13 @@ WIDE = {"model__num_attention_heads": 4, "moe__num_experts": 16, "train__micro_b
 FOUR = {"parallel__tensor": 2, "parallel__expert": 4, "parallel__node_size": 2}
 MANY = {"model__multi_token_prediction": {"depth": 2}, "model__hidden_dropout": 0.0}
 QUICK = {
-    "odd": Case(DIRECT, sequences=6),
     "bf16": Case({**DIRECT, **WIDE, **SYSTEMS["moec"], **BY_NODE}, zero="zero1_bf16", sequences=16),
     "zero 2": Case(DIRECT, zero="zero2_fp32", bits=False),
     "recomputed": Case({**ENCODERS["encoder_decoder"], **DIRECT, "model__recompute": "full"}),
-    "tensor": Case({**WIDE, **TENSOR, **MANY, "model__recompute": ["norms", "moe"]}, sequences=4),
 }
 FULL = {
+    "odd": Case(DIRECT, sequences=6),
+    "tensor": Case({**WIDE, **TENSOR, **MANY, "model__recompute": ["norms", "moe"]}, sequences=4),
     "one rank": Case({}, ranks=1),
     "fp8 exchange": Case({**DIRECT, "parallel__exchange_dtype": "fp8"}),
     "threshold": Case({**DIRECT, **WIDE, **SYSTEMS["threshold"]}, sequences=16),

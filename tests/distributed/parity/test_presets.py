@@ -14,12 +14,9 @@ from tests.support.ranks.pool import Pool
 ROOT = Path(__file__).resolve().parents[3]
 RUNS = sorted((ROOT / "examples/presets").glob("*.yaml"))
 NAMES = [path.stem for path in RUNS]
-# Of the quick tests: a preset for each mechanism. The others put these together otherwise.
-QUICK = (
-    *("base", "biased_clusters", "deepseek_v3", "deepseek_v4_moe", "dense_to_sparse", "expert_choice"),
-    *("longcat_flash", "moe_plus_plus", "moec", "nemotron_latent", "phi_moe", "policy", "remoe", "sgmoe"),
-    *("sinkhorn", "top_any", "xmoe_threshold"),
-)
+# Of the quick tests: a choice over all ranks, experts without computation, rollouts. test_parts.py has every
+# part.
+QUICK = ("base", "longcat_flash", "policy")
 EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in NAMES]
 QUICK_STEPS, FULL_STEPS = 2, 30
 SHORT = ["data.sequence_length=32"]  # of the few steps

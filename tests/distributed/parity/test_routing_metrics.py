@@ -23,10 +23,10 @@ MODEL: dict[str, Any] = {
     "log": {"gradient_shares_every": 1, "dead_window": 1},
 }
 LAYOUTS = [
-    Place(4, expert=4, zero=3),
     Place(4, tensor=2, expert=2, zero=1, sequence=True, recompute="full"),
 ]
 FURTHER = [
+    Place(4, expert=4, zero=3),
     Place(4, zero=3),
     Place(4, tensor=2, zero=1),
     Place(4, expert=2, expert_tensor=2),

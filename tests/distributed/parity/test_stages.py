@@ -10,7 +10,10 @@ from tests.support.ranks.runs import ds_config, run_each
 
 Found = list[dict[str, Any]]  # what each rank showed
 STEPS = 2
-FEW = covering(staged_cases())
+STAGED = staged_cases()
+# What decides which rank has which part is combined in `make test`; any two choices in `make test-full`.
+FEW = covering(STAGED, ("pipeline", "context", "chunks"))
+MORE = [case for case in covering(STAGED) if case not in FEW]
 # In fp32 and bf16, without weights that two stages hold: their gradients are summed in another order.
 UNTIED = {"model__num_layers": 4, "model__tie_embeddings": False, "train__global_batch_size": 6, "steps": 3}
 ALONE: dict[str, dict[str, Any]] = {
@@ -39,31 +42,51 @@ def trained(pool: Pool, runs: list[dict[str, Any]], ranks: int) -> list[Found]:
 
 
 @pytest.fixture(scope="module")
-def few(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Case, Found]:
-    folder = tmp_path_factory.mktemp("few")
-    alone = sorted({case.alone() for case in FEW}, key=name)
-    found = dict(zip(FEW, trained(pool, runs_of(FEW, STEPS, folder), ranks=4), strict=True))
-    return found | dict(zip(alone, trained(pool, runs_of(alone, STEPS, folder), ranks=1), strict=True))
+def found(
+    pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
+) -> dict[Case, Found]:
+    """Of the selected cases and their plain runs."""
+    selected = {item.name for item in request.session.items}
+    cases = [case for case in (*FEW, *MORE) if any(f"[{name(case)}]" in item for item in selected)]
+    folder = tmp_path_factory.mktemp("cases")
+    alone = sorted({case.alone() for case in cases}, key=name)
+    of_cases = dict(zip(cases, trained(pool, runs_of(cases, STEPS, folder), ranks=4), strict=True))
+    return of_cases | dict(zip(alone, trained(pool, runs_of(alone, STEPS, folder), ranks=1), strict=True))
 
 
-@pytest.mark.parametrize("case", FEW, ids=name)
-def test_any_two_choices_together(few: dict[Case, Found], case: Case) -> None:
-    assert_case(case, few[case], few[case.alone()][0])
+@pytest.mark.parametrize(
+    "case", [*FEW, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)], ids=name
+)
+def test_choices_together(found: dict[Case, Found], case: Case) -> None:
+    assert_case(case, found[case], found[case.alone()][0])
+
+
+# In `make test` each run at one pipeline, and each pipeline with one run.
+QUICK = [*zip(ALONE, ("4", "2", "2 interleaved", "2 uneven", "2"), strict=True)]
+PAIRS = [(run, stages) for run in ALONE for stages in PIPELINES]
 
 
 @pytest.fixture(scope="module")
-def exact(pool: Pool) -> dict[tuple[str, str], Found]:
-    pairs = [(run, stages) for run in ALONE for stages in PIPELINES]
+def exact(pool: Pool, request: pytest.FixtureRequest) -> dict[tuple[str, str], Found]:
+    selected = {item.name for item in request.session.items}
+    pairs = [(run, stages) for run, stages in PAIRS if any(f"[{run}-{stages}]" in item for item in selected)]
     found = dict(zip([(run, "") for run in ALONE], trained(pool, list(ALONE.values()), ranks=1), strict=True))
     for ranks in (2, 4):
         these = [pair for pair in pairs if PIPELINES[pair[1]]["parallel__pipeline"] == ranks]
+        if not these:
+            continue
         runs = [{**ALONE[run], **PIPELINES[stages]} for run, stages in these]
         found |= dict(zip(these, trained(pool, runs, ranks), strict=True))
     return found
 
 
-@pytest.mark.parametrize("stages", PIPELINES)
-@pytest.mark.parametrize("run", ALONE)
+@pytest.mark.parametrize(
+    ("run", "stages"),
+    [
+        pytest.param(*pair, marks=() if pair in QUICK else pytest.mark.full, id="-".join(pair))
+        for pair in PAIRS
+    ],
+)
 def test_a_pipeline_alone_is_one_rank_bit_for_bit(
     exact: dict[tuple[str, str], Found], run: str, stages: str
 ) -> None:

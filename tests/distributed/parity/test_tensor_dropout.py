@@ -14,7 +14,7 @@ from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import ds_config, small_run
 
-RANKS, TENSOR, STEPS = 4, 2, 3
+RANKS, TENSOR, STEPS = 4, 2, 2
 RUN: dict[str, Any] = {
     "model__hidden_dropout": 0.2,
     "model__attention_dropout": 0.2,

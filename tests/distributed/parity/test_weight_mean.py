@@ -13,7 +13,7 @@ from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import Place, small_run
 
-HALF, STEPS = 2, 4
+HALF, STEPS = 1, 3
 RUN: dict[str, Any] = {
     "optimizer__ema": 0.75,
     "optimizer__lr": 1e-2,

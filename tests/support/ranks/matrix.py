@@ -1,13 +1,15 @@
 """Every legal layout of up to four ranks with everything that must not change what is trained."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cache
 from itertools import combinations, product
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.pipeline.schedule import rounds_problem
@@ -138,20 +140,15 @@ class Case:
 @cache
 def every_case() -> list[Case]:
     """All that are legal; the checks of the configuration decide."""
-    choices: Iterator[Any] = product(
-        (1, 2, 4),
-        (1, 2, 4),
-        (1, 2, 4),
-        (1, 2, 4),
-        (False, True),
-        (0, 1, 2, 3),
-        ("none", "selective", "full", "some"),
-        (1, 2),
-        SYSTEMS,
-        ("fp32", "bf16"),
-    )
-    cases = (replace(Case(*choice), node=node) for choice, node in product(choices, (0, 1, 2)))
-    return list(_legal(case for case in cases if case.tensor > 1 or not case.sequence))
+    more = ((0, 1, 2, 3), ("none", "selective", "full", "some"), (1, 2), SYSTEMS, ("fp32", "bf16"))
+    found: list[Case] = []
+    for sizes in product((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2, 4), (False, True)):
+        for node in (0, 1, 2):
+            cases = (Case(*sizes, *choice, node=node) for choice in product(*more))  # type: ignore[misc]
+            plain = next(cases)
+            if (plain.tensor > 1 or not plain.sequence) and list(_legal([plain])):
+                found += [plain, *cases]
+    return found
 
 
 def _legal(cases: Iterable[Case]) -> Iterator[Case]:
@@ -210,24 +207,31 @@ def few_cases() -> list[Case]:
     return covering(every_case())
 
 
-def covering(cases: list[T]) -> list[T]:
+def covering(cases: list[T], paired: tuple[str, ...] | None = None) -> list[T]:
     """Few of these flat dataclasses, in which every two values of two fields that occur together at all do
-    so; greedily."""
-    bits: dict[Any, int] = {}  # of each pair of values
-    pairs_of = [sum(1 << bits.setdefault(pair, len(bits)) for pair in _pairs(case)) for case in cases]
-    left = (1 << len(bits)) - 1
+    so; greedily.
+
+    paired: the fields whose values are combined, by default all. Of the others, every value occurs.
+    """
+    columns = {name: _numbers([getattr(case, name) for case in cases]) for name in vars(cases[0])}
+    combined = list(combinations(columns if paired is None else paired, 2))
+    groups = [columns[one] * (columns[other].max() + 1) + columns[other] for one, other in combined]
+    groups += list(columns.values())
+    # has[case, value or pair of values]
+    has = np.concatenate([group[:, None] == np.unique(group) for group in groups], axis=1)
+    left = np.ones(has.shape[1], dtype=bool)
     chosen = []
-    while left:
-        best = max(range(len(cases)), key=lambda place: (pairs_of[place] & left).bit_count())
+    while left.any():
+        best = int(has[:, left].sum(axis=1).argmax())
         chosen.append(cases[best])
-        left &= ~pairs_of[best]
+        left &= ~has[best]
     return chosen
 
 
-def _pairs(case: Any) -> Iterator[tuple[int, Any, int, Any]]:
-    values = list(enumerate(astuple(case)))
-    for (first, one), (second, other) in combinations(values, 2):
-        yield first, one, second, other
+def _numbers(values: list[Any]) -> NDArray[np.int64]:
+    """Number the different values in the order in which they occur."""
+    numbers: dict[Any, int] = {}
+    return np.array([numbers.setdefault(value, len(numbers)) for value in values])
 
 
 def name(case: Case) -> str:
