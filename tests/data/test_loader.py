@@ -97,8 +97,8 @@ class Cut(Iterator[Any]):
 
     def __init__(self, batches: Loader[Any], error: Exception) -> None:
         self.batches, self.error = batches, error
-        self.iterator: Any = batches._iterators[0]
-        self._workers = self.iterator._workers
+        iterator: Any = batches._iterators[0]
+        self.iterator, self._workers = iterator, iterator._workers
 
     def __next__(self) -> None:
         self.batches._iterators[0] = self.iterator
