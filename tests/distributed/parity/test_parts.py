@@ -55,6 +55,7 @@ def run_of(kind: str, name: str, **changes: Any) -> dict[str, Any]:
     return {
         **{f"moe__{key}": value for key, value in tree.items()},
         "moe__layers": {"at": [1, 2]},
+        "moe__groups": [],  # of presets, which count on more layers
         "train__global_batch_size": 4,
         "seed": SEED,
         **changes,
@@ -83,11 +84,11 @@ def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, An
     data = num_ranks // layout.get("tensor", 1)
     size: dict[str, Any] = {"train__global_batch_size": data}  # each data-parallel rank has one micro batch
     if request.param == QUICK:
-        size |= {"model__num_layers": 1, "moe__layers": {"at": [1]}, "moe__groups": []}
+        size |= {"model__num_layers": 1, "moe__layers": {"at": [1]}}
     one = [{"steps": STEPS, **on_one_rank(*parts[0], data), **size} for parts in DISTINCT.values()]
     many = [run_of(*parts[0], steps=STEPS, parallel=layout, **size) for parts in DISTINCT.values()]
-    (alone,) = pool.run(run_each, one, ranks=1, timeout_s=300)
-    ranks = pool.run(run_each, many, ranks=num_ranks, timeout_s=300)
+    (alone,) = pool.run(run_each, one, ranks=1, timeout_s=900)
+    ranks = pool.run(run_each, many, ranks=num_ranks, timeout_s=900)
     return {
         f"{kind}-{name}": (alone[place], [rank[place] for rank in ranks])
         for place, parts in enumerate(DISTINCT.values())
@@ -130,6 +131,6 @@ def test_the_state_of_every_part_survives_a_checkpoint(
     layout: dict[str, Any] = {"parallel__expert": ranks, "parallel__deepspeed": ds_config(file)}
     layout |= {"train__global_batch_size": 2, "model__num_layers": 1, "moe__layers": {"at": [1]}}
     runs = [run_of(*parts[0], **layout) for parts in DISTINCT.values()]
-    for shown in pool.run(save_and_go_on, runs, tmp_path, steps, ranks=ranks, timeout_s=300):
+    for shown in pool.run(save_and_go_on, runs, tmp_path, steps, ranks=ranks, timeout_s=900):
         for parts, (went_on, resumed) in zip(DISTINCT.values(), shown, strict=True):
             assert went_on == resumed, parts
