@@ -106,7 +106,11 @@ def check_collective_lines(lines: list[str], rows: list[dict[str, Any]]) -> None
 
 def check_command_searches() -> None:
     """The table has the layouts of the JSON file; then comes the page of the first."""
-    fewer: dict[str, Any] = {"RECOMPUTE": ("none",), "SLICES": (1,), "ZERO_FILES": {"bf16": []}}
+    fewer: dict[str, Any] = {
+        "recomputations": lambda config: ("none",),
+        "SLICES": (1,),
+        "ZERO_FILES": {"bf16": []},
+    }
     with tempfile.TemporaryDirectory() as folder, patch.multiple(layout_search, **fewer):
         stored = Path(folder) / "found.json"
         code, page, errors = called(folder, "--search", "--simulate", "2", "--json", str(stored))

@@ -24,7 +24,11 @@ from megamoe.apps.plan.counter import (  # noqa: E402
     OperatorTotal,
     Parts,
 )
-from megamoe.apps.plan.figures import Figures  # noqa: E402
+from megamoe.apps.plan.figures import (  # noqa: E402
+    BACKWARD_VOCABULARY,
+    FORWARD_VOCABULARY,
+    Figures,
+)
 from megamoe.apps.plan.hardware import GPUS  # noqa: E402
 from megamoe.apps.plan.memory import ACTIVATIONS, PARAMETERS  # noqa: E402
 from megamoe.apps.plan.plan import Cluster, make_plan  # noqa: E402
@@ -336,7 +340,10 @@ def check_bad_input_is_told() -> None:
 
 
 def check_an_encoder_decoder_is_extrapolated() -> None:
-    """Its figures are those of a simulation of all blocks: MoE in both stacks, or in the encoder."""
+    """Its figures are those of a simulation of all blocks: MoE in both stacks, or in the encoder.
+
+    Counts are equal; times nearly, since how far the device waits for the host is not linear in the blocks.
+    """
     stacks = ("model.encoder_layers=5", "model.num_layers=4", "parallel.expert=4", "moe.num_experts=4")
     objective = ("model.architecture=encoder_decoder", "train.objective=span_corruption")
     batch = ("train.global_batch_size=16", "data.sequence_length=64")
@@ -349,7 +356,8 @@ def check_an_encoder_decoder_is_extrapolated() -> None:
             found, wanted = (getattr(plan.figures, name) for plan in (fewer, whole))
             assert found.keys() == wanted.keys(), name
             for key, value in wanted.items():
-                assert math.isclose(found[key], value, rel_tol=1e-9), (name, key, value)
+                near = 5e-3 if name == "seconds" or key in (FORWARD_VOCABULARY, BACKWARD_VOCABULARY) else 1e-9
+                assert math.isclose(found[key], value, rel_tol=near), (name, key, value)
 
 
 def check_three_examples_are_planned() -> None:

@@ -78,7 +78,7 @@ ALL_HEADS = {**SHAPE, "num_key_value_heads": 4, "rms_norm_eps": 1e-6}
 ERNIE = {
     "intermediate_size": 40,
     "moe_intermediate_size": 16,
-    "moe_num_experts": 6,
+    "moe_num_experts": 4,
     "moe_num_shared_experts": 2,
     "moe_k": 3,
 }
@@ -181,7 +181,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
         {**SHAPE, **ERNIE, "tie_word_embeddings": False},
-        {**OTHER, **ERNIE, "moe_num_shared_experts": 0, "moe_layer_interval": 2},
+        {**OTHER, **ERNIE, "moe_num_experts": 6, "moe_num_shared_experts": 0, "moe_layer_interval": 2},
     ),
     "minimax_m2": (
         "MiniMaxM2Config",
