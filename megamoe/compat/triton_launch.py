@@ -1,12 +1,12 @@
 """Launches of Triton kernels with less of the host's time.
 
-Seen with: triton 3.7.1.
+Seen with: triton 3.7.1 and 3.9.0.
 """
 
 from functools import cache
 from typing import Any
 
-VERSIONS = ("3.7.",)  # of Triton, whose launches are known
+VERSIONS = ("3.7.", "3.9.")  # of Triton, whose launches are known
 
 
 def run_kernel(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
