@@ -556,4 +556,22 @@ FAULTS = (
         "None",
         ("tests/distributed/parity/test_residuals.py",),
     ),
+    Fault(
+        "inherited-garbage",
+        "a loader process does not destroy what it inherited",
+        "architecture.md",
+        "megamoe/data/loader.py",
+        "    gc.freeze()",
+        "    pass",
+        ("tests/data/test_loader.py",),
+    ),
+    Fault(
+        "broken-connection",
+        "a loader process that dies while it sends a batch is replaced",
+        "architecture.md",
+        "megamoe/data/loader.py",
+        "except (ConnectionError, EOFError):",
+        "except ZeroDivisionError:",
+        ("tests/data/test_loader.py",),
+    ),
 )

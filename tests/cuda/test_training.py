@@ -16,19 +16,10 @@ Losses = dict[str, dict[str, list[float]]]
 NAMES = ("plain", "overlapping")
 # Runs of `make test-full`.
 OTHERS = (
-    *(
-        "cut",
-        "tensor_parallel",
-        "by_node",
-        "padded",
-        "dropped",
-        "scattered",
-        "stages",
-        "context",
-        "in_flight",
-    ),
-    "in_flight_by_node",
+    *("cut", "tensor_parallel", "by_node", "padded", "dropped", "scattered", "stages", "context"),
+    *("in_flight", "in_flight_by_node"),
 )
+# Of tests whose names do not say which runs they read.
 NEEDED = {
     "test_fixed_shares_need_no_wait_in_a_layer": ("padded", "by_node"),
     "test_at_zero3_a_parameter_at_a_time_is_whole_on_the_device": ("cut",),
