@@ -174,22 +174,30 @@ def _joined(call: Callable[..., tuple[Tensor, ...]]) -> Call:
     return lambda *inputs, kernels: torch.cat(call(*inputs, kernels=kernels))
 
 
-def _both_ways(each: Pass, kernels: Kernels) -> list[Tensor]:
+def _upstream_of(each: Pass) -> Tensor:
+    """Draw a gradient of the pass's output: the same numbers for every implementation."""
+    with torch.no_grad():
+        output = each.call(*each.inputs, kernels=PLAIN)
+    generator = torch.Generator(output.device).manual_seed(2)
+    return torch.randn(output.shape, generator=generator, device=output.device).to(output.dtype)
+
+
+def _both_ways(each: Pass, upstream: Tensor, kernels: Kernels) -> list[Tensor]:
     """Return the output and the gradient of every input."""
     output = each.call(*each.inputs, kernels=kernels)
-    upstream = torch.ones_like(output) + output.detach().sign() / 2
-    return [output.detach(), *torch.autograd.grad(output, each.inputs, upstream)]
+    return [output.detach(), *torch.autograd.grad(output, each.inputs, upstream.to(output.dtype))]
 
 
 def _compare(section: Section, name: str, each: Pass, ours: Kernels, tolerance: float) -> None:
-    expected = _both_ways(replace(each, inputs=_widened(each.inputs)), PLAIN)
+    upstream = _upstream_of(each)
+    expected = _both_ways(replace(each, inputs=_widened(each.inputs)), upstream, PLAIN)
     error = max(
         float((found.double() - right.double()).abs().max() / right.double().abs().max())
-        for found, right in zip(_both_ways(each, ours), expected, strict=True)
+        for found, right in zip(_both_ways(each, upstream, ours), expected, strict=True)
     )
     note = f"largest error over the largest number, at most {tolerance:.2g}"
     section.add(name, error, holds=error <= tolerance, note=note)
-    plain_s, ours_s = (seconds_of(partial(_both_ways, each, kernels)) for kernels in (PLAIN, ours))
+    plain_s, ours_s = (seconds_of(partial(_both_ways, each, upstream, kernels)) for kernels in (PLAIN, ours))
     section.add(f"{name}: time", 1e3 * ours_s, "ms", note=f"{ours_s / plain_s:.3f} of the plain form's")
 
 
@@ -205,6 +213,7 @@ def _try_tiles(section: Section, device: torch.device) -> None:
     major = torch.cuda.get_device_capability(device)[0]
     ours = Kernels(compiled=True, triton=True, triton_products=True)
     each = next(p for p in passes(SIZES["cuda"], torch.bfloat16, device) if p.name == "experts")
+    upstream = _upstream_of(each)
     built_in = dict(common.TILES)
     for kind in ("product", "up", "down_backward", "to_weight"):
         table = common.tile_of(kind, 2, major)
@@ -212,7 +221,7 @@ def _try_tiles(section: Section, device: torch.device) -> None:
         for tile in dict.fromkeys((table, *_neighbours(table))):
             common.TILES[kind, 2, major] = tile
             try:
-                times[tile] = seconds_of(partial(_both_ways, each, ours))
+                times[tile] = seconds_of(partial(_both_ways, each, upstream, ours))
             except Exception as error:  # a tile that needs more shared memory than the device has
                 section.add(f"tile of {kind}", f"{tile}: {type(error).__name__}")
         common.TILES.clear()

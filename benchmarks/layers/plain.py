@@ -21,7 +21,8 @@ class Limit(nn.Module):
         self.up_EGH = nn.Parameter(weights.up_EGH.to(dtype, copy=True))
         self.down_EHF = nn.Parameter(weights.down_EHF.to(dtype, copy=True))
         each = shape.pairs // shape.experts
-        self.ends_E = torch.arange(1, shape.experts + 1, dtype=torch.int32) * each
+        self.ends_E: Tensor
+        self.register_buffer("ends_E", torch.arange(1, shape.experts + 1, dtype=torch.int32) * each)
 
 
 class GroupedLimit(Limit):

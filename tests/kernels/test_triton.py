@@ -36,11 +36,13 @@ LONG = [
 ]
 PRODUCTS = ["forward", "to_rows", "to_weight", "up", "down_backward", "weighted_up", "weighted_down_backward"]
 TENSOR_CORES = {80: ["mma.sync"], 90: ["wgmma.mma"], 100: ["tcgen05.mma"]}
+# Three products in TF32 for each in fp32; blocks of 32 rows are too low for a group of four warps.
+OF_A_ROUTER = {"router_scores": TENSOR_CORES, "router_to_rows": {}, "router_to_weight": {}}
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}  # bytes that one program can have
 # Of one thread. A program of W warps needs 32 W times as many, of the 65,536 of a multiprocessor.
-TALL = ["rms_norm_backward", "summed_rms_norm_backward", "router_scores", "router_to_rows", "pairs_place"]
-MOST_REGISTERS = {**dict.fromkeys(PRODUCTS, 255), **dict.fromkeys(TALL, 128), "router_to_weight": 208}
-# Of a router's numbers, which are fp32 in every model; its product is not by tensor cores.
+TALL = ["rms_norm_backward", "summed_rms_norm_backward", "router_to_rows", "pairs_place"]
+MOST_REGISTERS = {**dict.fromkeys([*PRODUCTS, *OF_A_ROUTER], 255), **dict.fromkeys(TALL, 128)}
+# Of a router's numbers, which are fp32 in every model.
 OF_FP32 = [
     "top_k",
     "router_scores",
@@ -53,7 +55,9 @@ OF_FP32 = [
 # A thread loads one index of 64 bits at a time.
 OF_INDICES = ["pairs_ends", "pairs_count", "pairs_add_up", "pairs_place"]
 FEW_REGISTERS = 64  # of the other kernels: eight programs of four warps at a time
-MOST_SPILLED = {"down_backward": 16, "weighted_down_backward": 32}  # bytes
+# Bytes, by capability: on an H100 it is faster with them than with fewer columns.
+MOST_SPILLED = {"down_backward": {80: 16, 90: 700, 100: 16}}
+MOST_SPILLED["weighted_down_backward"] = dict.fromkeys(TENSOR_CORES, 32)
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
@@ -88,10 +92,12 @@ def test_compiles_for_gpus(capability: int, number: str, tmp_path: Path) -> None
         assert facts["vector_loads"] or name in OF_INDICES, name
         assert facts["narrow_loads"] <= (name == "cross_entropy"), name  # the label's logit
         assert facts["registers"] <= MOST_REGISTERS.get(name, FEW_REGISTERS), name
-        assert facts["spilled"] <= MOST_SPILLED.get(name, 0), name
+        assert facts["spilled"] <= MOST_SPILLED.get(name, {}).get(capability, 0), name
         assert facts["shared"] <= SHARED[capability], name
         assert not facts["cuts_off"], name
         products = TENSOR_CORES[capability] if name in PRODUCTS and number != "fp32" else []
+        if name in OF_A_ROUTER:
+            products = OF_A_ROUTER[name].get(capability, ["mma.sync"])
         assert facts["tensor_cores"] == products, name
         rounds = name not in (*OF_FP32, *OF_INDICES, "cross_entropy")
         assert facts["rounds"] == (number == "bf16" and rounds), name

@@ -14,7 +14,7 @@ from torch import Tensor
 from megamoe.compat.triton_launch import run_kernel
 
 LARGEST_BLOCK = 1024  # columns that one program of a pass over rows holds at a time
-AMPERE, HOPPER = 8, 9  # major compute capabilities; later ones have the tiles of Hopper
+AMPERE, HOPPER, BLACKWELL = 8, 9, 10  # major compute capabilities; each has the tiles of the one before
 INTERPRETED = 0  # tensors of the CPU
 
 
@@ -37,20 +37,26 @@ class Tile:
 
 # By (kind of product, bytes of a number, major compute capability). `product`: rows times a weight. `up`:
 # the same with two results at a time, gate and value. `down_backward`: with the activation's gradient behind
-# it, for which 128 columns would spill registers. `to_weight`: the gradient of the weights. Tensor cores do
-# not multiply fp32, so its tiles are the same everywhere.
+# it; `weighted_down_backward`: and that of the routing's weights. `to_weight`: the gradient of the weights.
+# Those of Hopper are the fastest of those tried on an H100 (docs/gpu.md), where 128 columns are faster for
+# `down_backward` although they spill registers. The weighted form and Blackwell's were not tried, and do not
+# spill. Tensor cores do not multiply fp32, so its tiles are the same everywhere.
 TILES: dict[tuple[str, int, int], Tile] = {
     ("product", 2, AMPERE): Tile(128, 128, 32, 8, 4),
     ("up", 2, AMPERE): Tile(128, 64, 32, 8, 4),
     ("down_backward", 2, AMPERE): Tile(128, 64, 32, 8, 4),
+    ("weighted_down_backward", 2, AMPERE): Tile(128, 64, 32, 8, 4),
     ("to_weight", 2, AMPERE): Tile(128, 128, 32, 8, 4),
-    ("product", 2, HOPPER): Tile(128, 128, 64, 8, 4),
-    ("up", 2, HOPPER): Tile(128, 64, 64, 8, 4),
-    ("down_backward", 2, HOPPER): Tile(128, 64, 64, 8, 4),
-    ("to_weight", 2, HOPPER): Tile(128, 128, 64, 8, 4),
+    ("product", 2, HOPPER): Tile(128, 256, 64, 8, 3),
+    ("up", 2, HOPPER): Tile(128, 128, 64, 8, 4),
+    ("down_backward", 2, HOPPER): Tile(128, 128, 64, 8, 4),
+    ("weighted_down_backward", 2, HOPPER): Tile(128, 64, 64, 8, 4),
+    ("to_weight", 2, HOPPER): Tile(128, 256, 64, 8, 3),
+    ("down_backward", 2, BLACKWELL): Tile(128, 64, 64, 8, 4),
     ("product", 4, AMPERE): Tile(64, 64, 16, 4, 3),
     ("up", 4, AMPERE): Tile(64, 32, 16, 4, 3),
     ("down_backward", 4, AMPERE): Tile(64, 32, 16, 4, 3),
+    ("weighted_down_backward", 4, AMPERE): Tile(64, 32, 16, 4, 3),
     ("to_weight", 4, AMPERE): Tile(64, 64, 16, 4, 3),
 }
 SMALL_TILE = Tile(32, 32, 16, 4, 2)

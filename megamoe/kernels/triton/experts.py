@@ -214,11 +214,11 @@ def experts_backward(
     """
     if len(rows_NH):
         given = (sent_NH, down_EHF, ends_E, count, hidden_size, ffn_size)
-        part_NA = None
+        kind, part_NA = "down_backward", None
         if weight_N is not None:
-            tiles = cdiv(ffn_size, tile_for("down_backward", sent_NH).columns)
-            part_NA = weight_N.new_empty(len(weight_N), tiles)
-        launch(_down_backward, "down_backward", *given, hidden_NG, active_NF, weight_N, part_NA)
+            kind = "weighted_down_backward"
+            part_NA = weight_N.new_empty(len(weight_N), cdiv(ffn_size, tile_for(kind, sent_NH).columns))
+        launch(_down_backward, kind, *given, hidden_NG, active_NF, weight_N, part_NA)
         if part_NA is not None and to_weight_N is not None:
             torch.sum(part_NA, 1, out=to_weight_N)
     if to_down_EHF is not None:

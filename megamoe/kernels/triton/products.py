@@ -213,17 +213,17 @@ def add_product(  # type: ignore[no-untyped-def]
 ):
     """Return sum + rows[row, depth :] weight[column, depth :]^T over DEPTH places, 0 beyond the edges.
 
-    With PRECISION "ieee" both factors are multiplied in fp32, whatever they are.
+    PRECISION "tf32" multiplies 16 bits as they are; any other one converts both factors to fp32.
     """
     place = depth + tl.arange(0, DEPTH)
     left = load_block(rows, row, place, count, inner)
-    if PRECISION == "ieee":
+    if PRECISION != "tf32":
         left = left.to(tl.float32)
     if WEIGHT_IS_OUT_IN:
         right = load_transposed(weight, column, place, outer, inner)
     else:
         right = load_block(weight, place, column, inner, outer)
-    if PRECISION == "ieee":
+    if PRECISION != "tf32":
         right = right.to(tl.float32)
     return tl.dot(left, right, sum, input_precision=PRECISION)
 

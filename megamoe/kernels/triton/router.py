@@ -25,7 +25,15 @@ from megamoe.kernels.triton.common import (
 )
 from megamoe.kernels.triton.products import add_product
 
-TOKENS, DEPTH = 32, 64  # of a block
+# The blocks of the scores, of the rows' gradient and of the parts of the weight's gradient: tokens, columns
+# and the depth of the sum at a time. `scores` has a column for each expert.
+# The fastest of those that were tried on an H100 (docs/gpu.md).
+SCORES: dict[str, Any] = {"ROWS": 64, "DEPTH": 32}
+TO_ROWS: dict[str, Any] = {"ROWS": 32, "COLUMNS": 64, "DEPTH": 16}
+TO_WEIGHT: dict[str, Any] = {"COLUMNS": 128, "DEPTH": 32}
+# Three products in TF32 for each in fp32, on tensor cores. On an H100 the scores take a seventh of the time of
+# "ieee", and are nearer to those in fp64.
+PRECISION = "tf32x3"
 MOST_EXPERTS = 64  # of a block
 PARTS = 32  # programs that share the sum over all tokens, for each block of the weight's gradient
 # Of a block of the weight's gradient. With 64, Triton 3.7 multiplies in TF32 for compute capability 10.0,
@@ -47,8 +55,7 @@ def scores(rows_TH: Tensor, weight_EH: Tensor, tokens: int, experts: int, width:
     """Compute out = rows weight^T in fp32."""
     if out_TE.numel():
         block = _experts_of_a_block(experts)
-        grid = (cdiv(tokens, TOKENS), cdiv(experts, block))
-        sizes = {"ROWS": TOKENS, "COLUMNS": block, "DEPTH": DEPTH}
+        grid = (cdiv(tokens, SCORES["ROWS"]), cdiv(experts, block))
         run_kernel(
             _fp32_product,
             grid,
@@ -59,7 +66,9 @@ def scores(rows_TH: Tensor, weight_EH: Tensor, tokens: int, experts: int, width:
             experts,
             out_TE,
             WEIGHT_IS_OUT_IN=True,
-            **sizes,
+            PRECISION=PRECISION,
+            COLUMNS=block,
+            **SCORES,
         )
 
 
@@ -90,15 +99,14 @@ def scores_backward(
     if not tokens:
         to_weight_EH.zero_()
         return
-    grid = (cdiv(tokens, TOKENS), cdiv(width, DEPTH))
-    sizes = {"ROWS": TOKENS, "COLUMNS": DEPTH, "DEPTH": 16}
+    grid = (cdiv(tokens, TO_ROWS["ROWS"]), cdiv(width, TO_ROWS["COLUMNS"]))
     arguments = (sent_TE, weight_EH, tokens, experts, width, to_rows_TH)
-    run_kernel(_fp32_product, grid, *arguments, WEIGHT_IS_OUT_IN=False, **sizes)
+    run_kernel(_fp32_product, grid, *arguments, WEIGHT_IS_OUT_IN=False, PRECISION=PRECISION, **TO_ROWS)
     block = min(EXPERTS_OF_A_GRADIENT, _experts_of_a_block(experts))
-    parts = min(PARTS, cdiv(tokens, TOKENS))
+    parts = min(PARTS, cdiv(tokens, TO_WEIGHT["DEPTH"]))
     part_PEH = torch.empty(parts, experts, width, dtype=torch.float32, device=rows_TH.device)
-    grid_of_parts = (cdiv(width, DEPTH), cdiv(experts, block), parts)
-    sizes = {"ROWS": block, "COLUMNS": DEPTH, "DEPTH": TOKENS}
+    grid_of_parts = (cdiv(width, TO_WEIGHT["COLUMNS"]), cdiv(experts, block), parts)
+    sizes = {"ROWS": block, "PRECISION": PRECISION, **TO_WEIGHT}
     run_kernel(_to_weight, grid_of_parts, sent_TE, rows_TH, tokens, experts, width, part_PEH, **sizes)
     sum_parts(part_PEH, to_weight_EH)
 
@@ -151,6 +159,7 @@ def _fp32_product(  # type: ignore[no-untyped-def]
     outer,
     out,
     WEIGHT_IS_OUT_IN: tl.constexpr,
+    PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
@@ -161,14 +170,23 @@ def _fp32_product(  # type: ignore[no-untyped-def]
     sum = tl.zeros([ROWS, COLUMNS], tl.float32)
     for depth in range(0, inner, DEPTH):
         sum = add_product(
-            sum, rows, row, tokens, weight, column, outer, depth, inner, WEIGHT_IS_OUT_IN, "ieee", DEPTH
+            sum, rows, row, tokens, weight, column, outer, depth, inner, WEIGHT_IS_OUT_IN, PRECISION, DEPTH
         )
     store_block(out, row, column, tokens, outer, sum)
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _to_weight(  # type: ignore[no-untyped-def]
-    sent, rows, tokens, experts, width, part, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr
+    sent,
+    rows,
+    tokens,
+    experts,
+    width,
+    part,
+    PRECISION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
 ):
     """Each program adds up every so-many-th block of DEPTH tokens, for ROWS experts and COLUMNS columns."""
     expert = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -178,7 +196,7 @@ def _to_weight(  # type: ignore[no-untyped-def]
         token = tl.cast(first, tl.int64) + tl.arange(0, DEPTH)
         left = load_transposed(sent, token, expert, tokens, experts)
         right = load_block(rows, token, column, tokens, width).to(tl.float32)
-        sum = tl.dot(left, right, sum, input_precision="ieee")
+        sum = tl.dot(left, right, sum, input_precision=PRECISION)
     own = part + tl.program_id(2).to(tl.int64) * experts * width
     store_block(own, expert, column, experts, width, sum)
 

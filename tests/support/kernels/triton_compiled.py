@@ -53,9 +53,10 @@ class Launch:
 KINDS = {"x": "x", "f": FP32, "i": INDEX, "c": COUNT, "s": SIZE, "a": ANY_SIZE, "r": REAL}
 MANY = 64  # experts
 ROW: dict[str, Any] = {"ROWS": 1, "BLOCK": 2048}
-OF_SCORES = {"WEIGHT_IS_OUT_IN": True, "ROWS": 32, "COLUMNS": MANY, "DEPTH": 64}
-OF_ROWS = {"WEIGHT_IS_OUT_IN": False, "ROWS": 32, "COLUMNS": 64, "DEPTH": 16}
-OF_WEIGHT = {"ROWS": router.EXPERTS_OF_A_GRADIENT, "COLUMNS": 64, "DEPTH": 32}
+PRECISION = {"PRECISION": router.PRECISION}
+OF_SCORES = {"WEIGHT_IS_OUT_IN": True, "COLUMNS": MANY, **PRECISION, **router.SCORES}
+OF_ROWS = {"WEIGHT_IS_OUT_IN": False, **PRECISION, **router.TO_ROWS}
+OF_WEIGHT = {"ROWS": router.EXPERTS_OF_A_GRADIENT, **PRECISION, **router.TO_WEIGHT}
 OF_TOKENS = {"ROWS": router_sums.TOKENS, "EXPERTS": MANY}
 OF_PAIRS = {"ROWS": rows.NUMBERS // MANY, "EXPERTS": MANY}
 LAUNCHES: dict[str, Launch] = {
@@ -77,7 +78,7 @@ LAUNCHES: dict[str, Launch] = {
         experts._down_backward, "xxisssxx", product("down_backward", EXPERTS=MANY, weight=None, parts=None)
     ),
     "weighted_down_backward": Launch(
-        experts._down_backward, "xxisssxxff", product("down_backward", EXPERTS=MANY)
+        experts._down_backward, "xxisssxxff", product("weighted_down_backward", EXPERTS=MANY)
     ),
     "rms_norm": Launch(block._rms_norm, "xxasrxf", fixed(**ROW, added=None, sum=None)),
     "summed_rms_norm": Launch(block._rms_norm, "xxxasrxxf", fixed(**ROW)),
