@@ -11,6 +11,8 @@ from gpu.ranks import start
 # Tokens, hidden size, FFN size, experts and choices.
 LAYER_SHAPES = {"cuda": ("16384,1024,1024,64,4", "8192,4096,14336,8,2"), "cpu": ("512,64,64,8,2",)}
 DTYPES = ("bf16", "fp32")
+# Not transformers' batched product, which gathers a weight for every token.
+CANDIDATES = "ours,limit,dense,hf_eager,hf_grouped_mm,deepspeed,megatron_sequential,megatron_grouped"
 ROUNDS = 10
 TIMEOUT_S = 150.0
 
@@ -21,6 +23,7 @@ def run_layer(machine: Machine, section: Section) -> None:
     rounds = 2 if machine.quick else ROUNDS
     for shape in shapes:
         arguments = ["--shape", shape, "--dtypes", ",".join(DTYPES[:1] if machine.quick else DTYPES)]
+        arguments += ["--candidates", CANDIDATES]
         for case in _measured(machine, "moe_layer.py", [*arguments, "--rounds", str(rounds)])["cases"]:
             _report_layer(section, f"{shape}, {case['dtype']}", case["candidates"])
 
