@@ -31,8 +31,8 @@ from megamoe.kernels.triton.products import add_product
 SCORES: dict[str, Any] = {"ROWS": 64, "DEPTH": 32}
 TO_ROWS: dict[str, Any] = {"ROWS": 32, "COLUMNS": 64, "DEPTH": 16}
 TO_WEIGHT: dict[str, Any] = {"COLUMNS": 128, "DEPTH": 32}
-# Three products in TF32 for each in fp32, on tensor cores. On an H100 the scores take a seventh of the time of
-# "ieee", and are nearer to those in fp64.
+# Three products in TF32 for each in fp32, on tensor cores. On an H100 the scores take a seventh of the time
+# of "ieee", and are nearer to those in fp64.
 PRECISION = "tf32x3"
 MOST_EXPERTS = 64  # of a block
 PARTS = 32  # programs that share the sum over all tokens, for each block of the weight's gradient
