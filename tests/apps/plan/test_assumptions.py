@@ -25,13 +25,16 @@ def test_each_row_has_a_source_and_its_cases_are_in_order() -> None:
 
 
 def test_the_host_takes_what_was_measured() -> None:
-    seconds = MEASURED.calls * ASSUMED.aten_call_s + MEASURED.own_calls * ASSUMED.own_call_s
+    """The host of an H100 took 62 ms for calls that take 42.6 ms on this project's machine."""
+    seconds = MEASURED.calls * OPTIMISTIC.aten_call_s + MEASURED.own_calls * OPTIMISTIC.own_call_s
     assert seconds == pytest.approx(MEASURED.seconds, rel=0.01)
+    for kind in ("aten_call_s", "own_call_s"):
+        assert ASSUMED.of(kind) == pytest.approx(OPTIMISTIC.of(kind) * 62 / 42.6, rel=0.01)
 
 
 def test_an_operator_takes_the_row_of_its_size_and_phase() -> None:
-    """FlashAttention-3, figure 5, head 64: cuDNN has 334 TFLOP/s, so 3.34 TFLOP take 10 ms."""
-    total, h100 = OperatorTotal(1, 1, 0, 3_340_000_000_000), GPUS["h100"]
+    """An H100 has 370 TFLOP/s at head 64, so 3.7 TFLOP take 10 ms."""
+    total, h100 = OperatorTotal(1, 1, 0, 3_700_000_000_000), GPUS["h100"]
     attention = "aten::_scaled_dot_product_flash_attention"
 
     def seconds(name: str, shape: tuple[tuple[int, ...], ...], phase: str = "forward") -> float:
@@ -45,7 +48,7 @@ def test_an_operator_takes_the_row_of_its_size_and_phase() -> None:
     # A stack of experts may have fewer experts than its weights have columns.
     few = ((32768, 1024), (4, 1024, 1376))
     assert seconds("aten::_grouped_mm", few) == pytest.approx(
-        3.34e12 / (h100.bf16 * ASSUMED.of("grouped", 1024))
+        3.7e12 / (h100.bf16 * ASSUMED.of("grouped", 1024))
     )
 
 
