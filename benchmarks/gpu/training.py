@@ -21,8 +21,8 @@ CONFIG = str(ROOT / "benchmarks/rooflines/models/moe_1b.yaml")
 MOST_RANKS = 8
 WARM_UP, STEPS, PROFILED = 3, 7, 2
 TIMEOUT_S = 90.0
-# Those of docs/roofline.md, with reductions beside the backward pass and Triton's kernels; and the defaults.
 TRITON = "model.gpu_kernels=triton"
+# Those of docs/roofline.md, with reductions beside the backward pass and Triton's kernels; and the defaults.
 SETTINGS = {
     "tuned": ("parallel.deepspeed=ds_configs/zero1_bf16_cuda.json", TRITON),
     "default": (),
@@ -44,10 +44,10 @@ SMALL = (
 def run(machine: Machine, section: Section) -> None:
     """Report speed, memory and the device's time by part beside the model's; the loss must fall."""
     ranks = 1 << (min(machine.count, MOST_RANKS).bit_length() - 1)
-    for setting, of_setting in SETTINGS.items():
+    for setting in SETTINGS:
+        of_setting = _settings(setting, machine)
         for expert in sorted({1, ranks}, reverse=True):
-            of_device = of_setting if machine.device == "cuda" else [s for s in of_setting if s != TRITON]
-            overrides = [f"parallel.expert={expert}", *of_device, *(SMALL if machine.quick else ())]
+            overrides = [f"parallel.expert={expert}", *of_setting, *(SMALL if machine.quick else ())]
             name = f"{ranks} ranks, EP {expert}, {setting}"
             try:
                 found = on_ranks(
@@ -58,6 +58,11 @@ def run(machine: Machine, section: Section) -> None:
                 continue
             _report(section, name, ranks, found)
             _beside_the_model(machine, section, name, ranks, overrides, found)
+
+
+def _settings(name: str, machine: Machine) -> list[str]:
+    """Return the overrides of a setting, on a CPU without those that need CUDA."""
+    return [each for each in SETTINGS[name] if machine.device == "cuda" or each != TRITON]
 
 
 def _report(section: Section, name: str, ranks: int, found: dict[str, Any]) -> None:
@@ -78,8 +83,8 @@ def _report(section: Section, name: str, ranks: int, found: dict[str, Any]) -> N
 
 def run_host(machine: Machine, section: Section) -> None:
     """Report the time of a step with so few tokens that the host's time is what it takes."""
-    setting = SETTINGS["tuned" if machine.device == "cuda" else "default"]
-    overrides = ["parallel.expert=1", *setting, *(SMALL if machine.quick else FEW_TOKENS)]
+    of_setting = _settings("tuned", machine)
+    overrides = ["parallel.expert=1", *of_setting, *(SMALL if machine.quick else FEW_TOKENS)]
     found = on_ranks(machine, 1, "training", {"overrides": overrides}, machine.limit(55))
     seconds = statistics.median(found["seconds"])
     section.add("a step of few tokens on one rank", 1e3 * seconds, "ms", note=f"median of {STEPS}")

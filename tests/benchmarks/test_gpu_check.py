@@ -207,3 +207,23 @@ def test_a_rehearsal_of_all_sections(tmp_path: Path) -> None:
         assert section["status"] == expected.get(section["name"], section["status"]), section
         assert section["status"] in ("passed", "measured", "skipped"), section
     assert data["rehearsal"] is True
+
+
+def test_rounding_near_zero_is_no_error_of_a_kernel() -> None:
+    """Two right implementations give an output near 0 different signs; a wrong one is found."""
+    from gpu.findings import Section
+    from gpu.kernels import PLAIN, Kernels, Pass, _compare
+
+    ours = Kernels(compiled=True, triton=True, triton_products=True)
+    inputs = (torch.linspace(-1, 1, 9).requires_grad_(),)
+
+    def rounded(values: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return values + (1e-9 if kernels == PLAIN else 0)
+
+    def wrong(values: torch.Tensor, kernels: Kernels) -> torch.Tensor:
+        return values * (1 if kernels == PLAIN else 1.001)
+
+    section = Section("kernels")
+    for call in (rounded, wrong):
+        _compare(section, call.__name__, Pass(call.__name__, call, inputs), ours, 1e-5)
+    assert [finding.holds for finding in section.findings if finding.holds is not None] == [True, False]

@@ -183,7 +183,8 @@ def check_more_than_two_billion_numbers() -> None:
 
     With offsets of 32 bits each address would be that of another row or expert, which is 0.
     """
-    width, row = 2**10, 2**21 + 32  # a multiple of the tile
+    # A multiple of eight tiles: the last tile is alone in its group, whose programs go through the columns.
+    width, row = 2**10, 2**21 + 8 * 32
     tile = {"ROWS": 32, "COLUMNS": 32, "DEPTH": 32, "PRECISION": "ieee"}
     ends = torch.tensor([row + 2])
     with tempfile.TemporaryDirectory() as folder:
