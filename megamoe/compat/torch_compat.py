@@ -111,6 +111,19 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def seed_torch(number: int) -> None:
+    """Seed PyTorch's generators of the CPU and of CUDA, as `torch.manual_seed` does.
+
+    Reason: `torch.manual_seed` also formats a traceback for each kind of device that is not in use.
+    Seen with: torch 2.13.
+    Without it: 0.2 to 2 ms, by the depth of the stack, for each block that is built and each dropout.
+    Canary: test_torch.py::test_seeds
+    """
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(number)
+
+
 def watches_operators() -> bool:
     """Return whether something sees the operators that this thread calls: a dispatch mode or the profiler.
 

@@ -1,6 +1,7 @@
 """Parts in the configuration: `top_k`, or `{name: top_k, k: 2}`, checked against the part's Config."""
 
 import dataclasses
+import functools
 import json
 from typing import Any
 
@@ -119,12 +120,8 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
                 f"the {registry.label(kind)} {name!r} has no option {key!r}"
                 f"{registry.nearest_and_all(key, known)}"
             )
-    if "__pydantic_config__" not in vars(config_class):
-        config_class.__pydantic_config__ = STRICT  # makes a plugin's plain dataclass as strict as ours
     try:
-        adapter: TypeAdapter[Any] = TypeAdapter(config_class)
-        adapter.rebuild()  # names a type that it does not find; validation would not
-        checked = adapter.validate_json(json.dumps(options))
+        checked = _adapter(config_class).validate_json(json.dumps(options))
     except ValidationError:
         raise
     except Exception as error:  # a type that cannot be checked, or an error of its __post_init__
@@ -137,6 +134,16 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
     if registry.is_ours(config_class):
         _check_bounds(kind, name, checked)
     return checked
+
+
+@functools.lru_cache(maxsize=1024)
+def _adapter(config_class: type) -> TypeAdapter[Any]:
+    """Return what checks options against this Config. To build it takes milliseconds, each time again."""
+    if "__pydantic_config__" not in vars(config_class):
+        config_class.__pydantic_config__ = STRICT  # type: ignore[attr-defined]  # a plugin's, as strict as ours
+    adapter: TypeAdapter[Any] = TypeAdapter(config_class)
+    adapter.rebuild()  # names a type that it does not find; validation would not
+    return adapter
 
 
 def _check_bounds(kind: str, name: str, options: Any) -> None:

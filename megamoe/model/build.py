@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from megamoe.compat.megatron_compat import patch_current_device_for_cpu, set_random_tracker
+from megamoe.compat.torch_compat import seed_torch
 from megamoe.config.mup import Scaling
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import Stack, padded_vocab_size, stacks
@@ -50,7 +51,7 @@ class OneStream(CudaRNGStatesTracker):
         seed = int(torch.randint(2**62, (1,), device="cpu")) + get_tensor_model_parallel_rank()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
-            torch.manual_seed(seed)
+            seed_torch(seed)
             yield
 
 
@@ -76,7 +77,7 @@ def build_model(
     """
     patch_current_device_for_cpu()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
-    torch.manual_seed(config.seed)
+    seed_torch(config.seed)
     use_one_stream()
     padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
     init = init_methods(config.model, config.seed)

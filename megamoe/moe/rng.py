@@ -88,8 +88,10 @@ def init_weight(weight: Tensor, draw_key: int, std: float, scale: float | None) 
 
     scale None: normal with standard deviation `std`. scale s: normal with standard deviation sqrt(s /
     fan_in), truncated at two of them (Switch Transformer: Fedus et al. 2021, section 2.4; s = 0.1 there, a
-    tenth of the usual 1).
+    tenth of the usual 1). Nothing is drawn on the meta device, for which PyTorch would import its compiler.
     """
+    if weight.is_meta:
+        return
     generator = torch.Generator().manual_seed(draw_key)
     if scale is None:
         nn.init.normal_(weight.data, std=std, generator=generator)

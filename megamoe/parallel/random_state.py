@@ -6,12 +6,14 @@ import numpy
 import torch
 from torch import Tensor
 
+from megamoe.compat.torch_compat import seed_torch
+
 _NUMPY_KEYS = 624  # of the Mersenne Twister
 
 
 def seed(number: int) -> None:
     """Seed all generators with `number`."""
-    torch.manual_seed(number)
+    seed_torch(number)
     numpy.random.seed(number % 2**32)
     random.seed(number)
 

@@ -29,7 +29,7 @@ def main(arguments: list[str] | None = None) -> int:
     overrides = options.overrides + (["checkpoint.resume=auto"] if options.resume else [])
 
     try:
-        from megamoe.compat.startup import check_versions, configure_libraries
+        from megamoe.compat.startup import check_versions, configure_libraries, importing
         from megamoe.config import load_config
 
         check_versions()
@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
             return _check(options, overrides)
         from megamoe.parallel.rank_consistency import raise_on_all_ranks
 
-        with raise_on_all_ranks({}):
+        with raise_on_all_ranks({}), importing():
             config = load_config(options.config, overrides)
             from megamoe.train.loop import train
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.compat.torch_compat import seed_torch
 from megamoe.moe.part import StepContext
 from megamoe.moe.timers import LocalComputeTimer
 
@@ -51,7 +52,7 @@ def begin_second(context: StepContext, seed: int, device: torch.device) -> None:
     batch.
     """
     context.compute_timer = LocalComputeTimer(device)
-    torch.manual_seed(seed)
+    seed_torch(seed)
 
 
 def set_micro_batch(context: StepContext, of_micro_batch: dict[str, Any]) -> None:

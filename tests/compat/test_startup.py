@@ -1,5 +1,7 @@
 """The versions of torch, Megatron-Core and DeepSpeed: the bounds agree, and others are told or refused."""
 
+import gc
+import importlib
 import importlib.metadata
 import importlib.util
 import re
@@ -12,7 +14,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import pretrain_gpt_moe
-from megamoe.compat.startup import TESTED, check_versions
+from megamoe.compat.startup import TESTED, check_versions, importing
 from megamoe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -119,3 +121,28 @@ def sources_of(module: str) -> Iterator[str]:
 def test_the_libraries_would_warn_at_import(module: str, message: str) -> None:
     """The libraries that `configure_libraries` silences."""
     assert any(message in source for source in sources_of(module))
+
+
+def test_imports_are_left_out_of_garbage_collection(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, restored_process: None
+) -> None:
+    """What was imported is frozen; if all was imported before, or nobody collects, nothing changes."""
+    (tmp_path / "made_for_this_test.py").write_text("import gc\nCOLLECTS, LISTS = gc.isenabled(), [[], []]\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    gc.unfreeze()
+    try:
+        with importing():
+            module = importlib.import_module("made_for_this_test")
+        assert not module.COLLECTS and gc.isenabled() and gc.get_freeze_count() > 1000
+        gc.unfreeze()
+        with importing():
+            importlib.import_module("made_for_this_test")
+        assert gc.isenabled() and gc.get_freeze_count() < 1000
+        gc.disable()
+        with importing():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+        gc.freeze()
+        sys.modules.pop("made_for_this_test", None)

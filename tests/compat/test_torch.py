@@ -34,6 +34,7 @@ from megamoe.compat.torch_compat import (
     next_node_number,
     raise_node_numbers,
     read_parameters_by,
+    seed_torch,
     set_node_number,
     sgemm_address,
     shut_down_loader,
@@ -312,6 +313,24 @@ def test_memory_has_a_key() -> None:
             first, second, empty = torch.zeros(4), torch.zeros(4), torch.zeros(0)
             assert memory_key(first[1:3].view(2, 1)) == memory_key(first)
             assert len({memory_key(each) for each in (first, second, empty)}) == 3
+
+
+@pytest.mark.parametrize("number", [0, 7, 2**62 + 5, -3])
+def test_seeds(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same draws as after `torch.manual_seed`, which asks for the stack and must not be needed."""
+    torch.manual_seed(number)
+    expected = torch.rand(3)
+    formatted: list[str] = []
+
+    def format_stack() -> list[str]:
+        formatted.append("once")
+        return formatted
+
+    monkeypatch.setattr("traceback.format_stack", format_stack)
+    seed_torch(number)
+    assert torch.equal(torch.rand(3), expected) and not formatted
+    torch.manual_seed(number)
+    assert formatted
 
 
 def test_watched_operators() -> None:

@@ -188,7 +188,7 @@ def test_what_varlen_attention_is_given(monkeypatch: pytest.MonkeyPatch, groups:
     documents = documents_of([3, 6], [8, 1])
     sides = make((9, 2, 4, groups, 8))
     expected = plain_causal_attention(*sides, ROTARY, 0.3, documents)
-    monkeypatch.setattr(core, "varlen_attn", as_documented)
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", as_documented)
     monkeypatch.setattr(attention, "fits_varlen", lambda heads: True)
     found = plain_causal_attention(*sides, ROTARY, 0.3, documents)
     assert_equal_runs(found, expected, sides, sides, 1e-6)

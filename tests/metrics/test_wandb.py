@@ -124,7 +124,7 @@ def test_the_counter_grows_over_launches_that_repeat_steps(tmp_path: Path, run: 
 def test_a_failing_wandb_costs_one_warning(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
+    logged_warnings: list[logging.LogRecord],
     run: FakeRun,
     where: str,
 ) -> None:
@@ -135,12 +135,11 @@ def test_a_failing_wandb_costs_one_warning(
         monkeypatch.setitem(sys.modules, "wandb", None)
     else:
         monkeypatch.setattr(wandb if where == "init" else run, where, fail)
-    with caplog.at_level(logging.WARNING):
-        recorder = open_recorder(tmp_path)
-        recorder.log({"step": 1})
-        recorder.log({"step": 2})
-        recorder.close()
-    (warning,) = [entry.getMessage() for entry in caplog.records]
+    recorder = open_recorder(tmp_path)
+    recorder.log({"step": 1})
+    recorder.log({"step": 2})
+    recorder.close()
+    (warning,) = [entry.getMessage() for entry in logged_warnings]
     reason = "ModuleNotFoundError: " if where == "import" else "CommError: no route); "
     assert warning.startswith(f"W&B failed ({reason}") and warning.endswith("the run goes on without it")
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]

@@ -5,6 +5,7 @@ The server is tests/support/fakes/wandb_server.py on the loopback address; the c
 
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -188,14 +189,14 @@ def test_a_training_and_its_resumption_arrive(server: WandbServer, tmp_path: Pat
 
 @pytest.mark.full
 def test_a_server_that_refuses_costs_one_warning(
-    server: WandbServer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    server: WandbServer, tmp_path: Path, logged_warnings: list[logging.LogRecord]
 ) -> None:
     server.refuses = True
     recorder = open_recorder(tmp_path)
     recorder.log(logged(1))
     recorder.close()
     server.unknown.clear()
-    warnings = [entry.getMessage() for entry in caplog.records if entry.name.startswith("megamoe")]
+    warnings = [entry.getMessage() for entry in logged_warnings if entry.name.startswith("megamoe")]
     assert len(warnings) == 1 and warnings[0].endswith("the run goes on without it")
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
 

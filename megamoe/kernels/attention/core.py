@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.attention.varlen import varlen_attn
 
 from megamoe.kernels.attention.documents import Documents, Run, SourceLengths, apply_rotary_in_documents
 from megamoe.kernels.attention.rotary import Rotary, angles_of, apply_rotary, apply_rotary_qk, gradients_of
@@ -53,6 +52,8 @@ def varlen_attention(
     documents: None: each sequence is one. window: causal attention sees so many keys, a query's own included.
     The host has the lengths already, so that nothing waits for the device.
     """
+    from torch.nn.attention.varlen import varlen_attn  # imports torch._dynamo, which takes a second
+
     length, batch, heads, _ = query_SBND.shape
     query_TND, key_TGD, value_TGD = (
         side.transpose(0, 1).flatten(0, 1) for side in (query_SBND, key_SBGD, value_SBGD)

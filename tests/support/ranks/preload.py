@@ -8,12 +8,14 @@ os.environ["LOCAL_SIZE"] = "1"  # else DeepSpeed counts CPUs by running numactl,
 
 from megamoe.compat.startup import configure_libraries
 
+gc.disable()  # what is imported stays
 configure_libraries()
 
 import deepspeed.runtime.zero.muon.muon_optimizer  # noqa: E402, F401
 import megatron.core  # noqa: E402, F401
 import pytest  # noqa: E402, F401
 import torch  # noqa: E402
+import torch._dynamo  # noqa: E402  # which PyTorch imports for the first optimizer
 
 import megamoe.apps.report.figures  # noqa: E402
 import megamoe.train.loop  # noqa: E402, F401
@@ -30,3 +32,4 @@ resolve_run(run, 1, world)
 facts_of_start(run, world)  # hashes the package's files
 find_library()  # asks the compiler for its version
 gc.freeze()  # no fork need search all this for garbage
+gc.enable()
