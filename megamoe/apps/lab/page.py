@@ -140,14 +140,17 @@ def _tuning(results: dict[str, Any]) -> str:
     rule = results["tuning"]
     if rule is None:
         return "Nothing was tuned: every row has the settings of the study."
-    values = ", ".join(map(str, rule["values"]))
+    tried = rule["values"]
+    if all(isinstance(value, int | float) for value in tried):
+        tried = sorted(tried)
+    values = ", ".join(map(str, tried))
     by = rule["by"] if isinstance(rule["by"], str) else "` or `".join(rule["by"])
     told = (
         f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']} ended "
         f"with the lowest `{by}`, on data that the table does not report"
     )
     told += f", except in {', '.join(rule['reported'])}." if rule.get("reported") else "."
-    ends = (rule["values"][0], rule["values"][-1])
+    ends = (tried[0], tried[-1])
     at_end = [name for name, row in results["rows"].items() if row.get("tuned") in ends]
     if at_end:
         told += (

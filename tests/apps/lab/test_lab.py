@@ -428,6 +428,10 @@ def test_a_value_at_the_end_of_the_tuned_ones_is_named() -> None:
     rule = {"key": "optimizer.lr", "values": [1, 2, 4], "seed": 0, "by": "val/lm_loss"}
     inside = _tuning({"tuning": rule, "rows": {"a": {"tuned": 2}}})
     outside = _tuning({"tuning": rule, "rows": {"a": {"tuned": 2}, "b": {"tuned": 4}}})
+    added_later = _tuning(
+        {"tuning": rule | {"values": [2, 4, 1]}, "rows": {"a": {"tuned": 2}, "b": {"tuned": 4}}}
+    )
+    assert added_later == outside and " is that of 1, 2, 4 " in outside
     assert "beyond" not in inside and "that the table does not report." in inside
     reported = _tuning({"tuning": rule | {"reported": ["rise"]}, "rows": {"a": {"tuned": 2}}})
     assert reported.endswith("that the table does not report, except in rise.")
