@@ -51,10 +51,11 @@ def main() -> None:
     def mark(name: str) -> None:
         marks[name] = time.monotonic() - started
 
-    from megamoe.compat.startup import configure_libraries
+    from megamoe.compat.startup import configure_libraries, importing
 
     configure_libraries()
-    from megamoe.train import loop
+    with importing():
+        from megamoe.train import loop
 
     mark("imports")
 

@@ -53,10 +53,13 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
     Nothing is built and no rank is started. Without --ranks the number is the launcher's, or without a
     launcher the fewest that the layout needs.
     """
-    from megamoe.config import load_config
-    from megamoe.parallel.launch import find_world
-    from megamoe.parallel.layout import fewest_ranks
-    from megamoe.train.resolved import examine
+    from megamoe.compat.startup import importing
+
+    with importing():
+        from megamoe.config import load_config
+        from megamoe.parallel.launch import find_world
+        from megamoe.parallel.layout import fewest_ranks
+        from megamoe.train.resolved import examine
 
     if not options.check:
         raise UserError(f"--ranks: found {options.ranks}, which is for --check alone; leave it out")
