@@ -367,7 +367,7 @@ def widen_bf16_products() -> torch.library.Library:
         return replaced
 
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*previously registered kernel.*")
+        warnings.filterwarnings("ignore", message="(?s).*previously registered kernel")
         library.impl("mm", plain("mm"), "CPU")
         library.impl("bmm", plain("bmm"), "CPU")
         library.impl("addmm", added("mm"), "CPU")
