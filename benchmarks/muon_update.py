@@ -12,19 +12,23 @@ import statistics
 import time
 from collections.abc import Callable
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from megamoe.compat.startup import configure_libraries
 
-from megamoe.config.schema import MuonConfig
-from megamoe.kernels.adamw import AdamW
-from megamoe.optim.matrices import matrices_of
-from megamoe.optim.muon import Muon
-from megamoe.optim.newton_schulz import flops, orthogonalise, step_rows
-from megamoe.parallel import launch
-from megamoe.parallel.chunks import Sharding
-from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.matrix_exchange import MatrixExchange, SplitWeight
+configure_libraries()
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor, nn  # noqa: E402
+
+from megamoe.config.schema import MuonConfig  # noqa: E402
+from megamoe.kernels.adamw import AdamW  # noqa: E402
+from megamoe.optim.matrices import matrices_of  # noqa: E402
+from megamoe.optim.muon import Muon  # noqa: E402
+from megamoe.optim.newton_schulz import flops, orthogonalise, step_rows  # noqa: E402
+from megamoe.parallel import launch  # noqa: E402
+from megamoe.parallel.chunks import Sharding  # noqa: E402
+from megamoe.parallel.layout import Layout  # noqa: E402
+from megamoe.parallel.zero.matrix_exchange import MatrixExchange, SplitWeight  # noqa: E402
 
 SHARES = [(1,), (1, 1, 1), (1, 1), (1,)]  # of the matrices in the weights of a layer
 

@@ -102,7 +102,7 @@ def importing() -> Iterator[None]:
     """Import modules in this context without garbage collection, and leave them out of later collections.
 
     Reason: torch, Megatron-Core and DeepSpeed make 700,000 objects that stay until the process ends.
-    Seen with: torch 2.13, Megatron-Core 0.16.1, DeepSpeed 0.19.8.
+    Seen with: torch 2.13 and 2.15, Megatron-Core 0.16.1 and 0.19.2, DeepSpeed 0.19.8.
     Without it: their import takes a fifth longer, and each full collection of the training 0.4 s.
     Canary: test_startup.py::test_imports_are_left_out_of_garbage_collection
     """

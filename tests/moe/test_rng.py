@@ -48,3 +48,13 @@ def test_normal_draws_have_the_moments_of_a_normal() -> None:
     moments = [z_N.pow(power).mean().item() for power in (1, 2, 3, 4)]
     assert moments == pytest.approx([0, 1, 0, 3], abs=0.06)
     assert (z_N.abs() < 1).double().mean().item() == pytest.approx(0.6827, abs=0.006)
+
+
+@pytest.mark.parametrize("scale", [None, 0.1])
+def test_nothing_is_drawn_on_the_meta_device(scale: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[torch.device] = []
+    for name in ("normal_", "trunc_normal_"):
+        monkeypatch.setattr(f"torch.nn.init.{name}", lambda weight, **_: drawn.append(weight.device))
+    for device in ("meta", "cpu"):
+        rng.init_weight(torch.empty(3, 2, device=device), 5, 0.1, scale)
+    assert drawn == [torch.device("cpu")]
