@@ -149,8 +149,13 @@ def nodes_of(path: Path) -> list[ast.AST]:
     return list(ast.walk(tree_of(path)))
 
 
-def imports_of(path: Path) -> Iterator[str]:
+@cache
+def imports_of(path: Path) -> tuple[str, ...]:
     """Every imported dotted name: `from a import b` is a.b; import_module("a") and find_spec("a") count."""
+    return tuple(_imports_of(path))
+
+
+def _imports_of(path: Path) -> Iterator[str]:
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -452,7 +457,12 @@ def lines_of(names: str) -> int:
         if name in (each := str(file.relative_to(PACKAGE)), each.split("/")[0])
     }
     files |= {file for name in named for file in FILES if file.is_relative_to(PACKAGE / name)}
-    return sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+    return sum(map(length_of, files))
+
+
+@cache
+def length_of(path: Path) -> int:
+    return len(path.read_text(encoding="utf-8").splitlines())
 
 
 def test_packages_stay_within_their_lines() -> None:
@@ -460,7 +470,7 @@ def test_packages_stay_within_their_lines() -> None:
     budgets = {names: int(number.replace(",", "")) for names, number in BUDGET.findall(PAGE)}
     sizes = {names: lines_of(names) for names in budgets}
     assert not {names: (sizes[names], most) for names, most in budgets.items() if sizes[names] > most}
-    whole = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in FILES)
+    whole = sum(map(length_of, FILES))
     assert 0 <= whole - sum(sizes.values()) < 300, "a package or file has no budget"
 
 
@@ -476,7 +486,7 @@ LONG: dict[str, str] = {}
 @each_of(FILES + SCRIPTS + OTHERS)
 def test_every_file_says_what_it_is_for_and_stays_readable(path: Path) -> None:
     assert ast.get_docstring(tree_of(path))
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 600 or str(path.relative_to(ROOT)) in LONG
+    assert length_of(path) <= 600 or str(path.relative_to(ROOT)) in LONG
 
 
 @each_of(FILES + SCRIPTS + OTHERS)

@@ -109,6 +109,7 @@ def run_moves(pool: Pool, output: Path, moves: list[Move], run: dict[str, Any]) 
                     assert found[word] == expected, f"{source} -> {target}: {word}"
 
 
+@pytest.mark.full
 def test_to_more_ranks_and_to_fewer(pool: Pool, tmp_path: Path) -> None:
     run_moves(pool, tmp_path, QUICK, RUN)
 

@@ -140,6 +140,7 @@ def check_layout(
             assert on_ranks[-1][word] == pytest.approx(alone[name][word], rel=1e-5), (name, word)
 
 
+@pytest.mark.full
 def test_four_ranks_equal_one(pool: Pool, folder: Path, alone: Any, tmp_path: Path) -> None:
     check_layout(pool, folder, alone, tmp_path, LAYOUT, TEMPLATES[:1])
 

@@ -55,7 +55,8 @@ def plain(pool: Pool) -> Found:
     return found
 
 
-@pytest.mark.parametrize("stage", [2, *(pytest.param(n, marks=pytest.mark.full) for n in (1, 3))])
+@pytest.mark.full
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_it_trains_as_fp32_does(pool: Pool, plain: Found, tmp_path: Path, stage: int) -> None:
     path = _path(tmp_path, stage, initial_scale_power=12)
     for found in pool.run(scaled_steps, STEPS, **RUN, parallel__deepspeed=path, ranks=2):

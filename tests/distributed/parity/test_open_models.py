@@ -97,9 +97,8 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
     return found
 
 
-@pytest.mark.parametrize(
-    "place", [LAYOUTS[0], *(pytest.param(each, marks=pytest.mark.full) for each in LAYOUTS[1:])], ids=str
-)
+@pytest.mark.full
+@pytest.mark.parametrize("place", LAYOUTS, ids=str)
 def test_a_layout_trains_as_one_rank(
     pool: Pool, alone: list[dict[str, Any]], tmp_path: Path, place: Place
 ) -> None:

@@ -92,6 +92,7 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], name: st
         assert difference < 1e-5, f"{name}: {key}: {difference}"
 
 
+@pytest.mark.full
 def test_under_zero_and_tensor_parallelism(pool: Pool, tmp_path: Path) -> None:
     assert_same_means(pool, QUICK, tmp_path)
 
