@@ -12,6 +12,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch._dynamo  # a FakeTensorMode imports it, which fails where torch.cuda says that there is a device
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode

@@ -4,6 +4,7 @@ from megamoe.apps.plan import cuda_device
 
 cuda_device.load()
 
+import sys  # noqa: E402
 from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
@@ -31,6 +32,8 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
 )
 from tests.support.in_subprocess import checks_of, run_checks  # noqa: E402
 
+COMPILER = "torch._dynamo" in sys.modules  # before any check imports it
+
 
 class Called(TorchDispatchMode):
     """Keeps the operators that are called, and the numbers of the autograd nodes that they belong to."""
@@ -49,6 +52,12 @@ class Called(TorchDispatchMode):
     @property
     def names(self) -> list[str]:
         return [name for name, _, _ in self.calls]
+
+
+def check_the_compiler_is_imported_before_the_device_answers() -> None:
+    assert COMPILER
+    with fake_torch_cuda():
+        FakeTensorMode()
 
 
 def check_torch_cuda_answers() -> None:
