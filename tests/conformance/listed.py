@@ -17,13 +17,17 @@ NO_NUMBER = "no public number was verified"
 
 @dataclass(frozen=True)
 class Listed:
-    """name, file: of the test. defect: in words. modules: where it is planted. reports: `owner/name#n`."""
+    """name, file: of the test. defect: in words. modules, edits: where it is planted, and how.
+
+    reports: `owner/name#n`.
+    """
 
     name: str
     file: str
     defect: str
     modules: tuple[str, ...]
     reports: tuple[str, ...]
+    edits: tuple[Any, ...]
 
     def row(self) -> str:
         """Return the row of the table."""
@@ -51,7 +55,7 @@ def listed() -> Iterator[Listed]:
                     raise ValueError(f"{name}: expected a docstring that ends with {REPORTED!r} and numbers")
                 numbers = () if reports == NO_NUMBER else tuple(reports.split(", "))
                 modules = tuple(dict.fromkeys(edit.module for edit in edits))
-                yield Listed(name, path.name, " ".join(text.split()), modules, numbers)
+                yield Listed(name, path.name, " ".join(text.split()), modules, numbers, edits)
 
 
 def _edits(function: Any) -> tuple[Any, ...]:

@@ -28,8 +28,8 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @fails_with(
     Edit(
         LAYER,
-        "            routing = self.router(hidden_TH, context)\n",
-        "            routing = self.router(hidden_TH, context)\n"
+        "            routing = self.router(hidden_TH, context, before_TE)\n",
+        "            routing = self.router(hidden_TH, context, before_TE)\n"
         "            if self.recomputing:\n"
         "                self.observation.load_E.add_(routing.counts_E())\n",
     )

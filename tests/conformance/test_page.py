@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.conformance.listed import HERE, listed
+from tests.conformance.listed import HERE, Listed, listed
 from tests.conformance.planting import Edit, planted
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
@@ -33,6 +33,13 @@ def test_every_test_here_has_a_defect() -> None:
         if path.name != Path(__file__).name
     ]
     assert sorted(written) == sorted(each.name for each in listed())
+
+
+@pytest.mark.parametrize("planted_defect", list(listed()), ids=lambda each: each.name)
+def test_every_defect_can_be_planted(planted_defect: Listed) -> None:
+    """The texts of its edits are in the sources, and change functions: `planted` refuses them otherwise."""
+    with planted(*planted_defect.edits):
+        pass
 
 
 def test_an_edit_that_does_not_fit_is_told() -> None:
