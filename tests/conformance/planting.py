@@ -57,8 +57,8 @@ def planted(*edits: Edit) -> Iterator[None]:
 def on_ranks(pool: Pool, job: Callable[..., Any], *arguments: Any, ranks: int, hangs: bool = False) -> Any:
     """Return what `pool.run` returns; the ranks have the defect that is planted here, and hang no longer.
 
-    hangs: the defect shows in a rank that waits for another one in vain. Any other end of a job with a defect is no proof that
-    the test notices the defect, so it is not an AssertionError.
+    hangs: the defect shows in a rank that waits for another one in vain. Any other end of a job with a defect
+    is no proof that the test notices the defect, so it is not an AssertionError.
     """
     timeout_s = HANG_S if ACTIVE and hangs else 120.0
     try:
