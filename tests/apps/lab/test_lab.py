@@ -282,6 +282,13 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
             assert not [*section_problems(config, plan.size.ranks, None)], (size, row)
 
 
+def test_a_routing_space_of_moec_has_half_as_many_dimensions_as_experts() -> None:
+    """Table 6 of Xie et al. 2022, for 16 to 128 experts; null is half of them."""
+    plan = load_plan(ROOT / "examples/studies/xie2022_table4.yaml", "cpu", None, [])
+    assert len(plan.configs) == 8
+    assert {tree["moe"]["router"]["scorer"]["routing_dim"] for tree in plan.configs.values()} == {None}
+
+
 def test_experts_of_a_larger_size_keep_their_share_of_the_dense_ffn() -> None:
     for name in ("yang2024_table1", "tournament", "xie2022_table2", "chi2022_table1"):
         path = ROOT / f"examples/studies/{name}.yaml"
