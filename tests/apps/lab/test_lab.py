@@ -71,6 +71,7 @@ STUDY: dict[str, Any] = {
 
 def written(folder: Path, **changes: Any) -> Path:
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (folder / "task.yaml").write_text("{name: labels, kind: classification, train: a.tsv, test: {en: b.tsv}}")
     (folder / "study.yaml").write_text(yaml.safe_dump(STUDY | changes, sort_keys=False))
     return folder / "study.yaml"
 
@@ -418,7 +419,7 @@ def test_the_stages_of_a_study(tmp_path: Path) -> None:
     assert {key for key in tasks.stages if key[0] == "tuned"} == {("tuned", "two", 1), ("tuned", "two", 2)}
     assert "task.seeds=[2]" in tasks.stages["tuned", "two", 2].arguments
     swept = tasks.stages["swept", "one", 1].arguments
-    assert swept[-2:] == ("--samples", "2") and "moe.router.selector.k=1,2" in swept
+    assert swept[swept.index("--samples") + 1] == "2" and "moe.router.selector.k=1,2" in swept
     assert ("swept", "two_again", 1) not in tasks.stages
     chains = [[task.name for task in chain] for chain in tasks.chains()]
     assert ["two-2", "tuned-two-2", "swept-two-2"] in chains and len(chains) == 4
@@ -454,5 +455,6 @@ def test_tuning_takes_the_lowest_of_the_first_metric_that_was_recorded(tmp_path:
             task.folder.mkdir(parents=True)
             (task.folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "val/lm_loss": loss}) + "\n")
     assert plan.size.tuning is not None
-    found = lowest_by(plan.size.tuning.metrics, runner, of_rows["two"], [0.1, 0.2, 0.3])
-    assert found == (0.2, [2.0, 1.0, None])
+    found = lowest_by(plan.size.tuning.metrics, runner, of_rows["two"])
+    assert found == (1, [2.0, 1.0, None])
+    assert lowest_by(plan.size.tuning.metrics, runner, of_rows["two"][2:]) == (None, [None])
