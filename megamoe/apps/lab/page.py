@@ -171,8 +171,8 @@ def _any(results: dict[str, Any], key: str) -> bool:
 def _of_control(results: dict[str, Any]) -> str:
     return (
         f"A row's number minus that of {results['control']['row']}, paired by seed: the mean, and in "
-        "brackets its 95 % interval (Student's t). Each interval misses the true mean in 5 % of cases, so among many "
-        "some leave out 0 by chance."
+        "brackets its 95 % interval (Student's t). Each interval misses the true mean in 5 % of cases, so "
+        "among many some leave out 0 by chance."
     )
 
 
