@@ -290,10 +290,10 @@ def test_the_page(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_file_of_choices_is_plain(lab: Lab, tmp_path: Path) -> None:
-    """What it holds by name; a value may be a mapping, and null."""
-    study(tmp_path, TUNING | {"key": "optimizer.min_lr", "values": [0.001, None]})
+    """What it holds by name; a value may be null."""
+    study(tmp_path, TUNING | {"key": "optimizer.ema", "values": [0.9, None]})
     assert lab({"tuning-two-1": 2.0}) == 0
     kept = json.loads((tmp_path / "lab/tasks" / TUNED).read_text())["two"]
-    assert kept["values"] == [0.001, None] and kept["index"] == 1 and kept["losses"] == [3.0, 2.0]
+    assert kept["values"] == [0.9, None] and kept["index"] == 1 and kept["losses"] == [3.0, 2.0]
     configuration = yaml.safe_load((tmp_path / "lab/configurations/two-1.yaml").read_text())
-    assert configuration["optimizer"]["min_lr"] is None
+    assert configuration["optimizer"]["ema"] is None
