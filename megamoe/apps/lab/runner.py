@@ -83,9 +83,12 @@ class Runner:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{path}: {reason(error)}; delete it, and the task is run again") from None
         if found.identity != task.identity:
+            again = "begin anew with --overwrite"
+            if task.configuration is None:  # a stage, which costs less than the runs beside it
+                again = f"delete it and {task.folder}, and the stage is run again"
             raise UserError(
                 f"{path}: {task.name} was started with another configuration; name another folder with "
-                "--output, or begin anew with --overwrite"
+                f"--output, or {again}"
             )
         return found
 
@@ -248,7 +251,7 @@ class Pace:
     def ended(self, task: Task, whole: bool) -> None:
         """A task's process has ended; whole: with success."""
         step = steps_of(task) if whole else _last_step(task.folder / METRICS_FILE)
-        self._done += max(0, step - self._saved[task.name])
+        self._done += max(0, min(step, steps_of(task)) - self._saved[task.name])
         self._saved[task.name] = _saved_step(task)
 
     def seconds_left(
@@ -261,13 +264,13 @@ class Pace:
         done, left = self._done, self._after
         for task, step in [*((task, 0) for task in waiting), *running]:
             saved = self._saved[task.name]
-            done += max(0, step - saved)
+            done += max(0, min(step, steps_of(task)) - saved)
             left += max(0, steps_of(task) - max(step, saved))
         return None if done < STAGE_STEPS else past / done * left
 
 
 def steps_of(task: Task) -> int:
-    """Return what a task counts as for the time left: its steps of training, of a stage so many."""
+    """Return what a task counts as for the time left: its steps; few for a stage, or a run by epochs."""
     return task.steps or STAGE_STEPS
 
 

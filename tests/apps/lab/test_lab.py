@@ -198,7 +198,14 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
     record = {"identity": "another", "state": "done"}
     (output / "tasks/one-1.json").write_text(json.dumps(record))
     assert call("lab", [str(path), "--output", str(output)]) == 2
-    assert "one-1 was started with another configuration" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "one-1 was started with another configuration" in told and "--overwrite" in told
+    (output / "tasks/one-1.json").unlink()
+    (output / "tasks/routing-one-1.json").write_text(json.dumps(record))  # which costs no training
+    assert call("lab", [str(path), "--output", str(output)]) == 2
+    assert (
+        f"delete it and {output}/stages/routing/one-1, and the stage is run again" in capsys.readouterr().err
+    )
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("")
     assert call("lab", [str(path), "--output", str(tmp_path / "other")]) == 2

@@ -206,6 +206,8 @@ def test_the_time_left(tmp_path: Path) -> None:
     (tmp_path / "other/metrics.jsonl").write_text('{"step": 200}\n')
     pace.ended(other, whole=False)  # its steps were done, and nothing of it is left
     assert pace.seconds_left(80, [third], []) == pytest.approx(80 / 800 * (1000 + 5000))
+    of_epochs = Pace([stage, third])  # a run without a number of steps, at step 700
+    assert of_epochs.seconds_left(20, [third], [(stage, 700)]) == pytest.approx(20 / STAGE_STEPS * 1000)
 
 
 def test_the_time_left_begins_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
