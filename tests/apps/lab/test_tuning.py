@@ -37,8 +37,8 @@ if loss is None:
 (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "tokens": 128, "val/lm_loss": loss}) + chr(10))
 (folder / "summary.json").write_text(json.dumps({"parameters_total": 1000 if name[0] == "o" else 2000}))
 """
-TUNING = {"key": "optimizer.lr", "values": [0.1, 0.2], "set": {"train": {"steps": 2}}}
-ROWS = {
+TUNING: dict[str, Any] = {"key": "optimizer.lr", "values": [0.1, 0.2], "set": {"train": {"steps": 2}}}
+ROWS: dict[str, Any] = {
     "one": {"base": "run.yaml", "set": {"moe": {"router": {"selector": {"k": 1, "weights": "raw"}}}}},
     "two": {"base": "run.yaml"},
 }
@@ -153,7 +153,7 @@ def test_an_interrupted_tuning_is_completed_first(lab: Lab, tmp_path: Path) -> N
 
 def test_jobs_of_an_array_do_not_tune(lab: Lab, tmp_path: Path) -> None:
     """One failed tuning run, and a row without any: the jobs of the study read what the others came to."""
-    losses = {"tuning-one-0": None, "tuning-two-0": None, "tuning-two-1": None}
+    losses: dict[str, float | None] = {"tuning-one-0": None, "tuning-two-0": None, "tuning-two-1": None}
     for chain in range(4):
         assert lab(losses, "--phase", "tuning", "--chain", str(chain)) == 0
     for chain in range(2):
@@ -258,10 +258,21 @@ def test_the_page(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         "perplexity": {"metric": "val/lm_loss", "exponential": True},
     }
     claims = [CLAIM, {"text": "And in perplexity", "test": "perplexity(one) < perplexity(two)"}]
-    changes = {"measures": measures, "claims": claims, "remarks": ["First remark.", "Second remark."]}
+    changes: dict[str, Any] = {
+        "measures": measures,
+        "claims": claims,
+        "remarks": ["First remark.", "Second remark."],
+    }
     rows = ROWS | {"three": {"base": "run.yaml", "set": {"optimizer": {"min_lr": 0.01}}}}
     study(tmp_path, rows=rows, control="two", compare=["loss", "perplexity"], **changes)
-    losses = {"one-1": 1.0, "one-2": 1.1, "one-3": None, "two-1": 2.0, "two-2": 2.1, "two-3": 2.2}
+    losses: dict[str, float | None] = {
+        "one-1": 1.0,
+        "one-2": 1.1,
+        "one-3": None,
+        "two-1": 2.0,
+        "two-2": 2.1,
+        "two-3": 2.2,
+    }
     losses |= {"three-1": 2.5, "three-2": 2.6, "three-3": 2.7}
     assert lab(losses, "--seeds", "3") == 1
     page = (tmp_path / "lab/page/index.md").read_text()
