@@ -7,13 +7,14 @@
 A measure of a row is a value for each seed. A comparison is decided by the paired differences over the
 seeds: by the two-sided 95 % interval of their mean, from Student's t distribution with one degree of freedom
 less than there are seeds. The claim is seen if the whole interval lies on its side, not seen if it lies on
-the other, and else within noise. One seed has no interval, and decides nothing.
+the other, and else within noise. One seed has no interval, and decides nothing. Where a seed is missing, the
+others decide nothing either: those that failed may be the ones on the other side.
 """
 
 import ast
 import math
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Literal
@@ -56,7 +57,11 @@ class Claim:
 
 @dataclass(frozen=True)
 class Finding:
-    """What the seeds say of one comparison. differences: right - left by seed. low, high: of the interval."""
+    """What the seeds say of one comparison.
+
+    differences: right - left by seed. low, high: of the interval. logarithms: if all measures are
+    exponential, the mean of ln(right) - ln(left) and the two ends of its interval.
+    """
 
     text: str
     verdict: Verdict
@@ -64,6 +69,7 @@ class Finding:
     mean: float | None
     low: float | None
     high: float | None
+    logarithms: tuple[float | None, float | None, float | None] | None = None
 
 
 def parse_claim(text: str, where: str) -> Claim:
@@ -91,11 +97,11 @@ def parse_claim(text: str, where: str) -> Claim:
             shown = f"{ast.unparse(left)} {_sign(relation, problem)} {ast.unparse(right)}"
             if isinstance(relation, ast.Gt | ast.GtE):
                 left, right = right, left
-            comparisons.append(Comparison(shown, left, right))
-    claim = Claim(comparisons)
-    if not list(claim.operands()):
-        raise ValueError(problem)
-    return claim
+            comparison = Comparison(shown, left, right)
+            if not list(Claim([comparison]).operands()):
+                raise ValueError(problem)
+            comparisons.append(comparison)
+    return Claim(comparisons)
 
 
 def _sign(relation: ast.cmpop, problem: str) -> str:
@@ -108,7 +114,7 @@ def _sign(relation: ast.cmpop, problem: str) -> str:
 def _check(node: ast.expr, problem: str) -> None:
     """Refuse all but numbers, measures of rows, and their sums and products."""
     match node:
-        case ast.Constant(value=int() | float()):
+        case ast.Constant(value=int() | float() as number) if _is_finite(number):
             return
         case ast.Call(func=ast.Name(), args=[ast.Name()], keywords=[]):
             return
@@ -121,35 +127,60 @@ def _check(node: ast.expr, problem: str) -> None:
             raise ValueError(problem)
 
 
+def _is_finite(number: int | float) -> bool:
+    """Whether it is a number, which True is not, that fits into a float."""
+    try:
+        return not isinstance(number, bool) and math.isfinite(number)
+    except OverflowError:
+        return False
+
+
 def _operand(node: ast.Call) -> tuple[str, str]:
     assert isinstance(node.func, ast.Name) and isinstance(node.args[0], ast.Name)
     return node.func.id, node.args[0].id
 
 
-def decide(claim: Claim, values: Values) -> tuple[Verdict, list[Finding]]:
+def decide(
+    claim: Claim, values: Values, seeds: Collection[int], exponential: Collection[str] = ()
+) -> tuple[Verdict, list[Finding]]:
     """Return the verdict on a claim, and what was found of each of its comparisons.
 
-    Seeds in which an operand is missing or not finite are left out; without any, it is not measured.
+    seeds: those that every row should have. Seeds in which an operand is missing or not finite are left
+    out; then the others give an interval, and no verdict. Without any, it is not measured. exponential: the
+    measures of which the logarithms are compared too.
     """
-    findings = [_finding(each, values) for each in claim.comparisons]
+    findings = [_finding(each, values, seeds, exponential) for each in claim.comparisons]
     verdicts = {each.verdict for each in findings}
     ordered: tuple[Verdict, ...] = ("not seen", "not measured", "within noise", "seen")
     return next(verdict for verdict in ordered if verdict in verdicts), findings
 
 
-def _finding(comparison: Comparison, values: Values) -> Finding:
-    one = Claim([comparison])
-    shared = set.intersection(*(set(values.get(name, {}).get(row, {})) for name, row in one.operands()))
-    differences = {
-        seed: _value(comparison.right, values, seed) - _value(comparison.left, values, seed)
-        for seed in sorted(shared)
-    }
-    differences = {seed: it for seed, it in differences.items() if math.isfinite(it)}
-    mean, low, high = interval([*differences.values()])
-    verdict: Verdict = "within noise" if differences else "not measured"
-    if low is not None and high is not None:
+def _finding(
+    comparison: Comparison, values: Values, seeds: Collection[int], exponential: Collection[str]
+) -> Finding:
+    operands = [*Claim([comparison]).operands()]
+    shared = set.intersection(*(set(values.get(name, {}).get(row, {})) for name, row in operands))
+    left, right = (
+        {seed: _value(side, values, seed) for seed in sorted(shared)}
+        for side in (comparison.left, comparison.right)
+    )
+    found = paired(right, left)
+    mean, low, high = interval([*found.values()])
+    verdict: Verdict = "within noise" if found else "not measured"
+    if low is not None and high is not None and set(found) >= set(seeds):
         verdict = "seen" if low > 0 else "not seen" if high < 0 else "within noise"
-    return Finding(comparison.text, verdict, differences, mean, low, high)
+    logarithms = None
+    if all(name in exponential for name, _ in operands) and all(
+        0 < side[seed] < math.inf for side in (left, right) for seed in found
+    ):
+        logarithms = interval([math.log(right[seed]) - math.log(left[seed]) for seed in found])
+    return Finding(comparison.text, verdict, found, mean, low, high, logarithms)
+
+
+def paired(these: Mapping[int, float], others: Mapping[int, float]) -> dict[int, float]:
+    """Return these - others of each seed that both have, without those that are not finite."""
+    found = {seed: these[seed] - others[seed] for seed in sorted(set(these) & set(others))}
+    return {seed: it for seed, it in found.items() if math.isfinite(it)}
 
 
 def _value(node: ast.expr, values: Values, seed: int) -> float:

@@ -91,7 +91,7 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
         if options.slurm is not None:
             from megamoe.apps.lab.slurm import submit
 
-            submit(plan, output, options.slurm, _repeated(options))
+            submit(plan, output, options.slurm, _repeated(options), _of_last_job(options))
         else:
             failed += _run_here(plan, output, options)
     finally:
@@ -153,22 +153,25 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]
     from megamoe.apps.lab.results import results_of
     from megamoe.apps.lab.runner import Runner
     from megamoe.apps.lab.tasks import study_tasks
+    from megamoe.apps.lab.tuning import tune, values_of
 
     print(f"{plan.study.title}: {plan.study.source}", flush=True)
     print(
         f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
     )
     _check_data(plan)
-    runner = Runner(output, _slots(plan.size.ranks, options.workers), lambda line: print(line, flush=True))
-    tuned = _tune(plan, output, runner)
-    tasks = study_tasks(plan, output, tuned)
+    ranks = plan.size.ranks
+    runner = Runner(output, _slots(ranks, options.workers), lambda line: print(line, flush=True), ranks)
+    choices = tune(plan, output, runner)
+    _tell(plan, choices)
+    tasks = study_tasks(plan, output, *values_of(choices))
     runner.run(tasks.by_name.values())
-    results = results_of(plan, tasks, runner, tuned, _command(options))
+    results = results_of(plan, tasks, runner, choices, _command(options))
     page = output / "page"
     write_results(plan, tasks, results, page)
     for claim in results["claims"]:
         print(f"{claim['verdict']}: {claim['text']} ({claim['test']})")
-    failed = [line for row in results["rows"].values() for line in row["failed"]]
+    failed = list(dict.fromkeys(line for row in results["rows"].values() for line in row["failed"]))
     for line in failed:
         print(f"failed: {line}")
     print(f"page: {page / PAGE}")
@@ -177,39 +180,37 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]
     return failed
 
 
-def _tune(plan: Any, output: Path, runner: Any) -> dict[str, Any]:
-    """Run the tuning, if the size has one; return the chosen value of each row."""
-    from megamoe.apps.lab.measures import lowest_by
-    from megamoe.apps.lab.tasks import tuning_tasks
-
+def _tell(plan: Any, choices: dict[str, Any]) -> None:
+    """Print what the tuning of each row came to."""
     rule = plan.size.tuning
-    tasks, of_rows = tuning_tasks(plan, output)
-    runner.run(tasks.by_name.values())
-    tuned = {}
-    for row, of_row in of_rows.items():
-        tuned[row], losses = lowest_by(rule.metrics, runner, of_row, rule.values)
+    for row, choice in choices.items():
         shown = ", ".join(
             f"{value}: {'failed' if loss is None else f'{loss:.4f}'}"
-            for value, loss in zip(rule.values, losses, strict=True)
+            for value, loss in zip(choice.values, choice.losses, strict=True)
         )
-        print(f"{row}: {rule.key} {tuned[row]} ({', '.join(rule.metrics)} of {shown})", flush=True)
-    return tuned
+        chosen = "not tuned, so not trained" if choice.index is None else choice.values[choice.index]
+        print(f"{row}: {rule.key} {chosen} ({', '.join(rule.metrics)} of {shown})", flush=True)
 
 
 def _run_chain(plan: Any, output: Path, options: argparse.Namespace) -> None:
-    """Run one chain of tasks, in a job of an array. The tasks' own locks keep two jobs from the same one."""
-    from megamoe.apps.lab.runner import Runner
-    from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
+    """Run one chain of tasks, in a job of an array. The tasks' own locks keep two jobs from the same one.
 
-    runner = Runner(output, [None], lambda line: print(line, flush=True))
+    A job of the study only reads what the tuning came to: of many at a time, none runs the tuning.
+    """
+    from megamoe.apps.lab.runner import Runner
+    from megamoe.apps.lab.tasks import planned_tasks, study_tasks, tuning_tasks
+    from megamoe.apps.lab.tuning import tune, tuning_to_run, values_of
+
+    runner = Runner(output, [None], lambda line: print(line, flush=True), plan.size.ranks)
     if options.phase == "tuning":
-        tasks = tuning_tasks(plan, output)[0]
+        chains = tuning_tasks(plan, output)[0].chains()
+        tasks = {task.name: task for task in tuning_to_run(plan, output, runner)}
     else:
-        tasks = study_tasks(plan, output, _tune(plan, output, runner))
-    chains = tasks.chains()
+        chains = planned_tasks(plan, output).chains()
+        tasks = study_tasks(plan, output, *values_of(tune(plan, output, runner, run=False))).by_name
     if not 0 <= options.chain < len(chains):
         raise UserError(f"--chain: found {options.chain}, the study has {len(chains)}")
-    runner.run(chains[options.chain])
+    runner.run([tasks[each.name] for each in chains[options.chain] if each.name in tasks])
 
 
 def _check_data(plan: Any) -> None:
@@ -226,15 +227,24 @@ def _check_data(plan: Any) -> None:
 
 
 def _slots(ranks: int, workers: int | None) -> list[str | None]:
-    """Return a slot for each process at a time: its GPUs, or None on a machine without."""
+    """Return a slot for each process at a time: its GPUs, or None on a machine without.
+
+    Raises:
+        UserError: if a run has more ranks than there are GPUs.
+    """
     import torch
 
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if gpus:
-        most = max(1, gpus // ranks)
-        count = min(workers or most, most)
-        return [",".join(map(str, range(at * ranks, (at + 1) * ranks))) for at in range(count)]
-    return [None] * (workers or max(1, (os.cpu_count() or 1) // ranks))
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return [None] * (workers or max(1, len(os.sched_getaffinity(0)) // ranks))
+    if count < ranks:
+        raise UserError(
+            f"ranks: a run of this size has {ranks}, found {count} GPUs; expected as many or more"
+        )
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(count)]
+    most = count // ranks
+    return [",".join(gpus[at * ranks : (at + 1) * ranks]) for at in range(min(workers or most, most))]
 
 
 def _publish(page: Path, configurations: Path, target: Path) -> None:
@@ -260,6 +270,12 @@ def _repeated(options: argparse.Namespace) -> list[str]:
     given += [] if options.rows is None else ["--rows", ",".join(options.rows)]
     given += [] if options.output is None else ["--output", str(options.output)]
     return [*given, *options.overrides]
+
+
+def _of_last_job(options: argparse.Namespace) -> list[str]:
+    """Return what the last job of a submission is told besides: it runs what is missing, and publishes."""
+    given = [] if options.publish is None else ["--publish", str(options.publish)]
+    return given + ([] if options.workers is None else ["--workers", str(options.workers)])
 
 
 def _command(options: argparse.Namespace) -> str:

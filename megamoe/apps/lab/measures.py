@@ -16,6 +16,7 @@ from megamoe.apps.report.run_statistics import Rows, Run, moe_layers, read_run, 
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 from megamoe.metrics import names
+from megamoe.metrics.recorder import METRICS_FILE
 
 LARGEST_RESULT = 1 << 28  # bytes
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 20, 6.0
@@ -84,7 +85,8 @@ def curves(plan: Plan, tasks: Tasks, runner: Runner) -> Curves:
 
 def _points(curve: Curve, tasks: Tasks, runner: Runner, row: str, seed: int) -> Sequence[tuple[int, float]]:
     """Return step and value of a curve's points of one row and seed; none if its task is not complete."""
-    task = tasks.training[row, seed] if curve.stage is None else tasks.stages.get((curve.stage, row, seed))
+    of_stage = None if curve.stage is None else tasks.stages.get((curve.stage, row, seed))
+    task = tasks.training.get((row, seed)) if curve.stage is None else of_stage
     if task is None or not runner.is_done(task):
         return []
     if curve.consistency is not None:
@@ -96,7 +98,7 @@ def _points(curve: Curve, tasks: Tasks, runner: Runner, row: str, seed: int) -> 
 
 def _tuned(task: Task) -> list[Run]:
     """Return the runs of a stage that fine-tunes, one for each seed."""
-    return [read_run(path.parent) for path in sorted(task.folder.glob("seed_*/metrics.jsonl"))]
+    return [read_run(path.parent) for path in sorted(task.folder.glob(f"seed_*/{METRICS_FILE}"))]
 
 
 def consistency(runs: Sequence[Rows], window: int) -> list[tuple[int, float]]:
@@ -128,24 +130,30 @@ def consistency(runs: Sequence[Rows], window: int) -> list[tuple[int, float]]:
 
 
 def lowest_by(
-    keys: Sequence[str], runner: Runner, tasks: Sequence[Task], values: Sequence[Any]
-) -> tuple[Any, list[Any]]:
-    """Return the value whose run ended with the lowest metric, and every run's metric (None: it failed).
+    keys: Sequence[str], runner: Runner, tasks: Sequence[Task]
+) -> tuple[int | None, list[float | None]]:
+    """Return which of the runs ended with the lowest metric, and every run's metric (None: it failed).
 
-    keys: of metrics; the first that a run has recorded counts.
-
-    Raises:
-        UserError: if no run has recorded it.
+    keys: of metrics; the first that a run has recorded counts. If no run has recorded it, none is the lowest.
     """
-    found: list[Any] = []
+    found: list[float | None] = []
     for task in tasks:
         rows = read_run(task.folder).rows if runner.is_done(task) else []
         recorded = next((it for it in (series(rows, key)[1] for key in keys) if it), [])
         found.append(recorded[-1] if recorded and math.isfinite(recorded[-1]) else None)
     known = [(loss, number) for number, loss in enumerate(found) if loss is not None]
-    if not known:
-        raise UserError(f"tuning: no run of {tasks[0].name} and its like has recorded {keys}; see their logs")
-    return values[min(known)[1]], found
+    return (min(known)[1] if known else None), found
+
+
+def sizes(tasks: Tasks, runner: Runner) -> dict[str, dict[str, int]]:
+    """Return the `parameters` of each row, and the `tokens` of training: of its first complete run."""
+    found: dict[str, dict[str, int]] = {}
+    for (row, _), task in tasks.training.items():
+        if row not in found and runner.is_done(task):
+            run = read_run(task.folder)
+            known = {"parameters": run.summary.get("parameters_total"), "tokens": run.statistics.tokens}
+            found[row] = {name: it for name, it in known.items() if isinstance(it, int)}
+    return found
 
 
 def _of_run(measure: Measure, run: Run, runner: Runner, task: Task) -> float | None:

@@ -17,6 +17,7 @@ from megamoe.apps.report.page import document, main_of, table
 from megamoe.apps.report.run_statistics import read_run
 from megamoe.errors import UserError
 from megamoe.io import replace_file
+from megamoe.metrics.formats import format_count
 
 PAGE, RESULTS, REPORT = "index.md", "results.json", "report.html"
 Table = list[list[str]]
@@ -55,7 +56,14 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     parts.append(f"```\n{made['command']}\n```")
     if results["claims"]:
         parts += ["## Claims", markdown_table(claims_table(results)), _rule(results)]
-    parts += ["## Numbers", markdown_table(rows_table(plan, results)), _legend(plan)]
+    parts += study.remarks
+    parts += ["## Numbers", markdown_table(rows_table(plan, results)), _legend(plan, results)]
+    if results["control"] is not None:
+        parts += [
+            f"## Differences from {results['control']['row']}",
+            markdown_table(control_table(plan, results)),
+        ]
+        parts.append(_of_control(results))
     others = paper_table(results)
     if len(others) > 1:
         parts += ["## Numbers of the paper that are not measured here", markdown_table(others)]
@@ -63,7 +71,7 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     failed = [line for row in results["rows"].values() for line in row["failed"]]
     if failed:
         parts += ["## Failed runs", "\n".join(f"- {line}" for line in failed)]
-    parts += ["## How it was made", _tuning(results), study.differs]
+    parts += ["## How it was made", _tuning(results), study.differs, _sizes(results)]
     libraries = ", ".join(f"{name} {found}" for name, found in made["libraries"].items())
     parts.append(
         f"{made['date']}, megamoe {made['megamoe']}, Python {made['python']}, {libraries}. "
@@ -75,15 +83,43 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
 
 def claims_table(results: dict[str, Any]) -> Table:
     """Return a row for each comparison of each claim."""
-    rows = [["claim", "comparison", "difference", "95 % interval", "verdict"]]
+    of_logarithms = any(found["logarithms"] for claim in results["claims"] for found in claim["comparisons"])
+    head = ["claim", "comparison", "difference", "95 % interval"]
+    rows = [[*head, *(["of the logarithms"] if of_logarithms else []), "seeds", "verdict"]]
     for claim in results["claims"]:
         place = f" ({claim['place']})" if claim["place"] else ""
         for number, found in enumerate(claim["comparisons"]):
             text = f"{claim['text']}{place}" if number == 0 else ""
             span = "" if found["low"] is None else f"{_number(found['low'])} to {_number(found['high'])}"
             mean = "" if found["mean"] is None else _number(found["mean"])
-            rows.append([text, f"`{found['text']}`", mean, span, SIGNS[found["verdict"]]])
+            cells = [text, f"`{found['text']}`", mean, span]
+            cells += [_with_interval(*(found["logarithms"] or (None,) * 3))] if of_logarithms else []
+            cells.append(f"{len(found['differences'])} of {len(results['seeds'])}")
+            rows.append([*cells, SIGNS[found["verdict"]]])
     return rows
+
+
+def control_table(plan: Plan, results: dict[str, Any]) -> Table:
+    """Return a row for each row but the control: its differences from the control, with their intervals."""
+    of_measures = results["control"]["measures"]
+    rows = [["row", *of_measures]]
+    for name in results["rows"]:
+        cells = [name]
+        for measure, of_rows in of_measures.items():
+            found = of_rows.get(name, {"differences": {}, "mean": None, "low": None, "high": None})
+            digits = plan.study.measures[measure].digits + 1
+            cell = _with_interval(found["mean"], found["low"], found["high"], digits)
+            count, seeds = len(found["differences"]), len(results["seeds"])
+            cells.append(cell + (f", {count} of {seeds} seeds" if 0 < count < seeds else ""))
+        if name != results["control"]["row"]:
+            rows.append(cells)
+    return rows
+
+
+def _with_interval(mean: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
+    if mean is None or low is None or high is None:
+        return "" if mean is None else _number(mean, digits)
+    return f"{_number(mean, digits)} ({_number(low, digits)} to {_number(high, digits)})"
 
 
 def rows_table(plan: Plan, results: dict[str, Any]) -> Table:
@@ -118,22 +154,50 @@ def paper_table(results: dict[str, Any]) -> Table:
     return rows
 
 
-def _legend(plan: Plan) -> str:
+def _legend(plan: Plan, results: dict[str, Any]) -> str:
     lines = [f"- `{name}`: {measure.text}" for name, measure in plan.study.measures.items() if measure.text]
     lines += [
         f"- `{name}`: {plan.study.rows[name].text}" for name in plan.configs if plan.study.rows[name].text
     ]
-    told = "Mean ± standard deviation over the seeds; in brackets the paper's number."
+    told = "Mean ± standard deviation over the seeds"
+    told += "; in brackets the paper's number." if _any(results, "published") else "."
     return "\n".join([told, "", *lines] if lines else [told])
+
+
+def _any(results: dict[str, Any], key: str) -> bool:
+    return any(row.get(key) for row in results["rows"].values())
+
+
+def _of_control(results: dict[str, Any]) -> str:
+    return (
+        f"A row's number minus that of {results['control']['row']}, paired by seed: the mean, and in "
+        "brackets its 95 % interval (Student's t). Each interval misses the true mean in 5 % of cases, so "
+        "among many some leave out 0 by chance."
+    )
+
+
+def _sizes(results: dict[str, Any]) -> str:
+    """Return the numbers of parameters and tokens of the rows, the smallest and the largest."""
+    told = []
+    for key, text in (("parameters", "Parameters of a model"), ("tokens", "tokens of its training")):
+        known = [row[key] for row in results["rows"].values() if row.get(key)]
+        if known:
+            ends = dict.fromkeys(format_count(it) for it in (min(known), max(known)))
+            told.append(f"{text}: {' to '.join(ends)}")
+    return f"{'; '.join(told)}." if told else ""
 
 
 def _rule(results: dict[str, Any]) -> str:
     if len(results["seeds"]) < 2:
         return "One seed has no interval and decides nothing: every comparison is within noise."
-    return (
+    told = (
         "A difference is the side that should be larger minus the other, paired by seed. A claim is seen "
-        "if the 95 % interval of its mean (Student's t) lies above 0, and not seen if it lies below 0."
+        "if the 95 % interval of its mean (Student's t) lies above 0, and not seen if it lies below 0. "
+        "While a seed is missing, it is neither."
     )
+    if any(found["logarithms"] for claim in results["claims"] for found in claim["comparisons"]):
+        told += " The difference of the logarithms is that of the losses, and decides nothing."
+    return told
 
 
 def _tuning(results: dict[str, Any]) -> str:
@@ -150,6 +214,9 @@ def _tuning(results: dict[str, Any]) -> str:
         f"with the lowest `{by}`, on data that the table does not report"
     )
     told += f", except in {', '.join(rule['reported'])}." if rule.get("reported") else "."
+    lost = [line for row in results["rows"].values() for line in row.get("tuning_failed", [])]
+    if lost:
+        told += f" Without the runs that failed: {'; '.join(dict.fromkeys(lost))}."
     ends = (tried[0], tried[-1])
     at_end = [name for name, row in results["rows"].items() if row.get("tuned") in ends]
     if at_end:
@@ -180,12 +247,18 @@ def markdown_table(rows: Table) -> str:
 
 def _html(plan: Plan, tasks: Tasks, results: dict[str, Any]) -> str:
     parts = []
-    for title, rows in (("Claims", claims_table(results)), ("Numbers", rows_table(plan, results))):
+    tables = [("Claims", claims_table(results)), ("Numbers", rows_table(plan, results))]
+    if results["control"] is not None:
+        tables.append((f"Differences from {results['control']['row']}", control_table(plan, results)))
+    for title, rows in tables:
         if len(rows) > 1:
             plain = [[cell.replace("`", "").replace("**", "") for cell in row] for row in rows]
             parts.append(f"<section><h2>{title}</h2>{table(plain[1:], plain[0])}</section>")
-    note = escape(" ".join([_rule(results), _tuning(results), plan.study.differs]))
-    parts.append(f"<section><p>{note}</p></section>")
+    notes = [
+        *plan.study.remarks,
+        " ".join([_rule(results), _tuning(results), plan.study.differs, _sizes(results)]),
+    ]
+    parts.append(f"<section>{''.join(f'<p>{escape(note)}</p>' for note in notes)}</section>")
     runs = []
     for folder in dict.fromkeys(task.folder for task in tasks.training.values()):
         try:

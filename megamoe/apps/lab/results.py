@@ -9,39 +9,45 @@ from statistics import fmean, stdev
 from typing import Any
 
 import megamoe
-from megamoe.apps.lab.claims import decide
-from megamoe.apps.lab.measures import curves, measured
-from megamoe.apps.lab.runner import DONE, Runner
+from megamoe.apps.lab.claims import decide, interval, paired
+from megamoe.apps.lab.measures import Found, curves, measured, sizes
+from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import Plan
 from megamoe.apps.lab.tasks import Tasks
+from megamoe.apps.lab.tuning import Choice, values_of
 
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy", "scipy")
 
 
 def results_of(
-    plan: Plan, tasks: Tasks, runner: Runner, tuned: dict[str, Any], command: str
+    plan: Plan, tasks: Tasks, runner: Runner, choices: dict[str, Choice], command: str
 ) -> dict[str, Any]:
     """Return all results as plain data for JSON.
 
     rows: of each row its text, the values by measure and seed, their mean and sample standard deviation, the
-    paper's numbers, and what failed. claims: text, place, test, verdict, and each comparison's differences
-    over the seeds with mean and 95 % interval. curves: step and mean over the seeds, by curve and row.
+    paper's numbers, what failed, its parameters and tokens of training, and its tuned value with the runs of
+    the tuning that failed. claims: text, place, test, verdict, and each comparison's differences over the
+    seeds with mean and 95 % interval. control: the differences of the other rows from it, or null. curves:
+    step and mean over the seeds, by curve and row.
     """
-    found = measured(plan, tasks, runner)
+    found, of_runs = measured(plan, tasks, runner), sizes(tasks, runner)
+    tuned, untuned = values_of(choices)
     rows = {
         row: {
             "text": plan.study.rows[row].text,
             "published": plan.study.rows[row].published,
             "paper": plan.study.rows[row].paper,
             "measures": {name: _over_seeds(of_rows[row]) for name, of_rows in found.items()},
-            "failed": _failed(tasks, runner, row, plan.seeds),
-            **({"tuned": tuned[row]} if row in tuned else {}),
+            "failed": choices[row].problems if row in untuned else _failed(tasks, runner, row, plan.seeds),
+            **of_runs.get(row, {}),
+            **({"tuned": tuned[row], "tuning_failed": choices[row].problems} if row in tuned else {}),
         }
         for row in plan.configs
     }
+    exponential = [name for name, measure in plan.study.measures.items() if measure.exponential]
     claims = []
     for text, claim in plan.claims:
-        verdict, findings = decide(claim, found)
+        verdict, findings = decide(claim, found, plan.seeds, exponential)
         told = {"text": text.text, "place": text.place, "test": text.test, "verdict": verdict}
         claims.append({**told, "comparisons": [asdict(finding) for finding in findings]})
     return {
@@ -52,6 +58,7 @@ def results_of(
         "seeds": plan.seeds,
         "rows": rows,
         "claims": claims,
+        "control": _from_control(plan, found),
         "curves": curves(plan, tasks, runner),
         "tuning": None
         if plan.size.tuning is None
@@ -64,6 +71,22 @@ def tuned_by(plan: Plan) -> list[str]:
     """Return the measures whose metric is one that the rows are tuned by."""
     by = plan.size.tuning.metrics if plan.size.tuning else []
     return [name for name, measure in plan.study.measures.items() if measure.metric in by]
+
+
+def _from_control(plan: Plan, found: Found) -> dict[str, Any] | None:
+    """Return the paired differences of each row from the control, by measure and row; None without one."""
+    control = plan.study.control
+    if control is None or control not in plan.configs:
+        return None
+    of_measures: dict[str, Any] = {}
+    for name in plan.study.compared:
+        of_measures[name] = {}
+        for row, values in found[name].items():
+            differences = paired(values, found[name][control])
+            mean, low, high = interval([*differences.values()])
+            if row != control:
+                of_measures[name][row] = {"differences": differences, "mean": mean, "low": low, "high": high}
+    return {"row": control, "measures": of_measures}
 
 
 def _over_seeds(values: dict[int, float]) -> dict[str, Any]:
@@ -79,12 +102,7 @@ def _failed(tasks: Tasks, runner: Runner, row: str, seeds: list[int]) -> list[st
     """Return a line for each task of a row that has failed or was not run."""
     wanted = [tasks.training[row, seed] for seed in seeds]
     wanted += [task for (_, of_row, _), task in tasks.stages.items() if of_row == row]
-    lines = []
-    for task in wanted:
-        record = runner.record(task)
-        if record is None or record.state != DONE:
-            problem = record.problem if record is not None else ""
-            lines.append(f"{task.name}: {problem or 'not complete'}")
+    lines = [f"{task.name}: {problem}" for task in wanted if (problem := runner.problem_of(task))]
     return list(dict.fromkeys(lines))
 
 

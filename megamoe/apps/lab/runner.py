@@ -22,9 +22,11 @@ from megamoe.compat.glibc import signal_at_parents_end
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason, replace_file
 from megamoe.metrics.formats import format_duration
+from megamoe.metrics.recorder import METRICS_FILE
 
 LARGEST_RECORD = 1 << 20  # bytes
 POLL_S, PROGRESS_S, WAIT_S = 0.1, 30.0, 60.0
+STAGE_STEPS = 20  # of training, as which a stage counts
 DONE = "done"
 MOST_TAIL = 1 << 16  # bytes of a task's output that are searched for its error
 
@@ -55,14 +57,17 @@ class Runner:
     """Tasks of one study's folder.
 
     slots: one for each process that may run at the same time; text: the GPUs that it sees, None: no choice.
-    report: called with each line of progress.
+    report: called with each line of progress. ranks: of each run, which share the cores of a slot.
     """
 
-    def __init__(self, output: Path, slots: list[str | None], report: Callable[[str], None]) -> None:
+    def __init__(
+        self, output: Path, slots: list[str | None], report: Callable[[str], None], ranks: int = 1
+    ) -> None:
         self.folder = output / "tasks"
         self.slots = slots
         self.report = report
-        self.begun = time.monotonic()
+        self.threads = max(1, len(os.sched_getaffinity(0)) // (len(slots) * ranks))
+        self.pace = Pace([])
 
     def record(self, task: Task) -> TaskRecord | None:
         """Return what is known of a task, None if it was never started.
@@ -78,9 +83,12 @@ class Runner:
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{path}: {reason(error)}; delete it, and the task is run again") from None
         if found.identity != task.identity:
+            again = "begin anew with --overwrite"
+            if task.configuration is None:  # a stage, which costs less than the runs beside it
+                again = f"delete it and {task.folder}, and the stage is run again"
             raise UserError(
                 f"{path}: {task.name} was started with another configuration; name another folder with "
-                "--output, or begin anew with --overwrite"
+                f"--output, or {again}"
             )
         return found
 
@@ -89,12 +97,25 @@ class Runner:
         found = self.record(task)
         return found is not None and found.state == DONE
 
-    def run(self, tasks: Iterable[Task]) -> None:
+    def was_started(self, task: Task) -> bool:
+        """Whether the task has a record, of whatever identity."""
+        return (self.folder / f"{task.name}.json").exists()
+
+    def problem_of(self, task: Task) -> str:
+        """Return why a task is not complete, in a line; empty if it is."""
+        found = self.record(task)
+        if found is not None and found.state == DONE:
+            return ""
+        return (found.problem if found is not None else "") or "not complete"
+
+    def run(self, tasks: Iterable[Task], after: int = 0) -> None:
         """Run all tasks that are not complete, each after those that it needs.
 
-        What needs a task that failed fails too. A process that a signal ended is started once more.
+        What needs a task that failed fails too. A process that a signal ended is started once more. after:
+        the steps of later calls, which the time left includes.
         """
         waiting = [task for task in tasks if not self.is_done(task)]
+        self.pace = Pace(waiting, after)
         self.folder.mkdir(parents=True, exist_ok=True)
         total, running, tried = len(waiting), list[_Running](), set[str]()
         failed: set[str] = set()
@@ -105,11 +126,14 @@ class Runner:
                 self._drop_blocked(waiting, failed)
                 while free and (task := self._next(waiting, running)) is not None:
                     waiting.remove(task)
-                    running.append(self._start(task, free.pop(0)))
+                    if (started := self._start(task, free[0])) is not None:
+                        running.append(started)
+                        free.pop(0)
                 time.sleep(POLL_S)
                 for each in [it for it in running if self._ended(it)]:
                     running.remove(each)
                     free.append(each.slot)
+                    self.pace.ended(each.task, self.is_done(each.task))
                     if each.process.returncode < 0 and each.task.name not in tried:
                         tried.add(each.task.name)
                         waiting.insert(0, each.task)
@@ -147,8 +171,12 @@ class Runner:
             missing = ", ".join(sorted(failed & set(task.needs)))
             self._write(task, TaskRecord(task.identity, "failed", problem=f"{missing} failed"))
 
-    def _start(self, task: Task, slot: str | None) -> _Running:
-        lock = _locked(self.folder / f"{task.name}.lock")
+    def _start(self, task: Task, slot: str | None) -> _Running | None:
+        """Start a task's process; None if another lab, such as a job of an array, has completed it by now."""
+        lock = locked(self.folder / f"{task.name}.lock")
+        if self.is_done(task):
+            os.close(lock)
+            return None
         task.folder.parent.mkdir(parents=True, exist_ok=True)
         arguments = list(task.arguments)
         if task.configuration is not None:
@@ -161,7 +189,7 @@ class Runner:
             arguments += [str(path) for path in sorted(task.checkpoints_of.glob("checkpoints/step_*"))]
         self._write(task, TaskRecord(task.identity, "started"))
         environment = dict(os.environ)
-        environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // len(self.slots))))
+        environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         if slot is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot
         with (self.folder / f"{task.name}.log").open("ab") as log:
@@ -195,23 +223,61 @@ class Runner:
 
     def _progress(self, total: int, waiting: list[Task], running: list[_Running]) -> str:
         """Return a line: what runs and how far it is, and the time left at the pace so far."""
-        parts = [_share(each) for each in running]
-        complete = total - len(waiting) - len(running) + sum(share for _, share in parts)
-        past = time.monotonic() - self.begun
-        left = (
-            "" if complete < 0.05 else f", about {format_duration(past / complete * (total - complete))} left"
+        steps = [(each.task, _last_step(each.task.folder / METRICS_FILE)) for each in running]
+        past = time.monotonic() - self.pace.begun
+        seconds = self.pace.seconds_left(past, waiting, steps)
+        left = "" if seconds is None else f", about {format_duration(seconds)} left"
+        names = ", ".join(
+            f"{task.name} step {step:,} of {task.steps:,}" if task.steps else task.name
+            for task, step in steps
         )
-        names = ", ".join(text for text, _ in parts)
         done = total - len(waiting) - len(running)
         return f"{done} of {total} tasks, {format_duration(past)}{left}" + (f": {names}" if names else "")
 
 
-def _share(each: _Running) -> tuple[str, float]:
-    """Return a running task's name with its step, and the share of it that is done."""
-    if not each.task.steps:
-        return each.task.name, 0.0
-    step = _last_step(each.task.folder / "metrics.jsonl")
-    return f"{each.task.name} step {step:,} of {each.task.steps:,}", min(1.0, step / each.task.steps)
+class Pace:
+    """The time left, at the steps per second of this call.
+
+    after: the steps of later calls. begun: when this one began, of the monotonic clock. Steps that an earlier
+    call has trained and saved count neither as done nor as left.
+    """
+
+    def __init__(self, tasks: Iterable[Task], after: int = 0) -> None:
+        self.begun = time.monotonic()
+        self._after = after
+        self._saved = {task.name: _saved_step(task) for task in tasks}
+        self._done = 0
+
+    def ended(self, task: Task, whole: bool) -> None:
+        """A task's process has ended; whole: with success."""
+        step = steps_of(task) if whole else _last_step(task.folder / METRICS_FILE)
+        self._done += max(0, min(step, steps_of(task)) - self._saved[task.name])
+        self._saved[task.name] = _saved_step(task)
+
+    def seconds_left(
+        self, past: float, waiting: Iterable[Task], running: Iterable[tuple[Task, int]]
+    ) -> float | None:
+        """Return the seconds left; None if too little is done for a guess.
+
+        past: seconds since the beginning. running: tasks with the steps that they are at.
+        """
+        done, left = self._done, self._after
+        for task, step in [*((task, 0) for task in waiting), *running]:
+            saved = self._saved[task.name]
+            done += max(0, min(step, steps_of(task)) - saved)
+            left += max(0, steps_of(task) - max(step, saved))
+        return None if done < STAGE_STEPS else past / done * left
+
+
+def steps_of(task: Task) -> int:
+    """Return what a task counts as for the time left: its steps; few for a stage, or a run by epochs."""
+    return task.steps or STAGE_STEPS
+
+
+def _saved_step(task: Task) -> int:
+    """Return the step of a run's last checkpoint, from which it goes on; 0 without any."""
+    names = (path.name.partition("_")[2] for path in task.folder.glob("checkpoints/step_*"))
+    return max((int(name) for name in names if name.isdecimal()), default=0) if task.steps else 0
 
 
 def _last_step(path: Path) -> int:
@@ -244,7 +310,7 @@ def _end_with_parent() -> None:
     signal_at_parents_end(signal.SIGTERM)
 
 
-def _locked(path: Path) -> int:
+def locked(path: Path) -> int:
     """Return an open file with a lock that the process inherits.
 
     Raises:

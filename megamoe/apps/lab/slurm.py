@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from megamoe.apps.lab.study import Plan
-from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
+from megamoe.apps.lab.tasks import planned_tasks, tuning_tasks
 from megamoe.errors import UserError
 from megamoe.io import replace_file
 
@@ -23,23 +23,22 @@ exec {command}
 """
 
 
-def submit(plan: Plan, output: Path, options: str, arguments: list[str]) -> None:
+def submit(plan: Plan, output: Path, options: str, arguments: list[str], of_last: list[str]) -> None:
     """Write the batch scripts and submit them, each after the one before has ended.
 
-    options: of sbatch, such as `--partition=gpu --time=4:00:00`. arguments: of the lab.
+    options: of sbatch, such as `--partition=gpu --time=4:00:00`. arguments: of the lab. of_last: further ones
+    of the last job, which makes the page.
 
     Raises:
         UserError: if there is no sbatch, or it refuses a script.
     """
     tuning = tuning_tasks(plan, output)[0].chains()
-    # The tuned values decide nothing but values of keys, so any of them gives the right number of chains.
-    chosen = {} if plan.size.tuning is None else dict.fromkeys(plan.configs, plan.size.tuning.values[0])
-    chains = study_tasks(plan, output, chosen).chains()
+    chains = planned_tasks(plan, output).chains()
     before = ""
     if tuning:
         before = _submit(output, "tuning", options, [*arguments, "--phase", "tuning"], len(tuning), before)
     before = _submit(output, "study", options, [*arguments, "--phase", "study"], len(chains), before)
-    last = _submit(output, "page", options, arguments, None, before)
+    last = _submit(output, "page", options, [*arguments, *of_last], None, before)
     print(f"submitted; the page is written by job {last}: {output / 'page'}")
 
 

@@ -33,6 +33,7 @@ from megamoe.config.messages import first_problem
 from megamoe.config.parts import STRICT
 from megamoe.config.values import PathText, PositiveInt, Seed
 from megamoe.errors import UserError
+from megamoe.metrics.names import VAL_LM_LOSS
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 STAGES = ("evaluate", "finetune", "translate", "analyze")
@@ -181,7 +182,7 @@ class Tuning:
     __pydantic_config__ = STRICT
     key: str
     values: Annotated[list[Any], Field(min_length=2)]
-    by: str | list[str] = "val/lm_loss"
+    by: str | list[str] = VAL_LM_LOSS
     seed: Seed = 0
     set: Settings = field(default_factory=dict)
 
@@ -227,6 +228,14 @@ class Study:
     stages: dict[Name, Stage] = field(default_factory=dict)
     curves: dict[Name, Curve] = field(default_factory=dict)
     claims: list["ClaimText"] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)  # below the claims, a paragraph each
+    control: Name | None = None  # the row from which the differences of the others are shown
+    compare: list[Name] = field(default_factory=list)  # in these measures; default: in the first
+
+    @property
+    def compared(self) -> list[str]:
+        """The measures in which the rows are compared with the control."""
+        return [] if self.control is None else self.compare or [*self.measures][:1]
 
 
 @dataclass
@@ -325,6 +334,7 @@ def _checked(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, Claim]
     _check_stages(study)
     _check_measures(study)
     _check_curves(study)
+    _check_control(study)
     for name, row in study.rows.items():
         for measured in row.published:
             if measured not in study.measures:
@@ -382,6 +392,18 @@ def _check_curves(study: Study) -> None:
         of_stage = curve.metric is None and curve.consistency is not None and stage is not None
         if not of_run and not (of_stage and stage is not None and stage.finetune is not None):
             raise ValueError(f"curves.{name}: expected metric, or consistency and a stage that fine-tunes")
+
+
+def _check_control(study: Study) -> None:
+    if study.control is not None and study.control not in study.rows:
+        raise ValueError(f"control: no row {study.control!r}; expected one of {', '.join(study.rows)}")
+    if study.compare and study.control is None:
+        raise ValueError("compare: needs control, the row from which the differences are; or leave it out")
+    for name in study.compare:
+        if name not in study.measures:
+            raise ValueError(f"compare: no measure {name!r}; expected some of {', '.join(study.measures)}")
+    if len(set(study.compare)) < len(study.compare):
+        raise ValueError(f"compare: found {study.compare}, expected each once")
 
 
 def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[str]) -> dict[str, Any]:

@@ -8,15 +8,17 @@ Rows with the same configuration share their runs. The folder of a study has
 """
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megamoe.apps.lab.study import Plan, Stage, digest
-from megamoe.config.files import merge
+from megamoe.config.files import LARGEST_FILE, merge, read_mapping
 from megamoe.config.load import apply_override, configure
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
+from megamoe.io import read_plain, reason
 
 COMMANDS = ("-m", "megamoe.cli")
 RESULT = {  # of a stage, in its folder
@@ -85,17 +87,28 @@ def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[Task]]
     return tasks, of_rows
 
 
-def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any]) -> Tasks:
-    """Return the tasks of all rows and seeds. tuned: the value of the tuned key by row."""
+def planned_tasks(plan: Plan, output: Path) -> Tasks:
+    """Return the tasks of all rows as if each took the first of the tuned values: names and chains hold."""
+    tuning = plan.size.tuning
+    return study_tasks(plan, output, {} if tuning is None else dict.fromkeys(plan.configs, tuning.values[0]))
+
+
+def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collection[str] = ()) -> Tasks:
+    """Return the tasks of all rows and seeds.
+
+    tuned: the value of the tuned key by row. without: rows that are not trained, because no run of their
+    tuning has succeeded.
+    """
     tasks, tuning = Tasks(), plan.size.tuning
-    for row, config in plan.configs.items():
+    configs = {row: config for row, config in plan.configs.items() if row not in without}
+    for row, config in configs.items():
         tree = merge(config, {})
         if tuning is not None and row in tuned:
             apply_override(tree, f"{tuning.key}={json.dumps(tuned[row])}")
         for seed in plan.seeds:
             tasks.training[row, seed] = tasks.add(_training(plan, output, row, f"{row}-{seed}", tree, seed))
     for name, stage in plan.study.stages.items():
-        for row in plan.configs if stage.rows is None else [row for row in stage.rows if row in plan.configs]:
+        for row in configs if stage.rows is None else [row for row in stage.rows if row in configs]:
             over_seeds = stage.analyze is not None and stage.analyze.of == "seeds"
             for seed in plan.seeds[:1] if over_seeds else plan.seeds:
                 runs = [tasks.training[row, it] for it in (plan.seeds if over_seeds else [seed])]
@@ -109,12 +122,16 @@ def _training(plan: Plan, output: Path, row: str, name: str, tree: dict[str, Any
     """Return the task of a run, after a check of its configuration."""
     runs = output / "runs"
     tree = merge(DEFAULTS, tree)
-    identity = digest("train", tree, seed, plan.size.ranks)
+    unnamed = tree
     tree = merge(tree, {"name": name, "output": str(runs), "seed": seed})
     try:
         config = configure(merge(tree, {}), [])
     except UserError as error:
         raise UserError(f"{plan.path}: row {row}: {str(error).removeprefix('configuration: ')}") from None
+    # A run without a DeepSpeed file has the identity that it had before such files counted.
+    deepspeed = config.parallel.deepspeed
+    files = [] if deepspeed is None else [_text(Path(deepspeed), f"{plan.path}: row {row}")]
+    identity = digest("train", unnamed, seed, plan.size.ranks, *files)
     path = output / "configurations" / f"{name}.yaml"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.size.ranks))
     arguments = (*(launcher if plan.size.ranks > 1 else ()), "-m", "megamoe", "--config", str(path))
@@ -128,45 +145,56 @@ def _training(plan: Plan, output: Path, row: str, name: str, tree: dict[str, Any
     )
 
 
+def _text(path: Path, where: str) -> str:
+    try:
+        return read_plain(path, LARGEST_FILE).decode(errors="replace")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{where}: parallel.deepspeed: cannot read {str(path)!r}: {reason(error)}") from None
+
+
 def _of_stage(
     plan: Plan, output: Path, named: tuple[str, Stage], row: str, runs: list[Task], seed: int
 ) -> Task:
+    """Return the task of a stage.
+
+    Its identity is of what decides its result, and not of where files are: rows that share their runs share
+    what is done with them.
+    """
     name, stage = named
     folder = output / "stages" / name / f"{row}-{seed}"
     result = folder / RESULT[stage.kind]
     paths = [str(run.folder) for run in runs]
     checkpoints_of = None
+    decides: list[Any] = []  # besides the settings
     if stage.finetune is not None:
-        settings = merge(merge(stage.finetune.set, plan.size.finetune), plan.study.rows[row].finetune)
-        settings = settings | {"seeds": settings.get("seeds", [seed])}
-        given = [f"task.{key}={json.dumps(value)}" for key, value in settings.items()]
+        given = merge(merge(stage.finetune.set, plan.size.finetune), plan.study.rows[row].finetune)
+        given = given | {"seeds": given.get("seeds", [seed])}
+        settings = [f"task.{key}={json.dumps(value)}" for key, value in given.items()] + plan.task_overrides
         task_file = plan.path.parent / stage.finetune.task
-        arguments = ["finetune", "--task", str(task_file), "--checkpoint", *paths, "--output", str(folder)]
-        arguments += [*given, *plan.task_overrides]
+        decides = [read_mapping(task_file, f"{plan.path}: stages.{name}.finetune.task")]
+        places = ["--task", str(task_file), "--checkpoint", *paths, "--output", str(folder)]
     elif stage.translate is not None:
         chosen = stage.translate
-        arguments = ["translate", *paths, "--from", chosen.source, "--to", chosen.target, "--score"]
-        arguments += ["--beams", str(chosen.beams), "--json", str(result)]
-        arguments += _samples(plan, chosen.samples)
+        settings = ["--from", chosen.source, "--to", chosen.target, "--score", "--beams", str(chosen.beams)]
+        settings += _samples(plan, chosen.samples)
+        places = [*paths, "--json", str(result)]
     elif stage.analyze is not None:
         analyses = stage.analyze
+        settings = ["--analyses", ",".join(analyses.analyses), *_samples(plan, analyses.samples)]
+        decides = [analyses.of]
         checkpoints_of = runs[0].folder if analyses.of == "all" else None
-        arguments = ["analyze", "--analyses", ",".join(analyses.analyses), "--output", str(folder)]
-        arguments += _samples(plan, analyses.samples)
-        arguments += [] if checkpoints_of is not None else paths
+        places = ["--output", str(folder), *([] if checkpoints_of is not None else paths)]
     else:
         assert stage.evaluate is not None
-        sweeps = [
-            f"{key}={','.join(map(json.dumps, values))}" for key, values in stage.evaluate.sweep.items()
-        ]
-        arguments = ["evaluate", *paths, "--json", str(result)]
-        arguments += [each for sweep in sweeps for each in ("--sweep", sweep)]
-        arguments += _samples(plan, stage.evaluate.samples)
-    # Not the folders: rows that share their runs share what is done with them.
-    decides = [each for each in arguments if not each.startswith(str(output))]
-    identity = digest(decides, [run.identity for run in runs])
+        swept = stage.evaluate.sweep.items()
+        sweeps = [f"{key}={','.join(map(json.dumps, values))}" for key, values in swept]
+        settings = [each for sweep in sweeps for each in ("--sweep", sweep)]
+        settings += _samples(plan, stage.evaluate.samples)
+        places = [*paths, "--json", str(result)]
+    identity = digest(stage.kind, settings, decides, [run.identity for run in runs])
+    arguments = (*COMMANDS, stage.kind, *settings, *places)  # in this order: checkpoints may follow
     needs = tuple(run.name for run in runs)
-    return Task(f"{name}-{row}-{seed}", folder, (*COMMANDS, *arguments), identity, needs, checkpoints_of)
+    return Task(f"{name}-{row}-{seed}", folder, arguments, identity, needs, checkpoints_of)
 
 
 def _samples(plan: Plan, of_stage: int | None) -> list[str]:

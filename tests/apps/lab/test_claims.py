@@ -7,10 +7,11 @@ import pytest
 from megamoe.apps.lab.claims import decide, interval, parse_claim
 
 LOSS = {"loss": {"a": {1: 1.0, 2: 1.1, 3: 0.9}, "b": {1: 2.0, 2: 2.1, 3: 2.2}, "c": {1: 0.5, 2: 1.6, 3: 0.9}}}
+SEEDS = [1, 2, 3]
 
 
 def verdict(text: str) -> str:
-    return decide(parse_claim(text, "claims[0].test"), LOSS)[0]
+    return decide(parse_claim(text, "claims[0].test"), LOSS, SEEDS)[0]
 
 
 def test_the_interval_by_hand() -> None:
@@ -44,23 +45,47 @@ def test_verdicts(text: str, expected: str) -> None:
 def test_differences_are_paired_by_seed() -> None:
     """Rows whose spread is far larger than their difference, which is the same for each seed."""
     values = {"loss": {"a": {1: 1.0, 2: 5.0, 3: 9.0}, "b": {1: 1.1, 2: 5.1, 3: 9.11}}}
-    found, (finding,) = decide(parse_claim("loss(a) < loss(b)", "test"), values)
+    found, (finding,) = decide(parse_claim("loss(a) < loss(b)", "test"), values, SEEDS)
     assert found == "seen" and finding.differences == pytest.approx({1: 0.1, 2: 0.1, 3: 0.11})
 
 
-def test_one_seed_and_missing_seeds_decide_nothing() -> None:
+def test_one_seed_decides_nothing() -> None:
     values = {"loss": {"a": {1: 1.0, 2: 1.0}, "b": {1: 2.0, 3: 2.0}, "c": {}}}
-    found, (finding,) = decide(parse_claim("loss(a) < loss(b)", "test"), values)
+    found, (finding,) = decide(parse_claim("loss(a) < loss(b)", "test"), values, [1])
     assert found == "within noise" and finding.differences == {1: 1.0} and finding.low is None
-    found, (finding,) = decide(parse_claim("loss(a) < loss(c)", "test"), values)
+    found, (finding,) = decide(parse_claim("loss(a) < loss(c)", "test"), values, [1])
     assert found == "not measured" and finding.differences == {} and finding.mean is None
-    assert decide(parse_claim("loss(b) < loss(a) < loss(c)", "test"), values)[0] == "not measured"
+    assert decide(parse_claim("loss(b) < loss(a) < loss(c)", "test"), values, [1])[0] == "not measured"
+
+
+@pytest.mark.parametrize("lost", [{}, {3: math.nan}, {3: math.inf}])
+def test_seeds_without_the_missing_one_decide_nothing(lost: dict[int, float]) -> None:
+    """Whichever side the two others are on: the seed that diverged might be the one on the other."""
+    values = {"loss": {"a": {1: 1.0, 2: 1.1, **lost}, "b": {1: 2.0, 2: 2.101, 3: 2.2}}}
+    for text in ("loss(a) < loss(b)", "loss(b) < loss(a)"):
+        found, (finding,) = decide(parse_claim(text, "test"), values, SEEDS)
+        assert found == "within noise" and [*finding.differences] == [1, 2] and finding.low is not None
+        assert decide(parse_claim(text, "test"), values, [1, 2])[0] != "within noise"
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
     values = {"loss": {"a": {1: 1.0, 2: math.nan}, "b": {1: 2.0, 2: 2.0}}}
-    assert decide(parse_claim("loss(a) < loss(b)", "test"), values)[1][0].differences == {1: 1.0}
-    assert decide(parse_claim("loss(a) / 0 < loss(b)", "test"), values)[1][0].differences == {}
+    assert decide(parse_claim("loss(a) < loss(b)", "test"), values, SEEDS)[1][0].differences == {1: 1.0}
+    assert decide(parse_claim("loss(a) / 0 < loss(b)", "test"), values, SEEDS)[1][0].differences == {}
+
+
+def test_logarithms_of_exponential_measures() -> None:
+    """Perplexities a tenth apart at levels that differ: the same logarithm for each seed, ln(1.1)."""
+    values = LOSS | {"perplexity": {"a": {1: 10.0, 2: 20.0, 3: 90.0}, "b": {1: 11.0, 2: 22.0, 3: 99.0}}}
+
+    def logarithms(text: str) -> object:
+        return decide(parse_claim(text, "test"), values, SEEDS, ["perplexity"])[1][0].logarithms
+
+    assert logarithms("perplexity(a) < perplexity(b)") == pytest.approx([math.log(1.1)] * 3)
+    assert logarithms("perplexity(a) < 0.5 * perplexity(b)") == pytest.approx([math.log(0.55)] * 3)
+    assert decide(parse_claim("perplexity(a) < perplexity(b)", "test"), values, SEEDS)[0] == "within noise"
+    assert logarithms("loss(a) < loss(b)") is None and logarithms("perplexity(a) < loss(b)") is None
+    assert logarithms("perplexity(a) - perplexity(b) < 1") is None  # of a negative number
 
 
 @pytest.mark.parametrize(
@@ -78,6 +103,10 @@ def test_values_that_are_not_finite_are_left_out() -> None:
         "loss(a) <",
         "",
         "loss(a) < 1 " + "+ 1 " * 400,
+        "loss(a) < loss(b) and 1 < 2",
+        "loss(a) < 1 < 2",
+        "loss(a) < True",
+        "loss(a) < 1" + "0" * 400,
     ],
 )
 def test_what_is_no_claim(text: str) -> None:

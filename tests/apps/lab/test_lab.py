@@ -71,6 +71,7 @@ STUDY: dict[str, Any] = {
 
 def written(folder: Path, **changes: Any) -> Path:
     (folder / "run.yaml").write_text(yaml.safe_dump(RUN))
+    (folder / "task.yaml").write_text("{name: labels, kind: classification, train: a.tsv, test: {en: b.tsv}}")
     (folder / "study.yaml").write_text(yaml.safe_dump(STUDY | changes, sort_keys=False))
     return folder / "study.yaml"
 
@@ -197,7 +198,14 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
     record = {"identity": "another", "state": "done"}
     (output / "tasks/one-1.json").write_text(json.dumps(record))
     assert call("lab", [str(path), "--output", str(output)]) == 2
-    assert "one-1 was started with another configuration" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "one-1 was started with another configuration" in told and "--overwrite" in told
+    (output / "tasks/one-1.json").unlink()
+    (output / "tasks/routing-one-1.json").write_text(json.dumps(record))  # which costs no training
+    assert call("lab", [str(path), "--output", str(output)]) == 2
+    assert (
+        f"delete it and {output}/stages/routing/one-1, and the stage is run again" in capsys.readouterr().err
+    )
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("")
     assert call("lab", [str(path), "--output", str(tmp_path / "other")]) == 2
@@ -425,7 +433,7 @@ def test_the_stages_of_a_study(tmp_path: Path) -> None:
     assert {key for key in tasks.stages if key[0] == "tuned"} == {("tuned", "two", 1), ("tuned", "two", 2)}
     assert "task.seeds=[2]" in tasks.stages["tuned", "two", 2].arguments
     swept = tasks.stages["swept", "one", 1].arguments
-    assert swept[-2:] == ("--samples", "2") and "moe.router.selector.k=1,2" in swept
+    assert swept[swept.index("--samples") + 1] == "2" and "moe.router.selector.k=1,2" in swept
     assert ("swept", "two_again", 1) not in tasks.stages
     chains = [[task.name for task in chain] for chain in tasks.chains()]
     assert ["two-2", "tuned-two-2", "swept-two-2"] in chains and len(chains) == 4
@@ -461,5 +469,6 @@ def test_tuning_takes_the_lowest_of_the_first_metric_that_was_recorded(tmp_path:
             task.folder.mkdir(parents=True)
             (task.folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "val/lm_loss": loss}) + "\n")
     assert plan.size.tuning is not None
-    found = lowest_by(plan.size.tuning.metrics, runner, of_rows["two"], [0.1, 0.2, 0.3])
-    assert found == (0.2, [2.0, 1.0, None])
+    found = lowest_by(plan.size.tuning.metrics, runner, of_rows["two"])
+    assert found == (1, [2.0, 1.0, None])
+    assert lowest_by(plan.size.tuning.metrics, runner, of_rows["two"][2:]) == (None, [None])

@@ -1,0 +1,159 @@
+"""Identities of tasks: of all that decides a result, and of nothing else; GPUs and threads of processes."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megamoe.apps.lab.command import _slots
+from megamoe.apps.lab.runner import Runner
+from megamoe.apps.lab.study import load_plan
+from megamoe.apps.lab.tasks import Task, Tasks, study_tasks, tuning_tasks
+from megamoe.errors import UserError
+from tests.apps.lab.test_lab import written
+from tests.support.tiny import ROOT
+
+KEPT = {  # of yang2024_table1 at size cpu, a learning rate of 0.002
+    "dense-1": "565fa2646ca8cca5",
+    "switch-2": "8577c2891c2ec2c4",
+    "xmoe_64-3": "94ab289adf045238",
+    "tuning-hash-0": "cdf748f9dfc26855",
+    "tuning-xmoe_16-2": "062f044cd3067542",
+}
+LABELS = {"labels": {"finetune": {"task": "task.yaml", "set": {"epochs": 2}}}}
+
+
+def tasks_of(path: Path, output: Path = Path("e")) -> Tasks:
+    return study_tasks(load_plan(path, "smoke", None, []), output, {})
+
+
+def stage_of(path: Path, name: str, **stages: Any) -> Task:
+    changes = {"measures": {"loss": {"metric": "val/lm_loss"}}, "claims": []}
+    return tasks_of(written(path, stages=stages, **changes)).stages[name, "one", 1]
+
+
+def test_the_identity_of_training_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Folders with runs of earlier versions can be continued. A change of these recipes changes them too."""
+    monkeypatch.chdir(ROOT)
+    plan = load_plan(Path("examples/studies/yang2024_table1.yaml"), "cpu", None, [])
+    training = study_tasks(plan, tmp_path, dict.fromkeys(plan.configs, 0.002)).training
+    tuning = tuning_tasks(plan, tmp_path)[0].by_name
+    found = {task.name: task.identity for task in (*training.values(), *tuning.values())}
+    assert {name: found[name] for name in KEPT} == KEPT and len(found) == 60
+
+
+def test_the_identity_of_fine_tuning_is_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = stage_of(tmp_path, "labels", **LABELS).identity
+    task = (tmp_path / "task.yaml").read_text()
+    plan = load_plan(tmp_path / "study.yaml", "smoke", None, [])
+    (tmp_path / "task.yaml").write_text(f"# a comment\n{task}")
+    assert study_tasks(plan, Path("e"), {}).stages["labels", "one", 1].identity == first
+    (tmp_path / "task.yaml").write_text(task.replace("a.tsv", "c.tsv"))
+    assert study_tasks(plan, Path("e"), {}).stages["labels", "one", 1].identity != first
+    (tmp_path / "task.yaml").write_text(task)
+    monkeypatch.chdir(tmp_path)  # the path of the study, and of the output, decides nothing
+    relative = tasks_of(Path("study.yaml"), tmp_path / "other")
+    assert relative.stages["labels", "one", 1].identity == first
+    assert (
+        relative.training["one", 1].identity == tasks_of(tmp_path / "study.yaml").training["one", 1].identity
+    )
+    (tmp_path / "task.yaml").unlink()
+    with pytest.raises(UserError, match=r"stages\.labels\.finetune\.task: cannot read"):
+        tasks_of(Path("study.yaml"))
+
+
+def test_settings_of_fine_tuning_decide(tmp_path: Path) -> None:
+    """With a name of the output that arguments of stages begin with."""
+    found = [
+        stage_of(tmp_path, "labels", labels={"finetune": {"task": "task.yaml", "set": {"epochs": epochs}}})
+        for epochs in (2, 3)
+    ]
+    assert found[0].identity != found[1].identity
+    swept = [
+        stage_of(tmp_path, "swept", swept={"evaluate": {"sweep": {"evaluation.batches": values}}})
+        for values in ([1], [2])
+    ]
+    assert swept[0].identity != swept[1].identity
+
+
+def test_which_checkpoints_are_analysed_decides(tmp_path: Path) -> None:
+    found = {
+        of: stage_of(tmp_path, "routing", routing={"analyze": {"analyses": ["required"], "of": of}})
+        for of in ("last", "all", "seeds")
+    }
+    assert len({task.identity for task in found.values()}) == 3
+    assert found["all"].checkpoints_of is not None and found["all"].arguments[-2] == "--output"
+    assert found["last"].arguments[-1] == "e/runs/one-1"
+    both = {"analyze": {"analyses": ["required"]}}, {"analyze": {"analyses": ["required"], "of": "all"}}
+    stage_of(tmp_path, "last", last=both[0], every=both[1])
+    assert {"last-one-1", "every-one-1"} <= set(tasks_of(tmp_path / "study.yaml").by_name)
+
+
+def test_the_identity_of_a_run_holds_its_deepspeed_file(tmp_path: Path) -> None:
+    path, file = written(tmp_path), tmp_path / "zero.json"
+    plain = tasks_of(path).training["two", 1].identity
+    file.write_text('{"zero_optimization": {"stage": 1}}')
+    path = written(tmp_path, set={"parallel": {"deepspeed": str(file)}})
+    first = tasks_of(path).training["two", 1].identity
+    file.write_text('{"zero_optimization": {"stage": 2}}')
+    second = tasks_of(path).training["two", 1].identity
+    assert len({plain, first, second}) == 3
+    file.unlink()
+    with pytest.raises(UserError, match=r"row one: parallel\.deepspeed: cannot read"):
+        tasks_of(path)
+
+
+@pytest.mark.parametrize(
+    ("visible", "ranks", "workers", "slots"),
+    [
+        (None, 1, None, ["0", "1", "2", "3"]),
+        ("6,7,GPU-12ab,9", 1, 3, ["6", "7", "GPU-12ab"]),
+        ("6,7,GPU-12ab,9", 2, None, ["6,7", "GPU-12ab,9"]),
+        ("4,5,6,7", 3, 8, ["4,5,6"]),
+    ],
+)
+def test_slots_are_the_visible_gpus(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, ranks: int, workers: int | None, slots: list[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert _slots(ranks, workers) == slots
+    with pytest.raises(UserError, match=r"^ranks: a run of this size has 5, found 4 GPUs"):
+        _slots(5, None)
+
+
+def test_threads_share_the_cores_that_the_lab_may_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    assert Runner(tmp_path, [None] * 2, print, ranks=2).threads == 3
+    assert Runner(tmp_path, [None] * 3, print).threads == 4
+    assert Runner(tmp_path, [None] * 5, print, ranks=4).threads == 1
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert _slots(4, None) == [None] * 3 and _slots(16, None) == [None]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"control": "three"}, "control: no row 'three'; expected one of one, two, two_again"),
+        ({"compare": ["loss"]}, "compare: needs control"),
+        ({"control": "two", "compare": ["size"]}, "compare: no measure 'size'; expected some of loss"),
+        ({"control": "two", "compare": ["loss", "loss"]}, "compare: found .*, expected each once"),
+        ({"remarks": "one text"}, "remarks: expected a list"),
+    ],
+)
+def test_mistakes_of_remarks_and_control(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message) as raised:
+        load_plan(written(tmp_path, **changes), "smoke", None, [])
+    assert "\n" not in str(raised.value)
+
+
+def test_the_control_of_a_study() -> None:
+    plan = load_plan(ROOT / "examples/studies/tournament.yaml", "smoke", None, [])
+    assert plan.study.control == "top_2" and plan.study.compared == ["perplexity", "imbalance", "dead"]
