@@ -280,8 +280,8 @@ class TrainConfig(Section):
     """Length and batch sizes of the training. Batch sizes count sequences."""
 
     objective: ObjectiveChoice = field(default_factory=lambda: PartChoice.default("objective"))
-    """what the model predicts: `causal`, `chat`, `masked`, `span_corruption`, `translation`, `classification`,
-    `regression`, `tagging`, `span`, or a plugin's; see docs/objectives.md
+    """what the model predicts: `causal`, `chat`, `masked`, `span_corruption`, `translation`,
+    `classification`, `regression`, `tagging`, `span`, or a plugin's; see docs/objectives.md
     """
     steps: PositiveInt | None = None
     """optimiser steps of the whole run; default: 100, if `epochs` is not set"""

@@ -1,5 +1,6 @@
 """The number of parameters and the FLOPs of a model, from its configuration alone; nothing is allocated."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -154,10 +155,20 @@ def _matrices(config: RunConfig) -> tuple[int, int, int]:
 
 def embedding_size(config: RunConfig, vocab_size: int) -> int:
     """Count the embeddings and an output layer of its own; `vocab_size` before padding."""
+    return math.prod(token_embeddings(config, vocab_size)) + position_size(config)
+
+
+def token_embeddings(config: RunConfig, vocab_size: int) -> tuple[int, int]:
+    """Return the size of the token embedding, and 2 with an output layer of its own of that size, else 1."""
     model = config.model
-    words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
-    positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
-    return words * (1 if model.tie_embeddings or model.num_labels else 2) + positions
+    size = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
+    return size, 1 if model.tie_embeddings or model.num_labels else 2
+
+
+def position_size(config: RunConfig) -> int:
+    """Count the weights of learned positions."""
+    model = config.model
+    return config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
 
 
 def _replicated(config: RunConfig, num_ffns: int) -> int:
@@ -165,12 +176,11 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     positions, norms, and the biases of row-parallel layers.
     """
     model, blocks, crosses = config.model, num_blocks(config), _num_cross(config.model)
-    positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
     biases = model.hidden_size * num_ffns if model.bias else 0
     biases += model.hidden_size * (blocks + crosses) if has_output_bias(model) else 0
     norms = (2 * blocks + crosses) * _norm(model) + blocks * _head_norms(model) + _final_norms(config)
     latent = 0 if model.latent is None else blocks * latent_norms(model, model.latent)
-    return positions + norms + biases + latent
+    return position_size(config) + norms + biases + latent
 
 
 def _final_norms(config: RunConfig) -> int:

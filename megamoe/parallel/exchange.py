@@ -13,7 +13,7 @@ from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.router import mean_choices
 from megamoe.moe.suggestions import provides
 from megamoe.parallel.launch import ranks_of_machine
-from megamoe.parallel.layout import Layout
+from megamoe.parallel.layout import Layout, divisors
 from megamoe.registry import get_part
 
 WORTH_IT = 1.25  # a token's experts over its nodes, from which the exchange `auto` sends rows by node
@@ -106,6 +106,5 @@ def _nodes(layout: Layout, size: int) -> int | None:
 
 
 def _legal(layout: Layout) -> str:
-    sizes = [size for size in range(1, layout.ranks + 1) if layout.ranks % size == 0]
-    legal = [size for size in sizes if _nodes(layout, size) is not None]
+    legal = [size for size in divisors(layout.ranks) if _nodes(layout, size) is not None]
     return f"legal on {layout.ranks} ranks: {', '.join(map(str, legal))}"

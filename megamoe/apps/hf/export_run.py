@@ -27,7 +27,7 @@ from megamoe.apps.hf.folder import (
     portable,
     read_object,
     read_other_files,
-    shown,
+    short,
     special_ids,
     tokenizer_files,
 )
@@ -100,7 +100,7 @@ def export_run(
         for name, text in {**target.others, CONFIG: (json.dumps(content, indent=2) + "\n").encode()}.items():
             (temporary / name).write_bytes(text)
     if unused:
-        first = shown(unused[0])
+        first = short(unused[0])
         report(f"left out, for only training needs them: {len(unused)} tensors, the first of them {first}")
     if not target.others.keys() - {GENERATION}:
         report(f"{folder}: without a tokenizer, whose files are not known; name a folder with --like")
@@ -119,7 +119,7 @@ def _target(
     config = without_groups(reader.path, _configuration(reader, overrides))
     if model_class is not None and model_class not in (CUSTOM, *FAMILIES):
         known = ", ".join((*FAMILIES, CUSTOM))
-        raise UserError(f"--class: found {shown(model_class)}, expected one of {known}")
+        raise UserError(f"--class: found {short(model_class)}, expected one of {known}")
     kept = like or _kept(reader)
     if like is not None and not like.is_dir():
         raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
@@ -203,7 +203,7 @@ def _obstacles(family: Family, config: RunConfig) -> list[str]:
         there = as_config(family.read(family.write(config)))
     except UserError as error:
         return [str(error)]
-    return [f"{key} {shown(str(mine))}" for key, (mine, _) in differences(config, there).items()]
+    return [f"{key} {short(str(mine))}" for key, (mine, _) in differences(config, there).items()]
 
 
 def _stored(
@@ -218,12 +218,12 @@ def _stored(
     stored: dict[str, Stored] = {}
     for rule in flat(target.rules):
         if rule.target not in left:
-            raise UserError(f"{reader.path}: {shown(rule.target)} is missing; name another checkpoint")
+            raise UserError(f"{reader.path}: {short(rule.target)} is missing; name another checkpoint")
         left.discard(rule.target)
         name = WEIGHT + rule.target
         if tuple(reader.shape(name)) != rule.shape:
             raise UserError(
-                f"{reader.path}: {shown(rule.target)} has shape {reader.shape(name)}, its configuration says "
+                f"{reader.path}: {short(rule.target)} has shape {reader.shape(name)}, its configuration says "
                 f"{list(rule.shape)}"
             )
         saved = reader.dtype(name)
@@ -233,7 +233,7 @@ def _stored(
     left -= set(unused)
     if left:
         raise UserError(
-            f"{reader.path}: {shown(min(left))} has no place in {target.family.architecture}; name another "
+            f"{reader.path}: {short(min(left))} has no place in {target.family.architecture}; name another "
             "--class"
         )
     return stored, unused

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.hf.folder import CONFIG, shown
+from megamoe.apps.hf.folder import CONFIG, short
 from megamoe.apps.hf.keys import IRRELEVANT, REQUIRED, Entry, Json
 from megamoe.apps.hf.rules import BlockMapping, TensorMapping, expand
 from megamoe.config import RunConfig, parse_config, to_dict
@@ -107,14 +107,14 @@ class Family:
                     f"{where}: {error}; {self.architecture} cannot be converted with it"
                 ) from None
             except (TypeError, KeyError, AttributeError, ZeroDivisionError):
-                names = ", ".join(f"{name} {shown(str(value))}" for name, value in values.items())
+                names = ", ".join(f"{name} {short(str(value))}" for name, value in values.items())
                 raise UserError(f"{where}: {names}: not the kind of value that it has") from None
             for dotted, value in found.items():
                 _put(tree, dotted, value)
         unknown = sorted(given.keys() - known)
         if unknown:
             raise UserError(
-                f"{where}: the key {shown(unknown[0])} is not known for {self.architecture}, so its meaning "
+                f"{where}: the key {short(unknown[0])} is not known for {self.architecture}, so its meaning "
                 "would be lost; remove it if it has none"
             )
         selector = tree.get("moe", {}).get("router", {}).get("selector", {})
@@ -126,7 +126,7 @@ class Family:
         named = given.get("architectures") or [self.architecture]
         if named != [self.architecture]:
             raise UserError(
-                f"{where}: architectures: found {shown(str(named))}, expected {self.architecture} for "
+                f"{where}: architectures: found {short(str(named))}, expected {self.architecture} for "
                 f"model_type {self.model_type}"
             )
 
@@ -279,7 +279,7 @@ def without_groups(path: Path, config: RunConfig) -> RunConfig:
         for key in sorted(expected.keys() | found.keys()):
             values = expected.get(key), found.get(key)
             if values[0] != values[1] and not key.startswith(("moe.layers", "model.")):
-                one, other = (shown(str(value)) for value in values)
+                one, other = (short(str(value)) for value in values)
                 raise UserError(
                     f"{path}: moe.groups: {key} is {one} in block {first.layers[0]} and {other} in block "
                     f"{kind.layers[0]}; no class of Hugging Face that can be written holds layers that differ"

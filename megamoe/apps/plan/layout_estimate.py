@@ -113,7 +113,7 @@ def estimate(
     schedule = BatchSchedule.from_config(config.train, layout.data)
     micro_batches = schedule.final // schedule.unit
     share, slowest = _largest_stage(sizes.blocks, sizes.after, layout.pipeline, parallel.pipeline_chunks)
-    size = _scaled(sizes.size, share)
+    size = sizes.size if share == 1 else sizes.size.times(share)
     dense, experts = size.on_rank(layout.tensor, layout.expert_ranks)
     memory = gpu.memory * ASSUMED.bytes
     each = slowest * _micro_batch(config, layout, sizes, gpu, gpus_per_node, load)
@@ -149,10 +149,6 @@ def _largest_stage(blocks: tuple[float, ...], after: float, stages: int, chunks:
     loads[-1] += after
     most = max(sum(counts[stage::stages]) for stage in range(stages))
     return most / len(blocks), max(sum(loads[stage::stages]) for stage in range(stages)) / sum(loads)
-
-
-def _scaled(size: ModelSize, share: float) -> ModelSize:
-    return size if share == 1 else size.times(share)
 
 
 @cache
@@ -225,7 +221,7 @@ def _micro_batch(
 
 
 def _bandwidth(ranks: int, stride: int, gpu: Gpu, gpus_per_node: int, *, ring: bool) -> float:
-    """Return bytes/s at which a rank sends to its group, as `links.Topology` has it."""
+    """Return bytes/s at which a rank sends to its group, as `hardware.Topology` has it."""
     here = min(ranks, max(1, gpus_per_node // stride))
     if here == ranks:
         return gpu.nvlink * ASSUMED.link

@@ -18,6 +18,7 @@ from megamoe.config.groups import experts_by_layer, kinds
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem, UserError
 from megamoe.optim.schedule import BatchSchedule
+from megamoe.parallel.layout import divisors
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, read_deepspeed_config, resolve_precision
 from megamoe.validation.pipeline import pipeline_problems
 from megamoe.validation.run import section_problems
@@ -142,8 +143,8 @@ def variants(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
     there: list[str | None] = [each for each in files if Path(each).is_file()]
     own = config.parallel.deepspeed
     chosen = [own, *(each for each in there if each != own)]
-    tensors = _divisors(cluster.gpus_per_node)
-    experts = _divisors(math.gcd(*experts_by_layer(config))) if moe else [1]
+    tensors = divisors(cluster.gpus_per_node)
+    experts = divisors(math.gcd(*experts_by_layer(config))) if moe else [1]
     models = [replace(model, recompute=each) for each in recomputations(config)]  # type: ignore[arg-type]
     trains = [replace(train, micro_batch_size=micro) for micro in SLICES]
     for tensor, expert, cut in product(tensors, experts, SLICES if moe else [1]):
@@ -186,7 +187,7 @@ def _stagings(config: RunConfig, cluster: Cluster) -> Iterator[tuple[int, int, i
     yield 1, 1, 1
     if config.model.architecture != "decoder":
         return
-    for stages, chunks, context in product(_divisors(cluster.ranks), CHUNKS, CONTEXT):
+    for stages, chunks, context in product(divisors(cluster.ranks), CHUNKS, CONTEXT):
         is_staged = stages > 1 or chunks == 1
         fits = stages <= MOST_STAGES and stages * chunks <= config.model.num_layers
         if stages * context > 1 and is_staged and fits:
@@ -242,10 +243,6 @@ def _parallel_plan(config: RunConfig, ranks: int) -> ParallelPlan:
 @cache
 def _content(path: str | None) -> dict[str, Any]:
     return read_deepspeed_config(path)
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def table(found: Found) -> str:

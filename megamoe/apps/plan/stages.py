@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megamoe.apps.plan.clock import Timeline, simulate
 from megamoe.apps.plan.figures import (
     BACKWARD_VOCABULARY,
     FORWARD_VOCABULARY,
@@ -22,7 +23,6 @@ from megamoe.apps.plan.figures import (
 from megamoe.apps.plan.memory import ACTIVATIONS
 from megamoe.config import RunConfig
 from megamoe.model.stage import block_ranges
-from megamoe.parallel.pipeline.clock import Timeline, simulate
 from megamoe.parallel.pipeline.schedule import Pass, alive, training_order
 
 # Phases that hold the activations of all micro batches that are alive.
