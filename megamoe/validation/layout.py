@@ -14,8 +14,8 @@ from megamoe.config.shapes import (
     num_blocks,
 )
 from megamoe.errors import Problem
-from megamoe.parallel.exchange import exchange_problems
 from megamoe.parallel.layout import Layout, divisors
+from megamoe.validation.exchange import exchange_problems
 from megamoe.validation.groups import named
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM needs rows of a multiple of this
