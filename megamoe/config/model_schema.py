@@ -196,9 +196,9 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     """the output weights are the embedding, which encoder and decoder share"""
     scale_embeddings: bool = False
-    """multiply the words' embeddings by sqrt(hidden_size), as beside sinusoidal positions"""
+    """multiply the embeddings of tokens by sqrt(hidden_size), as beside sinusoidal positions"""
     embedding_scale: PositiveFloat | None = None
-    """multiply the words' embeddings by this constant instead (Granite's `embedding_multiplier`)"""
+    """multiply the embeddings of tokens by this constant instead (Granite's `embedding_multiplier`)"""
     residual_scale: PositiveFloat = 1.0
     """multiplies what attention and the FFN or MoE layer add to the residual stream (Granite's
     `residual_multiplier`)

@@ -128,7 +128,7 @@ def _target(
         family = custom_family(reader.path, config)
     else:
         family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
-    words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
+    vocab_size = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
     others = read_other_files(kept) if kept is not None else tokenizer_files(config)
     generation = parse_json(others[GENERATION]) if GENERATION in others else {}
     if model_class == CUSTOM:
@@ -138,14 +138,16 @@ def _target(
     ids = special_ids(config) | {name: given[name] for name in SPECIAL_IDS if name in given}
     if kept is None or not (kept / GENERATION).exists() or model_class == CUSTOM:
         others = {**others, GENERATION: (json.dumps({**ids, **generation}, indent=2) + "\n").encode()}
-    return Target(family, config, _rules(family, config, words), given if same_class else {}, others, ids)
+    return Target(
+        family, config, _rules(family, config, vocab_size), given if same_class else {}, others, ids
+    )
 
 
-def _rules(family: Family, config: RunConfig, words: int) -> list[list[BlockMapping]]:
+def _rules(family: Family, config: RunConfig, vocab_size: int) -> list[list[BlockMapping]]:
     """Return the rules, with the copies of embedding and output layer that the hub's folders hold."""
     copies = family.copies(config)
     found = []
-    for group in family.rules(config, words):
+    for group in family.rules(config, vocab_size):
         names = [[name for name, main in copies.items() if (main,) == rule.sources] for rule in group]
         found.append(
             [rule.with_copies(each) if each else rule for rule, each in zip(group, names, strict=True)]
@@ -290,17 +292,17 @@ def _shards(stored: dict[str, Stored], shard_bytes: int) -> list[set[str]]:
 def _config(target: Target, stored: dict[str, Stored]) -> Json:
     """Return config.json: the kept one as it is, where it says the same as the configuration."""
     like, family = target.like, target.family
-    words = next(iter(stored.values())).shape[0]
+    vocab_size = next(iter(stored.values())).shape[0]
     dtype = {"torch_dtype" if "torch_dtype" in like else "dtype": dtype_name(stored)}
     if (
         like
-        and like.get("vocab_size") == words
+        and like.get("vocab_size") == vocab_size
         and not differences(target.config, as_config(family.read(like)))
     ):
         depth = family.depth(target.config)
         return {**like, **dtype, **({NUM_FURTHER: depth} if depth else {})}
     longest = {"max_position_embeddings": target.config.data.sequence_length}
-    written = {**family.write(target.config), "vocab_size": words, **dtype}
+    written = {**family.write(target.config), "vocab_size": vocab_size, **dtype}
     known = {name: value for name, value in like.items() if name in KEPT_KEYS}
     return {**longest, **target.ids, **known, **written}
 

@@ -27,7 +27,7 @@ from megamoe.config.shapes import (
 )
 from megamoe.errors import UserError
 
-HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Keys that change how a model is trained or computed, and not what it computes once it is trained.
 OF_TRAINING = frozenset(
     {
@@ -158,8 +158,8 @@ class Family:
     def copies(self, config: RunConfig) -> dict[str, str]:
         """Return the tensors of those blocks that repeat another of the folder, with the other's name."""
         first = config.model.num_layers
-        head = WORDS if config.model.tie_embeddings else HEAD
-        repeated = {"embed_tokens.weight": WORDS, "shared_head.head.weight": head}
+        head = EMBEDDING if config.model.tie_embeddings else HEAD
+        repeated = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head}
         blocks = range(first, first + self.depth(config))
         return {f"model.layers.{block}.{name}": it for block in blocks for name, it in repeated.items()}
 

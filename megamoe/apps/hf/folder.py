@@ -233,7 +233,7 @@ def special_ids(config: RunConfig) -> dict[str, int | None]:
     """Return the ids that end, begin and fill a text, by their keys of config.json.
 
     The end is the end-of-document token of the run's tokenizer. None: there is no such token. Each key is
-    there: transformers would otherwise take the ids of the class's first model, which are other words here.
+    there: transformers would otherwise take the ids of the class's first model, which are other tokens here.
     """
     found: dict[str, int | None] = dict.fromkeys(SPECIAL_IDS)
     try:

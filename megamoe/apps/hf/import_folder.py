@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.hf.families import FAMILIES, REFUSED
-from megamoe.apps.hf.family import HEAD, WORDS, Family, as_config
+from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
 from megamoe.apps.hf.folder import CONFIG, GENERATION, Folder, dtype_name, portable, read_other_files, short
 from megamoe.apps.hf.keys import OF_OTHERS, Json
 from megamoe.apps.hf.quantised import FLOATS, Weights, weights_of
@@ -60,7 +60,7 @@ class Source:
     unused: dict[str, list[str]]
 
     @property
-    def words(self) -> int:
+    def vocab_size(self) -> int:
         """The number of rows of the embedding."""
         return int(self.config.model.vocab_size or 0)
 
@@ -182,7 +182,7 @@ def _meta(source: Source, config: Json, precision: str) -> Json:
         **counts,
         "layout": {**sizes, "zero_stage": 0, "precision": precision},
         "loss_scaler": {},
-        "vocabulary": source.words,
+        "vocabulary": source.vocab_size,
         "config": config,
     }
 
@@ -192,7 +192,7 @@ def _sections(source: Source, tokenizer: str | None) -> Json:
     data: Json = {"mock": True, "sequence_length": _length(source)}
     if tokenizer is not None:
         data["tokenizer"] = tokenizer
-    model = {**source.tree["model"], "vocab_multiple": math.gcd(source.words, VOCABULARY_MULTIPLE)}
+    model = {**source.tree["model"], "vocab_multiple": math.gcd(source.vocab_size, VOCABULARY_MULTIPLE)}
     return {"data": data, "model": model, "moe": source.tree["moe"]}
 
 
@@ -285,7 +285,7 @@ def _check_tensors(
                 f"{folder.path}: {short(rule.sources[0])} and the tensors that belong to it have dtypes "
                 f"{' and '.join(dtypes)}, expected one"
             )
-    copies = family.copies(config) | ({HEAD: WORDS} if config.model.tie_embeddings else {})
+    copies = family.copies(config) | ({HEAD: EMBEDDING} if config.model.tie_embeddings else {})
     last = config.model.num_layers
     blocks = tuple(f"model.layers.{block}." for block in range(last, last + left_out))
     unused: dict[str, list[str]] = {}

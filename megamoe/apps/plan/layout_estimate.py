@@ -67,16 +67,16 @@ class Sizes:
     @classmethod
     def of(cls, config: RunConfig) -> "Sizes":
         """Return those of a model whose vocabulary is set."""
-        words = config.model.vocab_size
-        if words is None:
+        vocab_size = config.model.vocab_size
+        if vocab_size is None:
             raise UserError("model.vocab_size: not set; --search needs it")
-        padded = padded_vocab_size(words, config.model.vocab_multiple)
+        padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
         sizes = [KindSize(kind, mean_choices(kind.moe)) for kind in kinds(config) if kind.layers]
-        blocks, after = block_flops(config, words)
-        flops = model_flops(config, words)
+        blocks, after = block_flops(config, vocab_size)
+        flops = model_flops(config, vocab_size)
         pairs = {number: size.choices for size in sizes for number in size.kind.layers}
         routed = sum(chosen * flops.by_layer.get(number, flops.pair) for number, chosen in pairs.items())
-        return cls(model_size(config, words), flops, tuple(sizes), routed, padded, tuple(blocks), after)
+        return cls(model_size(config, vocab_size), flops, tuple(sizes), routed, padded, tuple(blocks), after)
 
 
 @dataclass(frozen=True)

@@ -245,17 +245,17 @@ def _start_model(
     context: dist.ProcessGroup | None,
 ) -> LanguageModel:
     """Return the model of a stage, or cut at ZeRO 3, as `megamoe.train.start_model` does."""
-    words = run.vocabulary.size
+    vocab_size = run.vocabulary.size
     if config.parallel.pipeline > 1:
-        stage = StageBlocks.of(config, number, words)
-        model = build_model(config, words, factory, partial(drop_other_blocks, stage), context)
+        stage = StageBlocks.of(config, number, vocab_size)
+        model = build_model(config, vocab_size, factory, partial(drop_other_blocks, stage), context)
         assert isinstance(model, GPT)
         model.cut(stage)
         return model
     if run.plan.stage < 3:
-        return build_model(config, words, factory, context=context)
+        return build_model(config, vocab_size, factory, context=context)
     cut = Partition(run.filled, run.plan.precision)
-    return build_model(config, words, factory, lambda prefix, module: cut(module), context)
+    return build_model(config, vocab_size, factory, lambda prefix, module: cut(module), context)
 
 
 @dataclass

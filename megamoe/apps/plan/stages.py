@@ -61,11 +61,11 @@ class Stage:
         All blocks of a stage are taken as alike.
         """
         numbers, chunks = self.figures.numbers, len(self.chunks)
-        words = numbers[FORWARD_VOCABULARY if each.forward else BACKWARD_VOCABULARY]
-        rest = numbers["forward" if each.forward else "backward"] - words
+        at_the_ends = numbers[FORWARD_VOCABULARY if each.forward else BACKWARD_VOCABULARY]
+        rest = numbers["forward" if each.forward else "backward"] - at_the_ends
         here = (is_first and each.chunk == 0) or (is_last and each.chunk == chunks - 1)
         share = len(self.chunks[each.chunk]) / max(self.blocks, 1)
-        return rest * share + (words if here else 0.0)
+        return rest * share + (at_the_ends if here else 0.0)
 
 
 @dataclass(frozen=True)

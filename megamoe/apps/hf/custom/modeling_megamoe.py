@@ -1,7 +1,7 @@
 """A megamoe decoder in plain PyTorch, for evaluation and generation with transformers.
 
 Suffixes of tensors' names are their dimensions: B sequences, S tokens of a sequence, L tokens so far,
-T = B * S, H hidden size, N attention heads, D head size, E experts, X an expert's tokens, V words.
+T = B * S, H hidden size, N attention heads, D head size, E experts, X an expert's tokens, V vocabulary.
 """
 
 import math
@@ -232,7 +232,7 @@ class MoELayer(nn.Module):
         self.shared = SharedExperts(config) if config.shared_size else None
 
     def forward(self, hidden_BSH: Tensor, ids_BS: Tensor, is_token_BS: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]. ids_BS: the words. is_token_BS: false for padding, which is not routed."""
+        """[B, S, H] -> [B, S, H]. ids_BS: the tokens. is_token_BS: false for padding, which is not routed."""
         hidden_TH, output_TH = hidden_BSH.flatten(0, 1), torch.zeros_like(hidden_BSH.flatten(0, 1))
         chosen_TE, weight_TE = self.router(hidden_TH, ids_BS, is_token_BS)
         for expert in chosen_TE.any(dim=0).nonzero().flatten().tolist():
@@ -343,7 +343,7 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of words."""
+        """Return the embedding of tokens."""
         return self.model.embedding.word_embeddings
 
     def forward(
@@ -378,8 +378,8 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         for block in self.model.decoder.layers:
             hidden_BSH = block(hidden_BSH, attention, (input_ids, is_token_BL[:, before:]))
         logits_BSV = self._logits(self.model.decoder.final_layernorm(hidden_BSH)[:, -logits_to_keep:])
-        words = logits_BSV[:, :-1].flatten(0, 1)
-        loss = None if labels is None else functional.cross_entropy(words, labels[:, 1:].flatten())
+        logits_NV = logits_BSV[:, :-1].flatten(0, 1)
+        loss = None if labels is None else functional.cross_entropy(logits_NV, labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
 
     def _logits(self, hidden_BSH: Tensor) -> Tensor:
