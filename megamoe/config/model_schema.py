@@ -62,13 +62,13 @@ class AttentionConfig(Section):
 
 @dataclass
 class RotaryConfig(Section):
-    """Which columns rotary positions turn, and the scaling of their frequencies for longer sequences.
+    """Which columns rotary positions rotate, and the scaling of their frequencies for longer sequences.
 
     The keys from `factor` on belong to a scaling, and have the meaning of transformers' `rope_parameters`.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """share of each head's columns, from the first, that rotary positions turn (transformers'
+    """share of each head's columns, from the first, that rotary positions rotate (transformers'
     `partial_rotary_factor`); see docs/attention.md#rotary-positions
     """
     interleaved: bool = False

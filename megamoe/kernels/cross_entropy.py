@@ -28,7 +28,7 @@ class Statistics(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of each token over the whole vocabulary, fp32 [T].
+    """Each token's sums over the whole vocabulary, fp32 [T].
 
     largest_T: the largest logit. scale_T: 1 / the sum of exp(logit - largest).
     """

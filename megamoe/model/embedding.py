@@ -39,7 +39,7 @@ class SinusoidalPositions(nn.Module):
 
 
 def megatron_position(model: ModelConfig, transformer: BlockConfig) -> Any:
-    """Return Megatron-Core's name of the positions; `none` where our attention turns heads."""
+    """Return Megatron-Core's name of the positions; `none` where our attention rotates heads."""
     ours = transformer.own_rotary is not None or transformer.multi_latent_attention
     return "none" if ours else POSITIONS[model.position]
 

@@ -194,7 +194,8 @@ def latent_dims(heads: int, latent: LatentConfig) -> dict[str, int]:
     """Return the sizes of latent attention by letter.
 
     Q: rows of all heads' queries. A, C: ranks of the compressed queries, and of the keys and values. R:
-    columns that turn. U: rows of all heads' keys that do not turn, and values. O: rows of all heads' values.
+    columns that rotate. U: rows of all heads' keys that do not rotate, and values. O: rows of all heads'
+    values.
     """
     return {
         "Q": heads * (latent.nope_size + latent.rope_size),
