@@ -129,7 +129,14 @@ def stage_sizes(config: RunConfig, vocab_size: int) -> list[ModelSize]:
             held = embedding * number + positions if depth else embedding
         size = model_size(_with_blocks(config, blocks, is_last), vocab_size)
         less = embedding * number + positions - held
-        sizes.append(replace(size, total=size.total - less, active=size.active - less, cut=size.cut - less))
+        sizes.append(
+            replace(
+                size,
+                total=size.total - less,
+                active=size.active - less,
+                tensor_sharded=size.tensor_sharded - less,
+            )
+        )
     return sizes
 
 

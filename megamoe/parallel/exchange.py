@@ -5,9 +5,9 @@ from dataclasses import replace
 from megamoe.config.groups import kinds
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import moe_layer_numbers
+from megamoe.moe.capabilities import provides
 from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.router import mean_choices
-from megamoe.moe.suggestions import provides
 from megamoe.parallel.launch import ranks_of_machine
 from megamoe.parallel.layout import Layout
 from megamoe.registry import get_part

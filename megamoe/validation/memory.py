@@ -48,7 +48,7 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
         Share(experts, trained, ranks.expert_copies, share * matrices[1], mean),
     )
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
-    aside = size.beside if ranks.tensor > 1 and accumulates else 0
+    aside = size.moe_dense if ranks.tensor > 1 and accumulates else 0
     return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)
 
 

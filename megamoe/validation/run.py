@@ -13,7 +13,7 @@ from megamoe.config.shapes import (
     stacks,
 )
 from megamoe.errors import Problem
-from megamoe.moe.suggestions import provides
+from megamoe.moe.capabilities import provides
 from megamoe.moe.validation import part_problems
 from megamoe.optim.schedule import BatchSchedule, warmup_steps
 from megamoe.parallel.layout import Layout

@@ -99,7 +99,7 @@ class KindSize:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a step of one rank. bytes: the most that it holds at a time."""
+    """The time and memory of a step of one rank. bytes: the most that it holds at a time."""
 
     seconds: float
     bytes: float

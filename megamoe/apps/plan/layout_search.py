@@ -74,7 +74,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search did.
 
     considered: layouts, of which `illegal` training would refuse, and `too_large` are far too large by the
@@ -92,7 +92,7 @@ class Found:
 
 def search(
     config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: int = SIMULATED, whole: bool = False
-) -> Found:
+) -> SearchResult:
     """Rank layouts by the simulated time of a step. The global batch is that of `config`.
 
     simulated: how many layouts, those that are the fastest by formulas. load, whole: see `make_plan`.
@@ -130,7 +130,7 @@ def search(
         except UserError as error:
             refused.append((candidate, str(error)))
     plans.sort(key=lambda found: (not found[1].fits, found[1].step_seconds, found[0].overrides))
-    return Found(
+    return SearchResult(
         len(considered), len(considered) - len(legal), len(known) - len(near), skipped, plans, refused
     )
 
@@ -245,7 +245,7 @@ def _content(path: str | None) -> dict[str, Any]:
     return read_deepspeed_config(path)
 
 
-def table(found: Found) -> str:
+def table(found: SearchResult) -> str:
     """Return the page of `tools/plan.py --search`."""
     lines = [
         f"{found.considered:,} layouts considered: {found.illegal:,} that training would refuse, "
@@ -267,7 +267,7 @@ def table(found: Found) -> str:
     return "\n".join(lines)
 
 
-def search_record(found: Found) -> dict[str, Any]:
+def search_record(found: SearchResult) -> dict[str, Any]:
     """Return a search for JSON; each layout has its overrides, the formulas' figures and its plan."""
     return {
         "considered": found.considered,

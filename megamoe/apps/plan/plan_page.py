@@ -74,7 +74,7 @@ def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
         positions = positions if number == 0 or has_both else 0
     parameters = {
         ROUTED: size.expert / layout.expert_ranks,
-        "routers and shared experts": float(size.beside),
+        "routers and shared experts": float(size.moe_dense),
         "embeddings and output layer": embeddings / layout.tensor + positions,
     }
     rest = plan.figures.numbers["parameters"] - sum(parameters.values())

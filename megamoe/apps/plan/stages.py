@@ -13,11 +13,11 @@ from megamoe.apps.plan.clock import Timeline, simulate
 from megamoe.apps.plan.figures import (
     BACKWARD_VOCABULARY,
     FORWARD_VOCABULARY,
+    BlockKind,
     Figures,
-    Kind,
+    block_kinds,
     combined,
     fewer_blocks,
-    kinds,
     with_blocks,
 )
 from megamoe.apps.plan.memory import ACTIVATIONS
@@ -83,7 +83,7 @@ class Pipeline:
 
     @property
     def step_seconds(self) -> float:
-        """Of the step."""
+        """The time of the step."""
         return self.timeline.total + self.once
 
     @property
@@ -108,8 +108,8 @@ def plan_stages(
     """
     parallel, parts = config.parallel, block_ranges(config, vocab_size)
     stages, chunks = parallel.pipeline, parallel.pipeline_chunks
-    all_kinds = kinds(config)
-    known: dict[tuple[bool, bool, tuple[Kind, ...]], Figures] = {}
+    all_kinds = block_kinds(config)
+    known: dict[tuple[bool, bool, tuple[BlockKind, ...]], Figures] = {}
     found = []
     for number in range(stages):
         of_stage = tuple(parts[number::stages])
