@@ -11,6 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
+# Files of a run, in its folder.
+METRICS_FILE, CONFIG_FILE, SUMMARY_FILE = "metrics.jsonl", "config.yaml", "summary.json"
 TEMPORARY = ".tmp"  # the end of the name of a file that is not in place yet
 
 

@@ -92,7 +92,7 @@ def has_credentials(url: str) -> bool:
     return IN_URL.search(url) is not None
 
 
-def shown(url: str) -> str:
+def without_credentials(url: str) -> str:
     """Return a URL as logs and cards may show it: without user, password and query."""
     return SIGNATURE.sub("", IN_URL.sub(f"{HIDDEN}@", url))
 
@@ -102,7 +102,7 @@ def reason_of(error: Exception, url: str = "") -> str:
 
     url: what was opened; it is shortened where the error repeats it.
     """
-    said = str(error).replace(url, shown(url)) if url else str(error)
+    said = str(error).replace(url, without_credentials(url)) if url else str(error)
     text = " ".join(said.split()) or type(error).__name__
     text = SIGNATURE.sub("", VALUES.sub(HIDDEN, IN_URL.sub(f"{HIDDEN}@", text)))
     return text[:LONGEST_REASON]

@@ -22,7 +22,7 @@ from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import LATEST, candidates, remove
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
-from megamoe.io import replace_file, sync
+from megamoe.io import METRICS_FILE, replace_file, sync
 from megamoe.object_storage import (
     PACKAGES,
     WAITS_S,
@@ -30,12 +30,12 @@ from megamoe.object_storage import (
     attempt,
     has_credentials,
     open_system,
-    shown,
+    without_credentials,
 )
 from megamoe.resilience.processes import Launch
 
 KEY = "checkpoint.remote"
-WRITER, RECORD = "writer", "metrics.jsonl"
+WRITER = "writer"
 FETCHING = ".fetching_"  # prefix of a checkpoint that is being fetched
 STREAMS = 4  # files that are sent or fetched at a time
 LONGEST_NAME = 200  # bytes that are read of `latest` and `writer`
@@ -51,7 +51,7 @@ def check_url(url: str) -> None:
         UserError: naming what is wrong.
     """
     scheme, separator, path = url.partition("://")
-    safe = shown(url)
+    safe = without_credentials(url)
     if not separator or not path.strip("/"):
         raise UserError(f"{KEY}: found {safe!r}, expected a URL such as s3://bucket/folder")
     if has_credentials(url):
@@ -238,11 +238,11 @@ def _fetch(remote: RemoteFolder, run_folder: Path, say: Callable[[str], None]) -
             say(f"{KEY}: damaged: {problem}")
             remove(temporary)
             continue
-        record = run_folder / RECORD
+        record = run_folder / METRICS_FILE
         if not record.exists():
-            partial = record.with_name(f"{FETCHING}{RECORD}")
+            partial = record.with_name(f"{FETCHING}{METRICS_FILE}")
             with contextlib.suppress(FileNotFoundError):
-                remote.get(partial, RECORD)
+                remote.get(partial, METRICS_FILE)
                 os.replace(partial, record)
         os.replace(temporary, final)
         sync(checkpoints)

@@ -10,8 +10,9 @@ from pathlib import Path
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import LATEST
-from megamoe.checkpoint.remote import KEY, RECORD, STREAMS, WRITER, RemoteFolder, told
+from megamoe.checkpoint.remote import KEY, STREAMS, WRITER, RemoteFolder, told
 from megamoe.config import RunConfig
+from megamoe.io import METRICS_FILE
 from megamoe.object_storage import RemoteError, reason_of
 from megamoe.resilience.heartbeat import tick
 
@@ -55,7 +56,7 @@ class Uploads:
         self.remote = remote
         self.keep = keep
         self.launch = secrets.token_hex(4)
-        self._record = run_folder / RECORD
+        self._record = run_folder / METRICS_FILE
         self._say = say
         self._waiting: Path | None = None
         self._current: Path | None = None
@@ -128,10 +129,10 @@ class Uploads:
         self.remote.put(checkpoint / SUMS, name, SUMS)
         self.remote.write(name.encode(), LATEST)
         if self._record.exists():
-            copied = self._record.with_name(f".{RECORD}.uploading")
+            copied = self._record.with_name(f".{METRICS_FILE}.uploading")
             try:
                 shutil.copyfile(self._record, copied)  # the run appends to it
-                self.remote.put(copied, RECORD)
+                self.remote.put(copied, METRICS_FILE)
             finally:
                 copied.unlink(missing_ok=True)
         self._check_writer()

@@ -275,7 +275,7 @@ def _matches(pattern: str, key: str) -> list[str]:
     """Return the files, or the objects behind a URL, that a pattern names."""
     if not object_storage.is_url(pattern):
         return glob.glob(pattern)
-    name = object_storage.shown(pattern)
+    name = object_storage.without_credentials(pattern)
     if object_storage.has_credentials(pattern):
         raise UserError(f"{key}: {name!r} holds credentials; give them by the environment")
     try:

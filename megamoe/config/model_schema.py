@@ -62,13 +62,13 @@ class AttentionConfig(Section):
 
 @dataclass
 class RotaryConfig(Section):
-    """Which columns rotary positions turn, and the scaling of their frequencies for longer sequences.
+    """Which columns rotary positions rotate, and the scaling of their frequencies for longer sequences.
 
     The keys from `factor` on belong to a scaling, and have the meaning of transformers' `rope_parameters`.
     """
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
-    """share of each head's columns, from the first, that rotary positions turn (transformers'
+    """share of each head's columns, from the first, that rotary positions rotate (transformers'
     `partial_rotary_factor`); see docs/attention.md#rotary-positions
     """
     interleaved: bool = False
@@ -196,9 +196,9 @@ class ModelConfig(Section):
     tie_embeddings: bool = True
     """the output weights are the embedding, which encoder and decoder share"""
     scale_embeddings: bool = False
-    """multiply the words' embeddings by sqrt(hidden_size), as beside sinusoidal positions"""
+    """multiply the embeddings of tokens by sqrt(hidden_size), as beside sinusoidal positions"""
     embedding_scale: PositiveFloat | None = None
-    """multiply the words' embeddings by this constant instead (Granite's `embedding_multiplier`)"""
+    """multiply the embeddings of tokens by this constant instead (Granite's `embedding_multiplier`)"""
     residual_scale: PositiveFloat = 1.0
     """multiplies what attention and the FFN or MoE layer add to the residual stream (Granite's
     `residual_multiplier`)

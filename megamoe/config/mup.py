@@ -49,11 +49,6 @@ class Scaling:
         """The factor on the initial std of hidden weights."""
         return 1 / math.sqrt(self.width)
 
-    @property
-    def read_std(self) -> float:
-        """The factor on the initial std of weights from the width to a fixed number of outputs."""
-        return 1 / self.width
-
 
 def attention_scale(model: ModelConfig) -> float | None:
     """Return the factor of attention logits; None: head size^-0.5. A given one is that of the base model."""

@@ -25,7 +25,7 @@ from megamoe.data.block_cache import BLOCKS, BlockCache, locked_byte
 from megamoe.data.remote import told
 from megamoe.errors import UserError
 from megamoe.io import read_plain, replace_file
-from megamoe.object_storage import WAITS_S, attempt, open_system, shown
+from megamoe.object_storage import WAITS_S, attempt, open_system, without_credentials
 
 BLOCK_BYTES = 8 << 20
 DIGITS = 16  # hexadecimal digits of each block's SHA-256
@@ -205,8 +205,9 @@ class StoredBytes:
                 return block
         what = "SHA-256" if self._stub.sums else "state"
         raise UserError(
-            f"data {shown(self.name)!r} is damaged or was replaced: bytes {first} to {first + length - 1} "
-            f"have {what} {found}, expected {expected}; upload the right file, and go on with --resume"
+            f"data {without_credentials(self.name)!r} is damaged or was replaced: bytes {first} to "
+            f"{first + length - 1} have {what} {found}, expected {expected}; upload the right file, and go "
+            "on with --resume"
         )
 
     def _opened(self) -> tuple[Any, str]:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import IO, Any
 
 from megamoe.errors import UserError
-from megamoe.object_storage import PACKAGES, has_credentials, is_refusal, reason_of, shown
+from megamoe.object_storage import PACKAGES, has_credentials, is_refusal, reason_of, without_credentials
 
 
 def find(url: str) -> list[str]:
@@ -21,7 +21,8 @@ def find(url: str) -> list[str]:
     """
     if has_credentials(url):
         raise UserError(
-            f"input {shown(url)!r} holds credentials; give them by the environment or the provider's own file"
+            f"input {without_credentials(url)!r} holds credentials; give them by the environment or the "
+            "provider's own file"
         )
     with told(url):
         system, path = _opened(url)
@@ -33,7 +34,9 @@ def find(url: str) -> list[str]:
             found = system.find(path)
         names = [name for name in sorted(found) if not _is_hidden(name, path) and system.isfile(name)]
         if not names:
-            raise UserError(f"input {shown(url)!r} holds no files; expected text, .jsonl or .parquet files")
+            raise UserError(
+                f"input {without_credentials(url)!r} holds no files; expected text, .jsonl or .parquet files"
+            )
         return [system.unstrip_protocol(name) for name in names]
 
 
@@ -100,7 +103,7 @@ def _opened(url: str) -> tuple[Any, str]:
 @contextmanager
 def told(url: str, what: str = "input") -> Iterator[None]:
     """Turn what fsspec and its file systems raise into a UserError in one line, about `what` the URL is."""
-    name, scheme = shown(url), url.partition("://")[0].lower()
+    name, scheme = without_credentials(url), url.partition("://")[0].lower()
     try:
         yield
     except UserError:

@@ -30,7 +30,7 @@ from megamoe.data.documents import Document, Reader, Selection, Skipped
 from megamoe.data.tables import ARROW, PARQUET, TableReader, row_groups
 from megamoe.errors import UserError
 from megamoe.io import read_plain
-from megamoe.object_storage import is_url
+from megamoe.object_storage import is_url, without_credentials
 
 COMPRESSED = (".gz", ".zst", ".xz")
 TABLES = (*PARQUET, *ARROW)
@@ -180,7 +180,7 @@ def _behind_url(item: str) -> list[Source]:
     found = []
     for url in remote.find(item):
         size, state = remote.state(url)
-        name = remote.shown(url)
+        name = without_credentials(url)
         found.append(Source(name, Path(name.rpartition("/")[2]), url, None, size, state))
     return found
 

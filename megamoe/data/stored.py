@@ -26,7 +26,7 @@ from megamoe.data.remote import told
 from megamoe.data.tokenizers import is_bytes
 from megamoe.errors import UserError
 from megamoe.io import TEMPORARY, read_plain, replace_file, sync
-from megamoe.object_storage import WAITS_S, attempt, has_credentials, is_url, open_system, shown
+from megamoe.object_storage import WAITS_S, attempt, has_credentials, is_url, open_system, without_credentials
 
 KEY = "data.remote_cache"
 COMPLETE = "complete"
@@ -80,7 +80,8 @@ def local_copy(url: str, root: Path) -> Path:
     """
     if has_credentials(url) or "?" in url:
         raise UserError(
-            f"data {shown(url)!r} holds credentials; give them by the environment or the store's file"
+            f"data {without_credentials(url)!r} holds credentials; give them by the environment or the "
+            "store's file"
         )
     if url.endswith(LABELLED):
         raise UserError(f"data {url!r}: examples with labels are read from a local disk; copy the file there")

@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary, without a tensor of [tokens, words] in fp32.
+"""Cross entropy over a vocabulary, without a tensor of [tokens, vocabulary] in fp32.
 
 Two passes over the logits, in their own dtype: one finds each token's sums, the other writes the gradient
 over the logits. On CUDA they are Triton kernels. The plain form takes a few tokens at a time.
@@ -18,7 +18,7 @@ class Statistics(NamedTuple):
     """Per-token partial softmax statistics over this rank's vocabulary shard, fp32 [T].
 
     largest_T: the largest logit. sum_T: the sum of exp(logit - largest). label_logit_T: the label's logit, 0
-    if the label is not among these words. total_T: the sum of the logits.
+    if the label is not among this rank's logits. total_T: the sum of the logits.
     """
 
     largest_T: Tensor
@@ -28,7 +28,7 @@ class Statistics(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Of each token over the whole vocabulary, fp32 [T].
+    """Each token's sums over the whole vocabulary, fp32 [T].
 
     largest_T: the largest logit. scale_T: 1 / the sum of exp(logit - largest).
     """
@@ -40,7 +40,7 @@ class Sums(NamedTuple):
 class Target(NamedTuple):
     """What the loss compares with the probabilities: (1, 0) for cross entropy.
 
-    of_label: the share of the label beyond `of_all`. of_all: the share of every word.
+    of_label: the share of the label beyond `of_all`. of_all: the share of every entry.
     """
 
     of_label: float

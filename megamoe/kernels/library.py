@@ -215,7 +215,7 @@ class Library:
     def rotate(
         self, heads: Tensor, from_s: int, from_b: int, from_n: int, out: Tensor, to_s: int, to_b: int,
         to_n: int, length: int, batch: int, count: int, half: int, cosine_SD: Tensor, sine_SD: Tensor,
-        turn: float
+        sign: float
     ) -> None: ...
 
     @_compiled(*BOTH, blas=True, tiles=True)

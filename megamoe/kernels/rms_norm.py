@@ -76,8 +76,8 @@ class _SummedRMSNorm(Function):
     def backward(ctx: Any, to_total: Tensor, to_normed: Tensor) -> tuple[Tensor | None, ...]:
         total, weight_H, scale_N = ctx.saved_tensors
         to_hidden, to_weight_H = torch.empty_like(total), torch.empty_like(weight_H)
-        sides = (to_normed.contiguous(), to_total.contiguous(), total, weight_H, scale_N)
-        arguments = (*sides, len(scale_N), len(weight_H), to_hidden, to_weight_H)
+        operands = (to_normed.contiguous(), to_total.contiguous(), total, weight_H, scale_N)
+        arguments = (*operands, len(scale_N), len(weight_H), to_hidden, to_weight_H)
         ctx.library.summed_rms_norm_backward(*arguments)
         return to_hidden, to_hidden if ctx.has_added else None, to_weight_H, None, None
 

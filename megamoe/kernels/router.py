@@ -45,8 +45,8 @@ class _Scores(Function):
         hidden_TH, weight_EH = ctx.saved_tensors
         to_hidden_TH = torch.empty_like(hidden_TH)
         to_weight_EH = torch.empty_like(weight_EH)
-        sides = (gradient_TE.contiguous(), hidden_TH, weight_EH, len(hidden_TH), *weight_EH.shape)
-        ctx.kernels.router_scores_backward(*sides, to_hidden_TH, to_weight_EH)
+        operands = (gradient_TE.contiguous(), hidden_TH, weight_EH, len(hidden_TH), *weight_EH.shape)
+        ctx.kernels.router_scores_backward(*operands, to_hidden_TH, to_weight_EH)
         return to_hidden_TH, to_weight_EH, None
 
 

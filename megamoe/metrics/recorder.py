@@ -12,13 +12,11 @@ from typing import IO, Any
 
 from megamoe.config.schema import LogConfig
 from megamoe.errors import UserError
-from megamoe.io import replacing
+from megamoe.io import METRICS_FILE, replacing
 from megamoe.metrics.reader import whole_lines
 from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
 from megamoe.metrics.sinks.wandb_sink import WandbSink
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class JsonLinesSink:

@@ -63,7 +63,7 @@ class BlockMaker:
     context: ContextShard | None = None
 
     @property
-    def computed_again(self) -> frozenset[str]:
+    def recomputed(self) -> frozenset[str]:
         """Return the modules that the backward pass computes again."""
         return recomputed_modules(self.config.model)
 
@@ -75,7 +75,7 @@ class BlockMaker:
         return kind(
             **options,
             kernels=Kernels.of(model),
-            computed_again=self.computed_again,
+            recomputed=self.recomputed,
             num_layers=num_layers,
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
@@ -136,7 +136,7 @@ class BlockMaker:
             layer = stack.first - 1 + number
             shape = self._layer_shape(config, layer, of_source, transformer.num_layers, before.get(layer))
             build = functools.partial(self.make_moe_layer, config.moe, shape)
-            moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.computed_again}
+            moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.recomputed}
             if number in moe_blocks:
                 spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
             if number in stack.layers.insert_after:
@@ -158,7 +158,7 @@ class BlockMaker:
         spec = get_gpt_layer_local_spec(normalization=transformer.normalization)
         spec.module = Block
         spec.params = {
-            "recompute": "block" in self.computed_again,
+            "recompute": "block" in self.recomputed,
             "norm_position": model.norm_position,
             "residual_scale": residual_scale(model),
         }
@@ -212,7 +212,7 @@ class BlockMaker:
             norm_eps=model.norm_eps,
             products=self.modules.products,
             kernels=Kernels.of(model),
-            computed_again=self.computed_again,
+            recomputed=self.recomputed,
             exchange=self.config.parallel.exchange,
             exchange_fp8=self.config.parallel.exchange_dtype == "fp8",
             before=before,

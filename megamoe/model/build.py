@@ -25,7 +25,7 @@ from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.attention.context import ContextShard
 from megamoe.model.attention.core import BlockConfig
-from megamoe.model.attention.rotary import let_megatron_turn, rotary_of
+from megamoe.model.attention.rotary import rotary_of, set_rotary_frequencies
 from megamoe.model.block_specs import BlockMaker, MoEFactory, init_methods
 from megamoe.model.embedding import adapt_embedding, build_embedding, megatron_position
 from megamoe.model.heads.labels import label_head
@@ -115,7 +115,7 @@ def _decoder(maker: BlockMaker) -> GPT:
         # Megatron-Core draws it as a hidden weight; muP's output layer starts with the std of the base.
         decoder.output_layer.weight.data.div_(Scaling.of(model).hidden_std)
     if decoder.position_embedding_type == "rope":
-        let_megatron_turn(decoder, rotary_of(model))
+        set_rotary_frequencies(decoder, rotary_of(model))
     return GPT(decoder, _prediction(maker, further[0], transformer) if further else None)
 
 

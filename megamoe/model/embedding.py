@@ -1,4 +1,4 @@
-"""The embedding of words and positions, on Megatron-Core's."""
+"""The embedding of tokens and positions, on Megatron-Core's."""
 
 import math
 from typing import Any
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention.core import BlockConfig
-from megamoe.model.scales import scale_words
+from megamoe.model.scales import scale_embeddings
 
 # Megatron-Core's names. Its table of learned positions makes room for the sinusoidal ones.
 POSITIONS = {"rope": "rope", "learned": "learned_absolute", "sinusoidal": "learned_absolute"}
@@ -20,13 +20,13 @@ class SinusoidalPositions(nn.Module):
     """Fixed embeddings of positions (Vaswani et al. 2017, section 3.5), in the place of a learned table.
 
     Position p has sin(p w_i) at the places 2 i and cos(p w_i) at 2 i + 1, w_i = 10000^(-2 i / H). The dtype
-    is that of `words`, the embedding to which they are added.
+    is that of `embedding`, to which they are added.
     """
 
-    def __init__(self, hidden_size: int, words: nn.Module) -> None:
+    def __init__(self, hidden_size: int, embedding: nn.Module) -> None:
         super().__init__()
         self.hidden_size = hidden_size
-        self.dtype_of = [words]  # in a list, so that it is no module of this one
+        self.dtype_of = [embedding]  # in a list, so that it is no module of this one
 
     def forward(self, position_BS: Tensor) -> Tensor:
         """int64 [B, S] -> [B, S, H]."""
@@ -39,7 +39,7 @@ class SinusoidalPositions(nn.Module):
 
 
 def megatron_position(model: ModelConfig, transformer: BlockConfig) -> Any:
-    """Return Megatron-Core's name of the positions; `none` where our attention turns heads."""
+    """Return Megatron-Core's name of the positions; `none` where our attention rotates heads."""
     ours = transformer.own_rotary is not None or transformer.multi_latent_attention
     return "none" if ours else POSITIONS[model.position]
 
@@ -57,7 +57,7 @@ def build_embedding(config: RunConfig, transformer: BlockConfig, vocab_size: int
 
 
 def adapt_embedding(embedding: LanguageModelEmbedding, model: ModelConfig) -> None:
-    """Give Megatron-Core's embedding what it lacks: sinusoidal positions, and a factor on the words."""
+    """Give Megatron-Core's embedding what it lacks: sinusoidal positions, and a factor on the embeddings."""
     if model.position == "sinusoidal":
         embedding.position_embeddings = SinusoidalPositions(model.hidden_size, embedding.word_embeddings)
-    scale_words(embedding.word_embeddings, model)
+    scale_embeddings(embedding.word_embeddings, model)

@@ -29,7 +29,7 @@ from megamoe.model.backends import (
 )
 from megamoe.model.linears import ColumnLinear, RowLinear
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, Products
-from megamoe.moe.recompute import drop_output, register_dropped
+from megamoe.moe.recompute import discard_output, register_discarded
 
 
 class Norm(nn.Module):
@@ -43,7 +43,7 @@ class Norm(nn.Module):
         super().__init__()
         self.eps = eps
         self.kernels: Kernels = getattr(config, "kernels", DEFAULT_KERNELS)
-        self.drops = "norms" in getattr(config, "computed_again", ())
+        self.discards = "norms" in getattr(config, "recomputed", ())
         self.weight = nn.Parameter(torch.ones(hidden_size))
         self.bias = nn.Parameter(torch.zeros(hidden_size)) if config.normalization == "LayerNorm" else None
         for parameter in self.parameters():
@@ -60,10 +60,10 @@ class Norm(nn.Module):
         """
         if with_sum:
             total, normed = summed_rms_norm(hidden, added, self.weight, self.eps, self.kernels)
-            if self.drops:
-                register_dropped(normed, self._normed, total)
+            if self.discards:
+                register_discarded(normed, self._normed, total)
             return total, normed
-        return drop_output(self._normed, hidden) if self.drops else self._normed(hidden)
+        return discard_output(self._normed, hidden) if self.discards else self._normed(hidden)
 
     def _normed(self, hidden: Tensor) -> Tensor:
         if self.bias is None:

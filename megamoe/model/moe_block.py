@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from megamoe.model.modules import Norm
 from megamoe.model.scales import scale_residual
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.recompute import Dropping, recomputed
+from megamoe.moe.recompute import DiscardedOutputs, recomputed
 
 
 class MoEBlock(nn.Module):
@@ -98,8 +98,8 @@ class Block(TransformerLayer):
     ) -> None:
         super().__init__(*args, **kwargs)
         self.inserted = None if build_inserted is None else build_inserted()
-        self.computed_again = recompute
-        self.drops = not recompute and bool(self.config.computed_again)
+        self.recomputes = recompute
+        self.discards = not recompute and bool(self.config.recomputed)
         self.passed_over = False  # set where a pipeline stage computes another of its chunks
         self.norm_position = norm_position
         for branch in (self.self_attention, self.cross_attention, self.mlp, self.inserted):
@@ -112,10 +112,10 @@ class Block(TransformerLayer):
         """Return (hidden states [s, b, h], context), as Megatron-Core does."""
         if self.passed_over:
             return kwargs["hidden_states"], kwargs.get("context")
-        if self.computed_again:
+        if self.recomputes:
             way = _checkpoint(bool(self.config.fp8))
             return recomputed(self._compute, self.moe_layers(), *args, way=way, **kwargs)
-        with Dropping() if self.drops and torch.is_grad_enabled() else nullcontext():
+        with DiscardedOutputs() if self.discards and torch.is_grad_enabled() else nullcontext():
             return self._compute(*args, **kwargs)
 
     def _compute(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Any]:

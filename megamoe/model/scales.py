@@ -14,14 +14,15 @@ from megamoe.config.mup import logit_scale
 from megamoe.config.schema import ModelConfig
 
 
-def scale_words(words: nn.Module, model: ModelConfig) -> None:
-    """Multiply the words' embeddings by sqrt(H) (Vaswani et al. 2017, section 3.4) or a constant (Granite).
+def scale_embeddings(embedding: nn.Module, model: ModelConfig) -> None:
+    """Multiply the embeddings of tokens by sqrt(H) (Vaswani et al. 2017, section 3.4) or a constant
+    (Granite).
 
-    words: the embedding alone, without positions.
+    embedding: of tokens alone, without positions.
     """
     scale = math.sqrt(model.hidden_size) if model.scale_embeddings else model.embedding_scale
     if scale is not None:
-        words.register_forward_hook(lambda module, inputs, output: output * scale)
+        embedding.register_forward_hook(lambda module, inputs, output: output * scale)
 
 
 def scale_residual(branch: nn.Module, scale: float) -> None:
@@ -44,8 +45,8 @@ def change_logits(output_layer: nn.Module, model: ModelConfig) -> None:
     """Make an output layer return cap tanh(scale z / cap) instead of its logits z, or scale z without a cap.
 
     output_layer: takes hidden states first, and returns (logits, bias or None). Under tensor parallelism each
-    rank changes its part of the words. The scale is put on the hidden states, which are far fewer. Sources:
-    Granite's logits_scaling, which is 1 / scale; Gemma 2's final_logit_softcapping.
+    rank changes its part of the vocabulary. The scale is put on the hidden states, which are far fewer.
+    Sources: Granite's logits_scaling, which is 1 / scale; Gemma 2's final_logit_softcapping.
     """
     scale, cap = logit_scale(model), model.logit_soft_cap
     if scale != 1:

@@ -1,5 +1,6 @@
 """The number of parameters and the FLOPs of a model, from its configuration alone; nothing is allocated."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,17 +42,17 @@ class ModelSize:
     """Numbers of parameters.
 
     total: of the whole model. active: those that compute a token, with the selector's mean number of experts
-    (one, if unknown). expert: of all routed experts; frozen: of those that do not learn. cut: those that
-    tensor parallelism splits (embedding and output layer, attention, dense FFNs). beside: of the MoE layers
-    without their routed experts (routers, shared experts). matrices: of these three (experts, cut, beside),
-    those in matrices that Muon updates.
+    (one, if unknown). expert: of all routed experts; frozen: of those that do not learn. tensor_sharded:
+    those that tensor parallelism splits (embedding and output layer, attention, dense FFNs). moe_dense: of
+    the MoE layers without their routed experts (routers, shared experts). matrices: of `expert`, of
+    `tensor_sharded` and of all others, those in matrices that Muon updates.
     """
 
     total: int
     active: int
     expert: int
-    cut: int
-    beside: int
+    tensor_sharded: int
+    moe_dense: int
     matrices: tuple[int, int, int] = (0, 0, 0)
     frozen: int = 0
 
@@ -61,29 +62,29 @@ class ModelSize:
         def part(number: int) -> int:
             return round(share * number)
 
-        expert, cut, beside = self.matrices
+        expert, sharded, others = self.matrices
         return ModelSize(
             part(self.total),
             part(self.active),
             part(self.expert),
-            part(self.cut),
-            part(self.beside),
-            (part(expert), part(cut), part(beside)),
+            part(self.tensor_sharded),
+            part(self.moe_dense),
+            (part(expert), part(sharded), part(others)),
             part(self.frozen),
         )
 
     def matrices_on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
         """Return those of one rank that are in matrices; see `on_rank`."""
-        experts, cut, beside = self.matrices
-        return cut / tensor_parallel + beside, experts / expert_ranks
+        experts, sharded, others = self.matrices
+        return sharded / tensor_parallel + others, experts / expert_ranks
 
     def on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
         """Return one rank's parameters: outside of the routed experts, and inside.
 
         expert_ranks: the number of ranks that together hold all experts once.
         """
-        whole = self.total - self.expert - self.cut
-        return self.cut / tensor_parallel + whole, self.expert / expert_ranks
+        whole = self.total - self.expert - self.tensor_sharded
+        return self.tensor_sharded / tensor_parallel + whole, self.expert / expert_ranks
 
 
 def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
@@ -104,10 +105,10 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     dense = embedding_size(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
     dense += _num_cross(model) * _cross_attention(model)
     dense += (blocks - moe_blocks) * _dense_ffn(model)
-    cut = dense - _replicated(config, blocks - moe_blocks)
+    sharded = dense - _replicated(config, blocks - moe_blocks)
     dense += _whole_head(model)
     dense += model.multi_token_prediction.depth * (2 * model.hidden_size**2 + 2 * _norm(model))
-    size = ModelSize(dense, dense, 0, cut, 0, _matrices(config))
+    size = ModelSize(dense, dense, 0, sharded, 0, _matrices(config))
     for kind in kinds(config):
         if kind.layers:
             size = _with_layers(size, kind, padded_vocab_size(vocab_size, model.vocab_multiple))
@@ -122,8 +123,8 @@ def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSi
     parts = _parts(config, padded_vocab)
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
     constant = 3 * config.model.hidden_size * moe.zero_experts.constant
-    beside = layers * (sum(counts) + _shared(config) + _latent(config) + constant)
-    dense = beside + (inserted * _norm(config.model) if inserted_has_norm(moe) else 0)
+    moe_dense = layers * (sum(counts) + _shared(config) + _latent(config) + constant)
+    dense = moe_dense + (inserted * _norm(config.model) if inserted_has_norm(moe) else 0)
     each = layers * _expert(config)
     expert = moe.num_experts * each
     hidden, width, activation = config.model.hidden_size, expert_ffn_size(config), expert_activation(config)
@@ -135,8 +136,8 @@ def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSi
         size.total + dense + expert,
         size.active + dense + round(mean_choices(moe) * each),
         size.expert + expert,
-        size.cut,
-        size.beside + beside,
+        size.tensor_sharded,
+        size.moe_dense + moe_dense,
         (size.matrices[0] + experts_in_matrices, size.matrices[1], size.matrices[2] + beside_in_matrices),
         size.frozen + ("experts" in moe.frozen) * expert,
     )
@@ -146,18 +147,28 @@ def _matrices(config: RunConfig) -> tuple[int, int, int]:
     """Return `ModelSize.matrices` without those of the MoE layers."""
     model, hidden = config.model, config.model.hidden_size
     blocks = num_blocks(config)
-    cut = blocks * _projections(model) + _num_cross(model) * 4 * hidden * query_size(model)
+    sharded = blocks * _projections(model) + _num_cross(model) * 4 * hidden * query_size(model)
     dense = blocks - len(moe_block_numbers(config))
-    cut += dense * _weights(hidden, ffn_size(model), model.activation)
-    return 0, cut, model.multi_token_prediction.depth * 2 * hidden**2
+    sharded += dense * _weights(hidden, ffn_size(model), model.activation)
+    return 0, sharded, model.multi_token_prediction.depth * 2 * hidden**2
 
 
 def embedding_size(config: RunConfig, vocab_size: int) -> int:
     """Count the embeddings and an output layer of its own; `vocab_size` before padding."""
+    return math.prod(token_embeddings(config, vocab_size)) + position_size(config)
+
+
+def token_embeddings(config: RunConfig, vocab_size: int) -> tuple[int, int]:
+    """Return the size of the token embedding, and 2 with an output layer of its own of that size, else 1."""
     model = config.model
-    words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
-    positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
-    return words * (1 if model.tie_embeddings or model.num_labels else 2) + positions
+    size = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
+    return size, 1 if model.tie_embeddings or model.num_labels else 2
+
+
+def position_size(config: RunConfig) -> int:
+    """Count the weights of learned positions."""
+    model = config.model
+    return config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
 
 
 def _replicated(config: RunConfig, num_ffns: int) -> int:
@@ -165,12 +176,11 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     positions, norms, and the biases of row-parallel layers.
     """
     model, blocks, crosses = config.model, num_blocks(config), _num_cross(config.model)
-    positions = config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
     biases = model.hidden_size * num_ffns if model.bias else 0
     biases += model.hidden_size * (blocks + crosses) if has_output_bias(model) else 0
     norms = (2 * blocks + crosses) * _norm(model) + blocks * _head_norms(model) + _final_norms(config)
     latent = 0 if model.latent is None else blocks * latent_norms(model, model.latent)
-    return positions + norms + biases + latent
+    return position_size(config) + norms + biases + latent
 
 
 def _final_norms(config: RunConfig) -> int:

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megamoe.config.groups import config_by_layer, group_layers, scores_before
 from megamoe.config.schema import GroupLayersConfig, LayersConfig, RunConfig
-from megamoe.config.shapes import padded_vocab_size, routed_experts, stacks
+from megamoe.config.shapes import routed_experts, stacks
 from megamoe.model.moe_block import Block
-from megamoe.model.size import ModelSize, block_flops, embedding_size, model_size
+from megamoe.model.size import ModelSize, block_flops, model_size, position_size, token_embeddings
 
 OF_A_BLOCK = re.compile(r"model\.decoder\.layers\.(\d+)\.$")
 
@@ -118,20 +118,25 @@ def stage_sizes(config: RunConfig, vocab_size: int) -> list[ModelSize]:
     stages, model = config.parallel.pipeline, config.model
     if stages == 1:
         return [model_size(config, vocab_size)]
-    words = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
-    whole = embedding_size(config, vocab_size)
-    positions = whole - words * (1 if model.tie_embeddings else 2)
+    (embedding, number), positions = token_embeddings(config, vocab_size), position_size(config)
     parts = block_ranges(config, vocab_size)
     sizes = []
     for stage in range(stages):
         blocks = [block for part in parts[stage::stages] for block in part]
         is_last, depth = stage == stages - 1, model.multi_token_prediction.depth
-        held = words + positions if stage == 0 else 0
+        held = embedding + positions if stage == 0 else 0
         if is_last:
-            held = words * (1 if model.tie_embeddings else 2) + positions if depth else words
+            held = embedding * number + positions if depth else embedding
         size = model_size(_with_blocks(config, blocks, is_last), vocab_size)
-        less = whole - held
-        sizes.append(replace(size, total=size.total - less, active=size.active - less, cut=size.cut - less))
+        less = embedding * number + positions - held
+        sizes.append(
+            replace(
+                size,
+                total=size.total - less,
+                active=size.active - less,
+                tensor_sharded=size.tensor_sharded - less,
+            )
+        )
     return sizes
 
 

@@ -12,8 +12,9 @@ from megamoe.config import PartChoice, parse_config
 from megamoe.config.parts import DEFAULTS
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
+from megamoe.moe.capabilities import needs, provides, requirements
 from megamoe.moe.part import Example
-from megamoe.moe.suggestions import find_parts, needs, provides, requirements
+from megamoe.moe.suggestions import find_parts
 from megamoe.moe.validation import check_parts, chosen_parts, provider
 from megamoe.registry import STAGES, get_part
 

@@ -43,7 +43,7 @@ class LayerShape:
     init_scale: see `rng.init_weight`. width: of muP, see `config.mup`: experts' first weights start with
     init_std / sqrt(width). vocab_size: rows of the embedding. norm, norm_eps: the model's, for
     experts that have norms of their own. products: the routed experts'. kernels: the model's choice.
-    computed_again: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
+    recomputed: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
     the encoder of an encoder_decoder. exchange, exchange_fp8: see `parallel.exchange`, `exchange_dtype`.
     before: the layer whose scores the router's residual reads, see `config.groups.scores_before`.
     """
@@ -63,7 +63,7 @@ class LayerShape:
     norm_eps: float = 1e-5
     products: Products = OWN_PRODUCTS
     kernels: Kernels = DEFAULT_KERNELS
-    computed_again: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
     exchange: PartChoice | None = None
     exchange_fp8: bool = False
     before: int | None = None
@@ -108,7 +108,7 @@ class MoELayer(nn.Module):
         self.reads_counts = shape.products.host_counts
         self.sends_rows = not isinstance(self.dispatcher, LocalDispatch)
         self.experts = _routed_experts(config, shape, expert_ids, groups)
-        self.computes_experts_again = "moe" in shape.computed_again
+        self.computes_experts_again = "moe" in shape.recomputed
         self.weighs_inside = config.weights_in_activation
         if self.weighs_inside and not self.dispatcher.moves_weights:
             raise UserError(
@@ -491,5 +491,5 @@ def _expert_options(shape: LayerShape) -> dict[str, Any]:
         "seed": shape.seed,
         "layer": shape.layer,
         "kernels": shape.kernels,
-        "computed_again": shape.computed_again,
+        "recomputed": shape.recomputed,
     }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe import rng
+from megamoe.moe.capabilities import CAPABILITIES as CAPABILITIES
 from megamoe.moe.context import StepContext as StepContext
 
 
@@ -49,37 +50,6 @@ class Dims:
 
 
 Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
-
-# Capabilities other than extras, with the words that messages use. A plugin may add its own.
-CAPABILITIES = {
-    "log_probs": "gives log p as its scores",  # scorer
-    "softmax_of_scores": "is a softmax",  # score function
-    "plain_softmax": "is a softmax of temperature 1",
-    "sums_to_1": "makes the p of a token's candidates sum to 1",
-    "monotone": "makes p that grow with the scores of a token",
-    "elementwise": "makes the p of an expert from its own score alone",
-    "zeros": "makes p of exactly 0",
-    "bias": "moves the choice by a bias",
-    "mean_experts": "holds the mean number of experts that compute a token",
-    "mask": "takes experts away",  # every mask
-    "by_probs": "goes by p, not by ranking_TE",  # mask
-    "best_k": "chooses a fixed number of the best experts",  # selector
-    "by_ranking": "chooses by ranking_TE alone",
-    "fixed_count": "gives every token the same number of experts",
-    "drawn": "draws the experts",
-    "assigned": "solves an assignment of tokens to experts",
-    "over_all_ranks": "chooses for the micro batches of all data-parallel ranks together",
-    "over_tokens": "lets a token's experts depend on other tokens, in evaluation too",
-    "sees_later_tokens": "lets a token's experts depend on later tokens, without allow_non_causal",
-    "by_experts": "lets the experts choose, so that a token may get none",
-    "may_choose_none": "may leave a token without an expert",
-    "even_load": "gives every expert as many tokens",
-    "even_first_choices": "gives every expert as many first choices",
-    "normalised": "makes the weights of a token sum to 1",
-    "fixed_weights": "gives weights without gradient",
-    "dropless": "drops nothing",  # capacity
-    "fixed_shares": "gives every expert the same number of rows",
-}
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """Activation recomputation: the backward pass computes values again instead of keeping them.
 
-`recomputed` runs a whole function again. Inside `Dropping`, `drop_output` keeps a function's inputs in place
-of its outputs, for functions whose outputs are what the next operators save: a norm, an activation, a
-projection.
+`recomputed` runs a whole function again. Inside `DiscardedOutputs`, `discard_output` keeps a function's
+inputs in place of its outputs, for functions whose outputs are what the next operators save: a norm, an
+activation, a projection.
 """
 
 import threading
@@ -66,8 +66,8 @@ class _Again(AbstractContextManager[None]):
             layer.recomputing = recomputing
 
 
-class Dropping(AbstractContextManager[None]):
-    """Context of a forward pass in which autograd does not keep what `drop_output` returned.
+class DiscardedOutputs(AbstractContextManager[None]):
+    """Context of a forward pass in which autograd does not keep what `discard_output` returned.
 
     Where an operator saves such an output, or a view of it, the graph gets its function and inputs instead.
     The first read in the backward pass computes the output, the last one frees it. All operators of the
@@ -93,7 +93,7 @@ class Dropping(AbstractContextManager[None]):
     def add(
         self, outputs: tuple[Tensor, ...], function: Callable[..., Any], inputs: tuple[Tensor, ...]
     ) -> None:
-        """Drop what `function` computed from `inputs`; an output that is a view of an input is kept."""
+        """Discard what `function` computed from `inputs`; an output that is a view of an input is kept."""
         given = {memory_key(each) for each in inputs}
         call = _Call(function, tuple(each.detach() for each in inputs))
         for place, output in enumerate(outputs):
@@ -117,31 +117,31 @@ class _Entered(threading.local):
     """The contexts that this thread's pass is in: as autograd's own, each thread has others."""
 
     def __init__(self) -> None:
-        self.contexts: list[Dropping] = []
+        self.contexts: list[DiscardedOutputs] = []
 
 
 _entered = _Entered()
 
 
-def drop_output(function: Callable[..., Any], *inputs: Tensor) -> Any:
-    """Return function(*inputs), one tensor or a tuple; inside `Dropping` the backward pass computes it again.
+def discard_output(function: Callable[..., Any], *inputs: Tensor) -> Any:
+    """Return function(*inputs), one tensor or a tuple; inside `DiscardedOutputs` backward computes it again.
 
     The function draws no random numbers, and gives the same strides each time.
     """
     output = function(*inputs)
-    register_dropped(output, function, *inputs)
+    register_discarded(output, function, *inputs)
     return output
 
 
-def register_dropped(output: Any, function: Callable[..., Any], *inputs: Tensor) -> None:
-    """Inside `Dropping`, let the backward pass compute `output` as function(*inputs)."""
+def register_discarded(output: Any, function: Callable[..., Any], *inputs: Tensor) -> None:
+    """Inside `DiscardedOutputs`, let the backward pass compute `output` as function(*inputs)."""
     if _entered.contexts and torch.is_grad_enabled():
         outputs = output if isinstance(output, tuple) else (output,)
         _entered.contexts[-1].add(outputs, function, inputs)
 
 
 class _Call:
-    """A function and its inputs, some of which are dropped outputs themselves.
+    """A function and its inputs, some of which are discarded outputs themselves.
 
     given: its inputs before the first save. inputs: what is kept of them. saves: how often its outputs were
     saved, thus how often they are read in one backward pass. Each CUDA stream computes them for itself.

@@ -11,9 +11,9 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import MoELayerConfig, RouterConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import UserError
+from megamoe.moe.capabilities import capabilities
 from megamoe.moe.part import Candidates, Dims, Part, Residual, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
-from megamoe.moe.suggestions import capabilities
 from megamoe.moe.token_sharding import TokenSharding
 from megamoe.registry import failure_of, get_part, is_ours
 

@@ -1,4 +1,4 @@
-"""What parts declare, and which registered parts have a capability; used to end error messages."""
+"""Which registered parts have a capability, and how to remove one; used to end error messages."""
 
 import dataclasses
 import json
@@ -9,39 +9,13 @@ from typing import Any
 
 from megamoe.config import PartChoice
 from megamoe.config.parts import DEFAULTS
-from megamoe.moe.part import CAPABILITIES, Part
+from megamoe.moe.capabilities import capabilities
+from megamoe.moe.part import Part
 from megamoe.registry import KINDS, get_part, list_parts
 
 SMALL = (16, 2)  # experts, choices of a token
 
 Fits = Callable[[PartChoice], bool]
-
-
-def capabilities(choice: PartChoice) -> set[str]:
-    """Return what a part provides with its options; every mask also provides `mask`."""
-    provided: set[str] = get_part(choice.kind, choice.name).provides(choice.options)
-    return provided | {choice.kind} if choice.kind == "mask" else provided
-
-
-def requirements(choice: PartChoice) -> dict[str, str]:
-    """Return what a part requires with its options: capability -> reason."""
-    found: dict[str, str] = get_part(choice.kind, choice.name).requires(choice.options)
-    return found
-
-
-def provides(word: str, choice: PartChoice) -> bool:
-    """Whether the part has this capability."""
-    return word in capabilities(choice)
-
-
-def needs(word: str, kind: str, choice: PartChoice) -> bool:
-    """Whether the part is of this kind and requires this capability of another part."""
-    return choice.kind == kind and word in requirements(choice)
-
-
-def describe(word: str) -> str:
-    """Return a verb phrase for a capability; the message puts the part before it."""
-    return CAPABILITIES.get(word, f"gives {word}" if word[-1:].isupper() else f"provides {word}")
 
 
 def find_parts(fits: Fits, sizes: tuple[int, int] | None = None) -> list[PartChoice]:
@@ -109,11 +83,11 @@ def another_option(choice: PartChoice, fits: Fits) -> str | None:
     return None
 
 
-def how_to_remove(choice: PartChoice, word: str) -> str:
+def how_to_remove(choice: PartChoice, capability: str) -> str:
     """Return how to remove a capability that this part provides."""
 
     def fits(other: PartChoice) -> bool:
-        return word not in capabilities(other)
+        return capability not in capabilities(other)
 
     changed = another_option(choice, fits)
     if changed is not None:

@@ -14,8 +14,8 @@ from megamoe.config.schema import MoEConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import Problem, raise_first
 from megamoe.moe import suggestions
+from megamoe.moe.capabilities import capabilities, describe, needs, provides, requirements
 from megamoe.moe.part import Candidates, Mask, Part, Residual, ScoreFunction, Selector
-from megamoe.moe.suggestions import capabilities, describe, needs, provides, requirements
 from megamoe.registry import failure_of, get_part, is_ours, label
 
 

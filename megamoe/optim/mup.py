@@ -11,7 +11,7 @@ from megamoe.config.mup import Scaling
 from megamoe.config.schema import ModelConfig, OptimizerConfig
 from megamoe.optim.matrices import is_matrix
 
-OF_WORDS = re.compile(r"(^|\.)(embedding|output_layer)(\.|$)")
+EMBEDDINGS = re.compile(r"(^|\.)(embedding|output_layer)(\.|$)")
 # Parts of a layer with a fixed number of outputs, such as an expert each.
 READING = re.compile(r"(^|\.)(router|losses)\.|\.shared\.(gate|mix)$")
 
@@ -23,7 +23,7 @@ def width_powers(name: str, parameter: Tensor, hidden_size: int) -> tuple[float,
     An update of spectral norm sqrt(rows / columns) moves every output by a size that does not depend on the
     width (Yang et al. 2023, arXiv 2310.17813). AdamW's has a norm of about sqrt(rows columns) lr.
     """
-    if OF_WORDS.search(name):
+    if EMBEDDINGS.search(name):
         return 0.0, 0.0
     if READING.search(name):
         return (1.0, 0.5) if whole_shape(parameter)[-1] == hidden_size else (0.0, 0.0)

@@ -12,6 +12,11 @@ def fewest_ranks(config: ParallelConfig) -> int:
     return config.pipeline * of_stage
 
 
+def divisors(number: int) -> list[int]:
+    """Return the divisors of a number, in ascending order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
 @dataclass(frozen=True)
 class Layout:
     """Two divisions of the same ranks, both in Megatron-Core's order.
@@ -85,10 +90,6 @@ class Layout:
     def data_rank(self, rank: int) -> int:
         """Return the rank's data-parallel rank, which selects its micro batches."""
         return rank % self.stage_ranks // self.batch_ranks
-
-    def context_rank(self, rank: int) -> int:
-        """Return the rank's context-parallel rank, which selects its part of each sequence."""
-        return rank // self.tensor % self.context
 
     def tensor_rank(self, rank: int) -> int:
         """Return the rank's tensor-parallel rank, which selects its slice of the dense weights."""

@@ -13,11 +13,8 @@ from megamoe.checkpoint.format.folder import candidates
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
-from megamoe.io import replace_file
+from megamoe.io import CONFIG_FILE, SUMMARY_FILE, replace_file
 from megamoe.resilience.processes import LAUNCH, Launch, mark
-
-CONFIG = "config.yaml"
-SUMMARY = "summary.json"
 
 
 @dataclass(frozen=True)
@@ -76,8 +73,10 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
     if launch is not None:
         return RunFolder(path, explicit, continues=False, restarted=True)
     if path.is_file() or (path.exists() and any(path.iterdir())):
-        if not (path / CONFIG).is_file():
-            raise UserError(f"output: {path} is no run's folder (it has no {CONFIG}); choose another name")
+        if not (path / CONFIG_FILE).is_file():
+            raise UserError(
+                f"output: {path} is no run's folder (it has no {CONFIG_FILE}); choose another name"
+            )
         if resume != "auto" and not config.overwrite:
             raise UserError(
                 f"run folder {path} exists: add --resume to go on with it, overwrite=true to begin anew, "
@@ -132,8 +131,8 @@ def _aside(path: Path) -> Path:
 
 
 def _fill(path: Path, config: RunConfig, summary: dict[str, Any]) -> None:
-    replace_file(path / CONFIG, dump_yaml(config).encode())
-    replace_file(path / SUMMARY, json.dumps(summary, indent=1).encode())
+    replace_file(path / CONFIG_FILE, dump_yaml(config).encode())
+    replace_file(path / SUMMARY_FILE, json.dumps(summary, indent=1).encode())
 
 
 def _write_launch(path: Path, launch: Launch | None) -> None:

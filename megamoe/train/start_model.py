@@ -20,7 +20,7 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
 from megamoe.model.stage import StageBlocks, drop_other_blocks
-from megamoe.moe.suggestions import provides
+from megamoe.moe.capabilities import provides
 from megamoe.parallel.consensus import catch_error, raise_any_error
 from megamoe.parallel.zero.partition import Partition
 from megamoe.train.resolved import ResolvedRun

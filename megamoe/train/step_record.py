@@ -257,20 +257,20 @@ class StepSums:
         if squares is None:
             squares = batches.new_full((len(layers), len(names) + 1), float("nan"))
         ranks = dist.get_world_size(stage)
+        nothing = batches.new_empty(0)
         pieces = [batches, self._sums, values.view(-1), squares.view(-1)]
-        pieces += [] if self._mtp is None else [self._mtp]
+        pieces.append(nothing if self._mtp is None else self._mtp)
         pieces += [numbers * (copies / ranks) for numbers in own.values()]
         pieces.append(_one_hot_by_rank(compute_seconds * copies, device))
-        pieces += [] if gradient_squares is None else [gradient_squares.view(1) * copies]
+        pieces.append(nothing if gradient_squares is None else gradient_squares.view(1) * copies)
+        before = [len(piece) for piece in pieces]
         packed = torch.cat(pieces if self._counts is None else [*pieces, self._counts.double()])
         dist.all_reduce(packed, group=stage)
         packed = packed / copies
-        before = [3 + len(names), values.numel(), squares.numel()]
-        before += [0 if self._mtp is None else len(self._mtp), *[len(layers)] * len(own)]
-        before += [dist.get_world_size(), int(gradient_squares is not None)]
         sizes = [*before, *self._sizes.values()]
         parts = iter(packed.cpu().split(sizes))
-        micro_batches, lm_sum, tokens, *losses = next(parts).tolist()
+        micro_batches = next(parts).item()
+        lm_sum, tokens, *losses = next(parts).tolist()
         by_name = dict(zip(names, losses, strict=True))
         of_values, of_squares = (next(parts).view(each.shape).tolist() for each in (values, squares))
         mtp_losses, mtp_tokens = next(parts).view(2, -1).tolist()

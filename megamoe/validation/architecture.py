@@ -21,7 +21,7 @@ SCALING_KEYS = (*NEEDED["llama3"], *YARN_ONLY)
 
 
 def size_problems(model: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of the heads' sizes and of the rotary positions, which turn their columns."""
+    """Yield the problems of the heads' sizes and of the rotary positions, which rotate their columns."""
     heads, groups = model.num_attention_heads, model.num_query_groups
     divides = model.head_size is not None or model.latent is not None or model.hidden_size % heads == 0
     if not divides:
@@ -79,16 +79,16 @@ def _scaling_problems(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _column_problems(model: ModelConfig) -> Iterator[Problem]:
-    """Yield the problems of the columns that turn; the heads' sizes must be whole."""
+    """Yield the problems of the columns that rotate; the heads' sizes must be whole."""
     size = head_size(model)
-    turning = int(size * model.rotary.share)
-    if turning % 2 == 0 and turning:
+    rotary_columns = int(size * model.rotary.share)
+    if rotary_columns % 2 == 0 and rotary_columns:
         return
-    if turning < size or not turning:
+    if rotary_columns < size or not rotary_columns:
         yield Problem(
             "model.rotary.share",
-            f"{model.rotary.share} of heads of size {size} is {turning} columns; expected an even number "
-            "above 0",
+            f"{model.rotary.share} of heads of size {size} is {rotary_columns} columns; expected an even "
+            "number above 0",
         )
     elif model.head_size is not None:
         yield Problem("model.head_size", f"{model.head_size} is odd; rope needs an even one")

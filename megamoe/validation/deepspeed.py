@@ -16,11 +16,12 @@ from megamoe.parallel.zero.deepspeed_config import (
     OF_THE_YAML,
     UNSUPPORTED,
     ParallelPlan,
+    Section,
     fill_in,
+    offload_device,
     owned_values,
     short,
 )
-from megamoe.parallel.zero.offload import Section, offload_device
 from megamoe.registry import unknown_name_message
 
 PRECISIONS = ("fp32", "bf16", "fp16")

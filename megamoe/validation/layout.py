@@ -14,8 +14,8 @@ from megamoe.config.shapes import (
     num_blocks,
 )
 from megamoe.errors import Problem
-from megamoe.parallel.exchange import exchange_problems
-from megamoe.parallel.layout import Layout
+from megamoe.parallel.layout import Layout, divisors
+from megamoe.validation.exchange import exchange_problems
 from megamoe.validation.groups import named
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM needs rows of a multiple of this
@@ -112,12 +112,12 @@ def _legal(config: RunConfig, chosen: Layout, precision: Precision | None, key: 
     """Return the legal values of the key; if there are none, all legal layouts."""
     ranks = chosen.ranks
     sizes = {name: [getattr(chosen, name)] for name in KEYS}
-    legal = _legal_among(config, precision, ranks, {**sizes, key: _divisors(ranks)})
+    legal = _legal_among(config, precision, ranks, {**sizes, key: divisors(ranks)})
     shown = [name for name in KEYS if name in KEYS[:3] or getattr(chosen, name) > 1]
     others = ", ".join(f"{name} {getattr(chosen, name)}" for name in shown if name != key)
     if legal:
         return f"legal on {ranks} ranks with {others}: {', '.join(str(getattr(it, key)) for it in legal)}"
-    legal = _legal_among(config, precision, ranks, {**sizes, **dict.fromkeys(KEYS[:3], _divisors(ranks))})
+    legal = _legal_among(config, precision, ranks, {**sizes, **dict.fromkeys(KEYS[:3], divisors(ranks))})
     found = ", ".join(f"{it.tensor} x {it.expert} x {it.expert_tensor}" for it in legal)
     return f"legal tensor x expert x expert_tensor on {ranks} ranks: {found or 'none'}"
 
@@ -127,7 +127,3 @@ def _legal_among(
 ) -> list[Layout]:
     layouts = [Layout(ranks, *choice) for choice in product(*(sizes[key] for key in KEYS))]
     return [layout for layout in layouts if next(misfits(config, layout, precision), None) is None]
-
-
-def _divisors(ranks: int) -> list[int]:
-    return [number for number in range(1, ranks + 1) if ranks % number == 0]

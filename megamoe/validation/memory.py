@@ -48,7 +48,7 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
         Share(experts, trained, ranks.expert_copies, share * matrices[1], mean),
     )
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
-    aside = size.beside if ranks.tensor > 1 and accumulates else 0
+    aside = size.moe_dense if ranks.tensor > 1 and accumulates else 0
     return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)
 
 
@@ -119,8 +119,8 @@ def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: i
     blocks = num_blocks(config) // config.parallel.pipeline
     tokens /= config.parallel.context
     inputs = blocks * model.hidden_size / (ranks if config.parallel.sequence else 1)
-    of_words = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
-    logits = of_words if model.num_labels is None and config.parallel.pipeline == 1 else 0.0
+    logit_width = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
+    logits = logit_width if model.num_labels is None and config.parallel.pipeline == 1 else 0.0
     return float(config.train.in_flight * tokens * width * (inputs + logits))
 
 

@@ -1,4 +1,6 @@
-"""Checks of pipeline and context parallelism against the model, the batches and the DeepSpeed file."""
+"""Checks of pipeline and context parallelism, and of two micro batches in flight, against the model, the
+batches and the DeepSpeed file.
+"""
 
 from collections.abc import Iterator
 
@@ -9,6 +11,8 @@ from megamoe.parallel.pipeline.schedule import rounds_problem
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.registry import get_part
 from megamoe.validation.groups import of_each_kind
+
+IN_FLIGHT = "train.in_flight"
 
 
 def pipeline_problems(
@@ -35,6 +39,43 @@ def pipeline_problems(
         problem = rounds_problem(parallel.pipeline, chunks, micro_batches)
         if problem is not None:
             yield Problem("parallel.pipeline_chunks", f"{chunks}: {problem}")
+
+
+def in_flight_problems(
+    config: RunConfig, plan: ParallelPlan, schedule: BatchSchedule | None
+) -> Iterator[Problem]:
+    """Yield why two micro batches cannot take turns.
+
+    schedule: of the batch size; None: it is wrong itself.
+    """
+    if config.train.in_flight == 1:
+        return
+    where = config.parallel.deepspeed or "the DeepSpeed file"
+    if config.parallel.pipeline > 1:
+        yield Problem(
+            IN_FLIGHT,
+            f"2 is not possible with parallel.pipeline {config.parallel.pipeline}, whose stages order the "
+            "passes of the micro batches; set one of the two to 1",
+        )
+    if plan.stage == 3:
+        yield Problem(
+            IN_FLIGHT,
+            f"2 is not possible with zero_optimization.stage 3 ({where}), which gathers and frees the "
+            "weights of one pass at a time; set it to 1, or take stage 0, 1 or 2",
+        )
+    if config.model.fp8 != "none":
+        yield Problem(
+            IN_FLIGHT,
+            f"2 is not possible with model.fp8 {config.model.fp8}, whose scales are of one pass at a time; "
+            "set it to 1, or model.fp8: none",
+        )
+    if schedule is not None and schedule.final < 2 * schedule.unit:
+        yield Problem(
+            IN_FLIGHT,
+            f"2 needs at least two micro batches a step of each rank, but train.global_batch_size "
+            f"{schedule.final} is one of each: set it to {2 * schedule.unit} or more, or "
+            "train.in_flight to 1",
+        )
 
 
 def _block_problems(config: RunConfig) -> Iterator[Problem]:

@@ -13,7 +13,7 @@ from megamoe.config.shapes import (
     stacks,
 )
 from megamoe.errors import Problem
-from megamoe.moe.suggestions import provides
+from megamoe.moe.capabilities import provides
 from megamoe.moe.validation import part_problems
 from megamoe.optim.schedule import BatchSchedule, warmup_steps
 from megamoe.parallel.layout import Layout
@@ -29,11 +29,10 @@ from megamoe.validation.architecture import (
 from megamoe.validation.backends import backend_problems
 from megamoe.validation.deepspeed import deepspeed_problems
 from megamoe.validation.groups import group_problems, of_each_kind
-from megamoe.validation.in_flight import in_flight_problems
 from megamoe.validation.layout import layout_problems, row_unit
 from megamoe.validation.mup import mup_problems
 from megamoe.validation.objective import objective_problems, routing_record_problems
-from megamoe.validation.pipeline import pipeline_problems
+from megamoe.validation.pipeline import in_flight_problems, pipeline_problems
 from megamoe.validation.recompute import recompute_problems, recompute_stage_problems
 
 MOST_SIZES = 100_000  # of the batch size's growth

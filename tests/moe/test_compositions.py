@@ -15,13 +15,13 @@ from megamoe.config import parse_config, to_dict
 from megamoe.config.groups import kinds
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
+from megamoe.moe.capabilities import capabilities
 from megamoe.moe.examples import example_trees
 from megamoe.moe.expert_losses import ExpertLoss
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from megamoe.moe.suggestions import capabilities
 from megamoe.moe.validation import check_parts, chosen_parts
 from tests.support.moe.build import VOCAB, make_hidden, make_layer, moe_config, observed
 from tests.support.moe.part_layers import PARTS

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from megamoe.checkpoint.format.folder import candidates
 from megamoe.errors import UserError, printable
-from megamoe.io import open_plain, read_plain
+from megamoe.io import METRICS_FILE, open_plain, read_plain
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_duration
 from megamoe.resilience.run_status import FAILURES, HEARTBEAT, INTERVAL_S, LAUNCHES, STACKS
@@ -73,7 +73,7 @@ def read_status(folder: Path, now: float | None = None) -> RunReport:
     report = RunReport(folder, "not started", launches=launches, failures=failures)
     slow = _read_json(folder / STRAGGLERS).get("ranks")
     report.stragglers = [it for it in slow if isinstance(it, dict)] if isinstance(slow, list) else []
-    _add_metrics(report, _lines(folder / "metrics.jsonl"))
+    _add_metrics(report, _lines(folder / METRICS_FILE))
     _add_checkpoint(report, now)
     if beat:
         _judge(report, beat, now)

@@ -2,7 +2,8 @@
 
 What a line holds is the objective's matter, such as `{"text": ..., "label": ...}`; other keys are not read.
 `labels.json` lists the labels in the order of their numbers, and the checksums of the files
-(tools/prepare_pairs.py, `parallel_text/labels.py`). A task without labels, such as a regression, needs none.
+(tools/prepare_pairs.py, `apps/translation/select.py`). A task without labels, such as a regression, needs
+none.
 """
 
 import hashlib

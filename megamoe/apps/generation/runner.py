@@ -15,9 +15,9 @@ from megamoe.data.batches import filled, positions
 from megamoe.errors import UserError
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.model.attention.caches import KeyValueCache, SourceCache
+from megamoe.moe.capabilities import capabilities
 from megamoe.moe.context import Padding, SourceTokens
 from megamoe.moe.part import Part
-from megamoe.moe.suggestions import capabilities
 
 CHUNK = 256  # positions of a prompt that are computed at a time, so that few logits are held
 

@@ -27,7 +27,7 @@ from megamoe.apps.hf.folder import (
     portable,
     read_object,
     read_other_files,
-    shown,
+    short,
     special_ids,
     tokenizer_files,
 )
@@ -100,7 +100,7 @@ def export_run(
         for name, text in {**target.others, CONFIG: (json.dumps(content, indent=2) + "\n").encode()}.items():
             (temporary / name).write_bytes(text)
     if unused:
-        first = shown(unused[0])
+        first = short(unused[0])
         report(f"left out, for only training needs them: {len(unused)} tensors, the first of them {first}")
     if not target.others.keys() - {GENERATION}:
         report(f"{folder}: without a tokenizer, whose files are not known; name a folder with --like")
@@ -119,7 +119,7 @@ def _target(
     config = without_groups(reader.path, _configuration(reader, overrides))
     if model_class is not None and model_class not in (CUSTOM, *FAMILIES):
         known = ", ".join((*FAMILIES, CUSTOM))
-        raise UserError(f"--class: found {shown(model_class)}, expected one of {known}")
+        raise UserError(f"--class: found {short(model_class)}, expected one of {known}")
     kept = like or _kept(reader)
     if like is not None and not like.is_dir():
         raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
@@ -128,7 +128,7 @@ def _target(
         family = custom_family(reader.path, config)
     else:
         family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
-    words = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
+    vocab_size = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
     others = read_other_files(kept) if kept is not None else tokenizer_files(config)
     generation = parse_json(others[GENERATION]) if GENERATION in others else {}
     if model_class == CUSTOM:
@@ -138,14 +138,16 @@ def _target(
     ids = special_ids(config) | {name: given[name] for name in SPECIAL_IDS if name in given}
     if kept is None or not (kept / GENERATION).exists() or model_class == CUSTOM:
         others = {**others, GENERATION: (json.dumps({**ids, **generation}, indent=2) + "\n").encode()}
-    return Target(family, config, _rules(family, config, words), given if same_class else {}, others, ids)
+    return Target(
+        family, config, _rules(family, config, vocab_size), given if same_class else {}, others, ids
+    )
 
 
-def _rules(family: Family, config: RunConfig, words: int) -> list[list[BlockMapping]]:
+def _rules(family: Family, config: RunConfig, vocab_size: int) -> list[list[BlockMapping]]:
     """Return the rules, with the copies of embedding and output layer that the hub's folders hold."""
     copies = family.copies(config)
     found = []
-    for group in family.rules(config, words):
+    for group in family.rules(config, vocab_size):
         names = [[name for name, main in copies.items() if (main,) == rule.sources] for rule in group]
         found.append(
             [rule.with_copies(each) if each else rule for rule, each in zip(group, names, strict=True)]
@@ -203,7 +205,7 @@ def _obstacles(family: Family, config: RunConfig) -> list[str]:
         there = as_config(family.read(family.write(config)))
     except UserError as error:
         return [str(error)]
-    return [f"{key} {shown(str(mine))}" for key, (mine, _) in differences(config, there).items()]
+    return [f"{key} {short(str(mine))}" for key, (mine, _) in differences(config, there).items()]
 
 
 def _stored(
@@ -218,12 +220,12 @@ def _stored(
     stored: dict[str, Stored] = {}
     for rule in flat(target.rules):
         if rule.target not in left:
-            raise UserError(f"{reader.path}: {shown(rule.target)} is missing; name another checkpoint")
+            raise UserError(f"{reader.path}: {short(rule.target)} is missing; name another checkpoint")
         left.discard(rule.target)
         name = WEIGHT + rule.target
         if tuple(reader.shape(name)) != rule.shape:
             raise UserError(
-                f"{reader.path}: {shown(rule.target)} has shape {reader.shape(name)}, its configuration says "
+                f"{reader.path}: {short(rule.target)} has shape {reader.shape(name)}, its configuration says "
                 f"{list(rule.shape)}"
             )
         saved = reader.dtype(name)
@@ -233,7 +235,7 @@ def _stored(
     left -= set(unused)
     if left:
         raise UserError(
-            f"{reader.path}: {shown(min(left))} has no place in {target.family.architecture}; name another "
+            f"{reader.path}: {short(min(left))} has no place in {target.family.architecture}; name another "
             "--class"
         )
     return stored, unused
@@ -290,17 +292,17 @@ def _shards(stored: dict[str, Stored], shard_bytes: int) -> list[set[str]]:
 def _config(target: Target, stored: dict[str, Stored]) -> Json:
     """Return config.json: the kept one as it is, where it says the same as the configuration."""
     like, family = target.like, target.family
-    words = next(iter(stored.values())).shape[0]
+    vocab_size = next(iter(stored.values())).shape[0]
     dtype = {"torch_dtype" if "torch_dtype" in like else "dtype": dtype_name(stored)}
     if (
         like
-        and like.get("vocab_size") == words
+        and like.get("vocab_size") == vocab_size
         and not differences(target.config, as_config(family.read(like)))
     ):
         depth = family.depth(target.config)
         return {**like, **dtype, **({NUM_FURTHER: depth} if depth else {})}
     longest = {"max_position_embeddings": target.config.data.sequence_length}
-    written = {**family.write(target.config), "vocab_size": words, **dtype}
+    written = {**family.write(target.config), "vocab_size": vocab_size, **dtype}
     known = {name: value for name, value in like.items() if name in KEPT_KEYS}
     return {**longest, **target.ids, **known, **written}
 

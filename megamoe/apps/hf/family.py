@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.hf.folder import CONFIG, shown
+from megamoe.apps.hf.folder import CONFIG, short
 from megamoe.apps.hf.keys import IRRELEVANT, REQUIRED, Entry, Json
 from megamoe.apps.hf.rules import BlockMapping, TensorMapping, expand
 from megamoe.config import RunConfig, parse_config, to_dict
@@ -27,7 +27,7 @@ from megamoe.config.shapes import (
 )
 from megamoe.errors import UserError
 
-HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Keys that change how a model is trained or computed, and not what it computes once it is trained.
 OF_TRAINING = frozenset(
     {
@@ -107,14 +107,14 @@ class Family:
                     f"{where}: {error}; {self.architecture} cannot be converted with it"
                 ) from None
             except (TypeError, KeyError, AttributeError, ZeroDivisionError):
-                names = ", ".join(f"{name} {shown(str(value))}" for name, value in values.items())
+                names = ", ".join(f"{name} {short(str(value))}" for name, value in values.items())
                 raise UserError(f"{where}: {names}: not the kind of value that it has") from None
             for dotted, value in found.items():
                 _put(tree, dotted, value)
         unknown = sorted(given.keys() - known)
         if unknown:
             raise UserError(
-                f"{where}: the key {shown(unknown[0])} is not known for {self.architecture}, so its meaning "
+                f"{where}: the key {short(unknown[0])} is not known for {self.architecture}, so its meaning "
                 "would be lost; remove it if it has none"
             )
         selector = tree.get("moe", {}).get("router", {}).get("selector", {})
@@ -126,7 +126,7 @@ class Family:
         named = given.get("architectures") or [self.architecture]
         if named != [self.architecture]:
             raise UserError(
-                f"{where}: architectures: found {shown(str(named))}, expected {self.architecture} for "
+                f"{where}: architectures: found {short(str(named))}, expected {self.architecture} for "
                 f"model_type {self.model_type}"
             )
 
@@ -158,8 +158,8 @@ class Family:
     def copies(self, config: RunConfig) -> dict[str, str]:
         """Return the tensors of those blocks that repeat another of the folder, with the other's name."""
         first = config.model.num_layers
-        head = WORDS if config.model.tie_embeddings else HEAD
-        repeated = {"embed_tokens.weight": WORDS, "shared_head.head.weight": head}
+        head = EMBEDDING if config.model.tie_embeddings else HEAD
+        repeated = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head}
         blocks = range(first, first + self.depth(config))
         return {f"model.layers.{block}.{name}": it for block in blocks for name, it in repeated.items()}
 
@@ -194,7 +194,8 @@ def latent_dims(heads: int, latent: LatentConfig) -> dict[str, int]:
     """Return the sizes of latent attention by letter.
 
     Q: rows of all heads' queries. A, C: ranks of the compressed queries, and of the keys and values. R:
-    columns that turn. U: rows of all heads' keys that do not turn, and values. O: rows of all heads' values.
+    columns that rotate. U: rows of all heads' keys that do not rotate, and values. O: rows of all heads'
+    values.
     """
     return {
         "Q": heads * (latent.nope_size + latent.rope_size),
@@ -279,7 +280,7 @@ def without_groups(path: Path, config: RunConfig) -> RunConfig:
         for key in sorted(expected.keys() | found.keys()):
             values = expected.get(key), found.get(key)
             if values[0] != values[1] and not key.startswith(("moe.layers", "model.")):
-                one, other = (shown(str(value)) for value in values)
+                one, other = (short(str(value)) for value in values)
                 raise UserError(
                     f"{path}: moe.groups: {key} is {one} in block {first.layers[0]} and {other} in block "
                     f"{kind.layers[0]}; no class of Hugging Face that can be written holds layers that differ"

@@ -179,7 +179,7 @@ def _check_finite(path: Path, value: Any, key: str = "") -> None:
         for inner in value:
             _check_finite(path, inner, key)
     elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{path}: {shown(key)}: found {value}, expected a finite number")
+        raise UserError(f"{path}: {short(key)}: found {value}, expected a finite number")
 
 
 def portable(config: dict[str, Any]) -> dict[str, Any]:
@@ -196,8 +196,8 @@ def dtype_name(tensors: Mapping[str, Stored]) -> str:
     return max(count, key=lambda name: (count[name], name))
 
 
-def shown(name: str) -> str:
-    """Return a tensor's or a key's name as part of a message."""
+def short(name: str) -> str:
+    """Return a tensor's or a key's name for a message: printable, at most 120 characters."""
     return printable(name, 120)
 
 
@@ -233,7 +233,7 @@ def special_ids(config: RunConfig) -> dict[str, int | None]:
     """Return the ids that end, begin and fill a text, by their keys of config.json.
 
     The end is the end-of-document token of the run's tokenizer. None: there is no such token. Each key is
-    there: transformers would otherwise take the ids of the class's first model, which are other words here.
+    there: transformers would otherwise take the ids of the class's first model, which are other tokens here.
     """
     found: dict[str, int | None] = dict.fromkeys(SPECIAL_IDS)
     try:

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.hf.families import FAMILIES, REFUSED
-from megamoe.apps.hf.family import HEAD, WORDS, Family, as_config
-from megamoe.apps.hf.folder import CONFIG, GENERATION, Folder, dtype_name, portable, read_other_files, shown
+from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
+from megamoe.apps.hf.folder import CONFIG, GENERATION, Folder, dtype_name, portable, read_other_files, short
 from megamoe.apps.hf.keys import OF_OTHERS, Json
 from megamoe.apps.hf.quantised import FLOATS, Weights, weights_of
 from megamoe.apps.hf.rules import BlockMapping, flat
@@ -60,7 +60,7 @@ class Source:
     unused: dict[str, list[str]]
 
     @property
-    def words(self) -> int:
+    def vocab_size(self) -> int:
         """The number of rows of the embedding."""
         return int(self.config.model.vocab_size or 0)
 
@@ -115,7 +115,7 @@ def write_run(
             "gradient"
         )
     for why, names in opened.unused.items():
-        report(f"left out {why}: {len(names)} tensors, the first of them {shown(names[0])}")
+        report(f"left out {why}: {len(names)} tensors, the first of them {short(names[0])}")
     report(f"{run / CHECKPOINTS / STEP}: the checkpoint; {run / RUN_YAML}: a run that continues it")
 
 
@@ -163,7 +163,7 @@ def _assembled(source: Source, rule: BlockMapping) -> Tensor:
         tensor = source.folder.read(name)
         if tensor.is_floating_point() and not tensor.isfinite().all():
             raise UserError(
-                f"{source.folder.path}: {shown(name)} has NaN or infinite values; no run can use it"
+                f"{source.folder.path}: {short(name)} has NaN or infinite values; no run can use it"
             )
         view.copy_(tensor.view(view.shape))
     return ours
@@ -182,7 +182,7 @@ def _meta(source: Source, config: Json, precision: str) -> Json:
         **counts,
         "layout": {**sizes, "zero_stage": 0, "precision": precision},
         "loss_scaler": {},
-        "vocabulary": source.words,
+        "vocabulary": source.vocab_size,
         "config": config,
     }
 
@@ -192,7 +192,7 @@ def _sections(source: Source, tokenizer: str | None) -> Json:
     data: Json = {"mock": True, "sequence_length": _length(source)}
     if tokenizer is not None:
         data["tokenizer"] = tokenizer
-    model = {**source.tree["model"], "vocab_multiple": math.gcd(source.words, VOCABULARY_MULTIPLE)}
+    model = {**source.tree["model"], "vocab_multiple": math.gcd(source.vocab_size, VOCABULARY_MULTIPLE)}
     return {"data": data, "model": model, "moe": source.tree["moe"]}
 
 
@@ -237,7 +237,7 @@ def family_of(config: Json, where: Path) -> Family:
         )
     if not isinstance(found, str) or found not in FAMILIES:
         raise UserError(
-            f"{where}: model_type: found {shown(str(found))}, expected one of {', '.join(FAMILIES)}"
+            f"{where}: model_type: found {short(str(found))}, expected one of {', '.join(FAMILIES)}"
         )
     return FAMILIES[found]
 
@@ -282,10 +282,10 @@ def _check_tensors(
         dtypes = sorted({_name(folder.tensors[name].dtype) for name in rule.sources})
         if len(dtypes) > 1:
             raise UserError(
-                f"{folder.path}: {shown(rule.sources[0])} and the tensors that belong to it have dtypes "
+                f"{folder.path}: {short(rule.sources[0])} and the tensors that belong to it have dtypes "
                 f"{' and '.join(dtypes)}, expected one"
             )
-    copies = family.copies(config) | ({HEAD: WORDS} if config.model.tie_embeddings else {})
+    copies = family.copies(config) | ({HEAD: EMBEDDING} if config.model.tie_embeddings else {})
     last = config.model.num_layers
     blocks = tuple(f"model.layers.{block}." for block in range(last, last + left_out))
     unused: dict[str, list[str]] = {}
@@ -298,7 +298,7 @@ def _check_tensors(
             unused.setdefault(f"for want of {FURTHER_OPTION}", []).append(name)
         else:
             raise UserError(
-                f"{folder.path}: {shown(name)} has no place in {family.architecture} as {CONFIG} describes it"
+                f"{folder.path}: {short(name)} has no place in {family.architecture} as {CONFIG} describes it"
             )
     return unused
 
@@ -307,16 +307,16 @@ def _check_tensor(folder: Weights, name: str, shape: Shape, family: Family) -> N
     stored = folder.tensors.get(name)
     if stored is None:
         raise UserError(
-            f"{folder.path}: {shown(name)} is missing, which {family.architecture} has; expected shape "
+            f"{folder.path}: {short(name)} is missing, which {family.architecture} has; expected shape "
             f"{list(shape)}"
         )
     if stored.shape != shape:
         raise UserError(
-            f"{folder.path}: {shown(name)} has shape {list(stored.shape)}, {CONFIG} says {list(shape)}"
+            f"{folder.path}: {short(name)} has shape {list(stored.shape)}, {CONFIG} says {list(shape)}"
         )
     if stored.dtype not in FLOATS:
         raise UserError(
-            f"{folder.path}: {shown(name)} is {_name(stored.dtype)}, expected float32, bfloat16 or float16"
+            f"{folder.path}: {short(name)} is {_name(stored.dtype)}, expected float32, bfloat16 or float16"
         )
 
 
@@ -324,7 +324,7 @@ def _check_copy(folder: Weights, name: str, main: str) -> None:
     """Check that a tensor is the same as another, which the model has once: a tied weight."""
     same_shape = folder.tensors[name].shape == folder.tensors[main].shape
     if not same_shape or not torch.equal(folder.read(name), folder.read(main)):
-        raise UserError(f"{folder.path}: {shown(name)} is not {main}, of which it must be a copy")
+        raise UserError(f"{folder.path}: {short(name)} is not {main}, of which it must be a copy")
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.apps.hf.folder import CONFIG, Folder, shown
+from megamoe.apps.hf.folder import CONFIG, Folder, short
 from megamoe.apps.hf.keys import Json
 from megamoe.apps.hf.tensor_files import Shape, Stored
 from megamoe.errors import UserError
@@ -43,7 +43,7 @@ class Dequantised:
         kinds: dict[Any, Callable[[Json], None]] = {"fp8": self._find_fp8, "mxfp4": self._find_mxfp4}
         if not isinstance(options, dict) or not isinstance(method, str) or method not in kinds:
             raise UserError(
-                f"{self.path / CONFIG}: {KEY}: found {shown(str(method))}, expected one of {', '.join(kinds)}"
+                f"{self.path / CONFIG}: {KEY}: found {short(str(method))}, expected one of {', '.join(kinds)}"
             )
         kinds[method](options)
 
@@ -57,7 +57,7 @@ class Dequantised:
         if not whole or options.get("fmt", "e4m3") != "e4m3":
             raise UserError(
                 f"{self.path / CONFIG}: {KEY}: expected fmt e4m3 and a weight_block_size of two numbers, "
-                f"found {shown(str(options.get('fmt')))} and {shown(str(size))}"
+                f"found {short(str(options.get('fmt')))} and {short(str(size))}"
             )
         rows, columns = size  # type: ignore[misc]
         for name, stored in self._folder.tensors.items():
@@ -65,7 +65,7 @@ class Dequantised:
                 continue
             if len(stored.shape) != 2:
                 raise UserError(
-                    f"{self.path}: {shown(name)} is E4M3 of shape {list(stored.shape)}, expected a matrix"
+                    f"{self.path}: {short(name)} is E4M3 of shape {list(stored.shape)}, expected a matrix"
                 )
             blocks = (math.ceil(stored.shape[0] / rows), math.ceil(stored.shape[1] / columns))
             self._check_part(name + SCALE, blocks, FLOATS)
@@ -83,7 +83,7 @@ class Dequantised:
             name = part.removesuffix(BLOCKS)
             if len(stored.shape) != 4 or stored.dtype is not torch.uint8:
                 raise UserError(
-                    f"{self.path}: {shown(part)} has shape {list(stored.shape)}, expected bytes in four "
+                    f"{self.path}: {short(part)} has shape {list(stored.shape)}, expected bytes in four "
                     "dimensions"
                 )
             experts, rows, groups, half = stored.shape
@@ -100,7 +100,7 @@ class Dequantised:
         if found is None or found.shape != shape or found.dtype not in dtypes:
             what = "nothing" if found is None else f"{found.dtype} {list(found.shape)}"
             raise UserError(
-                f"{self.path}: {shown(name)}: found {what}, expected factors of shape {list(shape)}"
+                f"{self.path}: {short(name)}: found {what}, expected factors of shape {list(shape)}"
             )
 
     def _put(self, name: str, shape: Shape, parts: tuple[str, ...], make: Callable[..., Tensor]) -> None:
@@ -142,5 +142,5 @@ def _dtype_of(folder: Folder) -> torch.dtype:
     name = folder.config.get("dtype", folder.config.get("torch_dtype", "bfloat16"))
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if found not in FLOATS:
-        raise UserError(f"{folder.path / CONFIG}: dtype: found {shown(str(name))}, expected bfloat16")
+        raise UserError(f"{folder.path / CONFIG}: dtype: found {short(str(name))}, expected bfloat16")
     return found

@@ -16,7 +16,7 @@ from torch import Tensor
 from megamoe.apps.hf.tensor_files import Shape
 from megamoe.parallel.chunks import Sharding
 
-Dims = Mapping[str, int]  # sizes by letter: V words, H hidden, F dense FFN, E experts, X expert FFN, ...
+Dims = Mapping[str, int]  # sizes by letter: V vocabulary, H hidden, F dense FFN, E experts, X expert FFN, ...
 View = tuple[Tensor, Shape]  # a view of our tensor, and the shape in which the folder holds its elements
 Split = Callable[[Tensor, Dims], list[View]]
 Blocks = Literal["once", "all", "dense", "moe", "further"]

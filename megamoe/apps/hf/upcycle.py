@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.apps.hf.folder import CONFIG, GENERATION, read_other_files, shown
+from megamoe.apps.hf.folder import CONFIG, GENERATION, read_other_files, short
 from megamoe.apps.hf.import_folder import Source, open_source, write_run
 from megamoe.apps.hf.keys import Json
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, WHOLE, BlockMapping, flat, of_each_expert, whole
@@ -156,13 +156,13 @@ def _check_same(folder: Path, source: Source, first_folder: Path, first: Source)
     for key, value in ours.items():
         if theirs[key] != value:
             raise UserError(
-                f"{folder / CONFIG}: model.{key} is {shown(str(theirs[key]))}, but {shown(str(value))} in "
+                f"{folder / CONFIG}: model.{key} is {short(str(theirs[key]))}, but {short(str(value))} in "
                 f"{first_folder}; upcycle models of one architecture"
             )
     for name, stored in first.folder.tensors.items():
         other = source.folder.tensors.get(name)
         if other is not None and other.dtype != stored.dtype:
-            raise UserError(f"{folder}: {shown(name)} is {other.dtype}, but {stored.dtype} in {first_folder}")
+            raise UserError(f"{folder}: {short(name)} is {other.dtype}, but {stored.dtype} in {first_folder}")
 
 
 def _check_tokenizer(folder: Path, first_folder: Path, kept: Mapping[str, bytes]) -> None:

@@ -79,12 +79,12 @@ class Assumptions:
 
     @property
     def link(self) -> float:
-        """Of the links inside a node, for large messages."""
+        """The share of the bandwidth of links inside a node that large messages reach."""
         return self.of("link", float("inf"))
 
     @property
     def network(self) -> float:
-        """Of the links between nodes, for large messages."""
+        """The share of the bandwidth of links between nodes that large messages reach."""
         return self.of("network", float("inf"))
 
     def __getattr__(self, name: str) -> float:

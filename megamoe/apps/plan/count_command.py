@@ -63,11 +63,11 @@ def _row(path: Path, vocab_size: int | None, published: dict[str, dict[str, Any]
 
     # Patterns of datasets are not looked up: the data need not be there.
     config = load_config(path, ["data.sources=[unread]", "data.validation={}"])
-    words = config.model.vocab_size or vocab_size
-    if words is None:
+    vocab_size = config.model.vocab_size or vocab_size
+    if vocab_size is None:
         raise UserError(f"{path}: model.vocab_size is not set; give --vocab-size, or set it")
-    size = model_size(config, words)
-    outside = size.total - embedding_size(config, words)
+    size = model_size(config, vocab_size)
+    outside = size.total - embedding_size(config, vocab_size)
     known = published.get(config.name)
     cells = [f"{number:,}" for number in (size.total, size.active, size.expert, outside)]
     if known is None:

@@ -106,7 +106,7 @@ class Parts:
 
 
 def part_of(module: nn.Module) -> str | None:
-    """By the name of its class or of one of its bases, the most derived first."""
+    """Return a module's part, by the name of its class or of its bases, the most derived first."""
     for kind in type(module).__mro__:
         if kind.__name__ in PART_OF_CLASS:
             return PART_OF_CLASS[kind.__name__]
@@ -160,8 +160,8 @@ class CollectiveTotal:
 
 @dataclass
 class Counts:
-    """Of a step or a part of it. syncs: reads of device values by the host, by part. uploads: blocking copies
-    to the device.
+    """What was counted in a step or a part of it. syncs: reads of device values by the host, by part.
+    uploads: blocking copies to the device.
     """
 
     operators: dict[OperatorKey, OperatorTotal] = field(default_factory=lambda: defaultdict(OperatorTotal))

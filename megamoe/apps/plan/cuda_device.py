@@ -31,7 +31,7 @@ def load() -> None:
             and there is no device.
     """
     if "torch" in sys.modules:
-        raise UserError("simulation: torch is imported already; call simulation.cuda_device.load before that")
+        raise UserError("simulation: torch is imported already; call apps.plan.cuda_device.load before that")
     # DeepSpeed would choose the CPU on a machine without a GPU.
     os.environ["DS_ACCELERATOR"] = "cuda"
     spec = importlib.util.find_spec("torch")

@@ -24,11 +24,11 @@ FORWARD_VOCABULARY, BACKWARD_VOCABULARY = "forward, vocabulary", "backward, voca
 class Figures:
     """Numbers by name, in each mapping for one step of one rank.
 
-    numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `passed` and `beside` (what
-    may be hidden of the seconds of `roofline.beside_seconds`), `optimistic` and `pessimistic` (seconds of the
-    step); of one micro batch, `forward` and `backward` (seconds of its passes), FORWARD_VOCABULARY and
-    BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the loss), `kept` (bytes of its
-    activations between the two) and `sent` (bytes to one other stage).
+    numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `backward_seconds` and
+    `overlapped` (what may be hidden of the seconds of `roofline.beside_seconds`), `optimistic` and
+    `pessimistic` (seconds of the step); of one micro batch, `forward` and `backward` (seconds of its
+    passes), FORWARD_VOCABULARY and BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the
+    loss), `kept` (bytes of its activations between the two) and `sent` (bytes to one other stage).
     states: bytes by category, gradients as the backward pass leaves them. seconds: by part. calls, bytes: of
     collectives. peaks: by (phase, category), bytes when it holds most. kept: activations at the peak by
     (phase, part).
@@ -50,7 +50,7 @@ class Figures:
     @property
     def overlapped_seconds(self) -> float:
         """Without the collectives that run beside the backward pass."""
-        return self.step_seconds - min(self.numbers["passed"], self.numbers["beside"])
+        return self.step_seconds - min(self.numbers["backward_seconds"], self.numbers["overlapped"])
 
     def phase_peaks(self) -> dict[str, float]:
         """Return the most bytes that each phase holds at one time."""
@@ -78,7 +78,7 @@ class Models:
 
     @property
     def others(self) -> tuple[Assumptions, Assumptions]:
-        """Of the cases that bound the likely one."""
+        """The assumptions of the cases that bound the likely one."""
         return self.optimistic, self.pessimistic
 
 
@@ -86,7 +86,7 @@ def figures_of(costs: StepCosts, models: Models) -> Figures:
     """Return the figures of a step that was simulated whole."""
     gpu, topology, assumed = models.gpu, models.topology, models.likely
     times = roofline(costs, gpu, assumed, topology.seconds)
-    passed, beside = beside_seconds(costs, gpu, assumed, topology.seconds)
+    backward_seconds, overlapped = beside_seconds(costs, gpu, assumed, topology.seconds)
     others = {each.case: roofline(costs, gpu, each, topology.seconds) for each in models.others}
     counts = costs.counts
     many = {key: total for key, total in counts.collectives.items() if len(key.ranks) > 1}
@@ -98,8 +98,8 @@ def figures_of(costs: StepCosts, models: Models) -> Figures:
             "flops": sum(part.flops for part in times.parts.values()),
             "kernels": sum(part.launches for part in times.parts.values()),
             "waits": (counts.syncs + counts.uploads).total(),
-            "passed": assumed.hidden * passed,
-            "beside": assumed.hidden * beside,
+            "backward_seconds": assumed.hidden * backward_seconds,
+            "overlapped": assumed.hidden * overlapped,
             **{case: other.seconds - other.hidden for case, other in others.items()},
         },
         states={
@@ -169,7 +169,7 @@ SIMULATED = 1  # blocks of each kind
 PREDICTION = "prediction"  # the stack whose blocks are always simulated all
 
 
-class Kind(NamedTuple):
+class BlockKind(NamedTuple):
     """What the costs of a block depend on.
 
     stack: its name. moe: its FFN is an MoE layer. inserted: an MoE layer is behind it. window: of attention.
@@ -181,10 +181,10 @@ class Kind(NamedTuple):
     window: int | None
 
 
-def kinds(config: RunConfig) -> list[Kind]:
+def block_kinds(config: RunConfig) -> list[BlockKind]:
     """Return the kind of each block, an encoder's first; without those of multi-token prediction."""
     return [
-        Kind(
+        BlockKind(
             stack.name,
             block in stack.moe_blocks,
             block in stack.layers.insert_after,
@@ -201,8 +201,8 @@ def with_blocks(config: RunConfig, blocks: list[int]) -> RunConfig:
 
     blocks: at least one of each stack.
     """
-    all_kinds = kinds(config)
-    chosen: dict[str, list[Kind]] = {}
+    all_kinds = block_kinds(config)
+    chosen: dict[str, list[BlockKind]] = {}
     for block in blocks:
         chosen.setdefault(all_kinds[block].stack, []).append(all_kinds[block])
     changed = copy.deepcopy(config)
@@ -223,7 +223,7 @@ def with_blocks(config: RunConfig, blocks: list[int]) -> RunConfig:
     return changed
 
 
-def _positions(blocks: list[Kind]) -> StackLayersConfig:
+def _positions(blocks: list[BlockKind]) -> StackLayersConfig:
     """Return the positions of the MoE layers in a stack of these blocks."""
     return StackLayersConfig(
         at=[number for number, kind in enumerate(blocks, 1) if kind.moe],
@@ -237,10 +237,10 @@ def fewer_blocks(config: RunConfig, own: Sequence[int] | None = None) -> list[tu
     The first set has one block of each kind, and the others one more of a kind. The last block of each stack
     is in all. own: the blocks of a pipeline stage, counted from 0; None: all.
     """
-    all_kinds = dict(enumerate(kinds(config)))
+    all_kinds = dict(enumerate(block_kinds(config)))
     if own is not None:
         all_kinds = {block: all_kinds[block] for block in own}
-    places: dict[Kind, list[int]] = {}
+    places: dict[BlockKind, list[int]] = {}
     for block, kind in reversed(all_kinds.items()):
         places.setdefault(kind, []).append(block)
     counts = Counter(all_kinds.values())
@@ -257,7 +257,7 @@ def fewer_blocks(config: RunConfig, own: Sequence[int] | None = None) -> list[tu
 
 def is_worth_it(config: RunConfig) -> bool:
     """Whether the simulated sets have fewer blocks together than the model."""
-    return sum(len(blocks) for _, blocks in fewer_blocks(config)) < len(kinds(config))
+    return sum(len(blocks) for _, blocks in fewer_blocks(config)) < len(block_kinds(config))
 
 
 def extrapolated(config: RunConfig, simulate: Callable[[RunConfig], Figures]) -> tuple[Figures, list[int]]:

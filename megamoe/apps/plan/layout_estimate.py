@@ -67,16 +67,16 @@ class Sizes:
     @classmethod
     def of(cls, config: RunConfig) -> "Sizes":
         """Return those of a model whose vocabulary is set."""
-        words = config.model.vocab_size
-        if words is None:
+        vocab_size = config.model.vocab_size
+        if vocab_size is None:
             raise UserError("model.vocab_size: not set; --search needs it")
-        padded = padded_vocab_size(words, config.model.vocab_multiple)
+        padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
         sizes = [KindSize(kind, mean_choices(kind.moe)) for kind in kinds(config) if kind.layers]
-        blocks, after = block_flops(config, words)
-        flops = model_flops(config, words)
+        blocks, after = block_flops(config, vocab_size)
+        flops = model_flops(config, vocab_size)
         pairs = {number: size.choices for size in sizes for number in size.kind.layers}
         routed = sum(chosen * flops.by_layer.get(number, flops.pair) for number, chosen in pairs.items())
-        return cls(model_size(config, words), flops, tuple(sizes), routed, padded, tuple(blocks), after)
+        return cls(model_size(config, vocab_size), flops, tuple(sizes), routed, padded, tuple(blocks), after)
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class KindSize:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Of a step of one rank. bytes: the most that it holds at a time."""
+    """The time and memory of a step of one rank. bytes: the most that it holds at a time."""
 
     seconds: float
     bytes: float
@@ -113,7 +113,7 @@ def estimate(
     schedule = BatchSchedule.from_config(config.train, layout.data)
     micro_batches = schedule.final // schedule.unit
     share, slowest = _largest_stage(sizes.blocks, sizes.after, layout.pipeline, parallel.pipeline_chunks)
-    size = _scaled(sizes.size, share)
+    size = sizes.size if share == 1 else sizes.size.times(share)
     dense, experts = size.on_rank(layout.tensor, layout.expert_ranks)
     memory = gpu.memory * ASSUMED.bytes
     each = slowest * _micro_batch(config, layout, sizes, gpu, gpus_per_node, load)
@@ -149,10 +149,6 @@ def _largest_stage(blocks: tuple[float, ...], after: float, stages: int, chunks:
     loads[-1] += after
     most = max(sum(counts[stage::stages]) for stage in range(stages))
     return most / len(blocks), max(sum(loads[stage::stages]) for stage in range(stages)) / sum(loads)
-
-
-def _scaled(size: ModelSize, share: float) -> ModelSize:
-    return size if share == 1 else size.times(share)
 
 
 @cache
@@ -225,7 +221,7 @@ def _micro_batch(
 
 
 def _bandwidth(ranks: int, stride: int, gpu: Gpu, gpus_per_node: int, *, ring: bool) -> float:
-    """Return bytes/s at which a rank sends to its group, as `links.Topology` has it."""
+    """Return bytes/s at which a rank sends to its group, as `hardware.Topology` has it."""
     here = min(ranks, max(1, gpus_per_node // stride))
     if here == ranks:
         return gpu.nvlink * ASSUMED.link

@@ -18,6 +18,7 @@ from megamoe.config.groups import experts_by_layer, kinds
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem, UserError
 from megamoe.optim.schedule import BatchSchedule
+from megamoe.parallel.layout import divisors
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, read_deepspeed_config, resolve_precision
 from megamoe.validation.pipeline import pipeline_problems
 from megamoe.validation.run import section_problems
@@ -73,7 +74,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search did.
 
     considered: layouts, of which `illegal` training would refuse, and `too_large` are far too large by the
@@ -91,7 +92,7 @@ class Found:
 
 def search(
     config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: int = SIMULATED, whole: bool = False
-) -> Found:
+) -> SearchResult:
     """Rank layouts by the simulated time of a step. The global batch is that of `config`.
 
     simulated: how many layouts, those that are the fastest by formulas. load, whole: see `make_plan`.
@@ -129,7 +130,7 @@ def search(
         except UserError as error:
             refused.append((candidate, str(error)))
     plans.sort(key=lambda found: (not found[1].fits, found[1].step_seconds, found[0].overrides))
-    return Found(
+    return SearchResult(
         len(considered), len(considered) - len(legal), len(known) - len(near), skipped, plans, refused
     )
 
@@ -142,8 +143,8 @@ def variants(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:
     there: list[str | None] = [each for each in files if Path(each).is_file()]
     own = config.parallel.deepspeed
     chosen = [own, *(each for each in there if each != own)]
-    tensors = _divisors(cluster.gpus_per_node)
-    experts = _divisors(math.gcd(*experts_by_layer(config))) if moe else [1]
+    tensors = divisors(cluster.gpus_per_node)
+    experts = divisors(math.gcd(*experts_by_layer(config))) if moe else [1]
     models = [replace(model, recompute=each) for each in recomputations(config)]  # type: ignore[arg-type]
     trains = [replace(train, micro_batch_size=micro) for micro in SLICES]
     for tensor, expert, cut in product(tensors, experts, SLICES if moe else [1]):
@@ -186,7 +187,7 @@ def _stagings(config: RunConfig, cluster: Cluster) -> Iterator[tuple[int, int, i
     yield 1, 1, 1
     if config.model.architecture != "decoder":
         return
-    for stages, chunks, context in product(_divisors(cluster.ranks), CHUNKS, CONTEXT):
+    for stages, chunks, context in product(divisors(cluster.ranks), CHUNKS, CONTEXT):
         is_staged = stages > 1 or chunks == 1
         fits = stages <= MOST_STAGES and stages * chunks <= config.model.num_layers
         if stages * context > 1 and is_staged and fits:
@@ -244,11 +245,7 @@ def _content(path: str | None) -> dict[str, Any]:
     return read_deepspeed_config(path)
 
 
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
-
-
-def table(found: Found) -> str:
+def table(found: SearchResult) -> str:
     """Return the page of `tools/plan.py --search`."""
     lines = [
         f"{found.considered:,} layouts considered: {found.illegal:,} that training would refuse, "
@@ -270,7 +267,7 @@ def table(found: Found) -> str:
     return "\n".join(lines)
 
 
-def search_record(found: Found) -> dict[str, Any]:
+def search_record(found: SearchResult) -> dict[str, Any]:
     """Return a search for JSON; each layout has its overrides, the formulas' figures and its plan."""
     return {
         "considered": found.considered,

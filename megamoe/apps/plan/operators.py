@@ -72,7 +72,9 @@ def operator_cost(
 
 
 def flops_of(function: Any, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
-    """By PyTorch's formulas, but for grouped products, which it has none for, and causal attention: half."""
+    """Count FLOPs by PyTorch's formulas; grouped products, for which it has none, by ours; causal attention:
+    half.
+    """
     name = name_of(function)
     if name == "aten::_grouped_mm":
         rows, matrix = arguments[0], arguments[1]
@@ -112,7 +114,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Of its elements, each once: what is expanded is in memory once."""
+    """Return the bytes of a tensor's elements; what is expanded is in memory once."""
     sizes = [size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride != 0]
     return math.prod(sizes) * tensor.element_size()
 
@@ -176,5 +178,5 @@ _RULES |= dict.fromkeys(["aten::_fused_adamw_", "aten::_fused_adam_"], _adamw)
 
 
 def dtype_of(arguments: tuple[Any, ...]) -> torch.dtype:
-    """In which a product is computed: of the first tensor."""
+    """Return the dtype in which a product is computed, which is that of its first tensor."""
     return next((tensor.dtype for tensor in tensors_in(arguments)), torch.float32)

@@ -4,7 +4,14 @@ from dataclasses import dataclass, replace
 
 from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, Rate
 from megamoe.apps.plan.counter import STAGES, CollectiveTotal
-from megamoe.apps.plan.figures import Figures, Models, extrapolated, is_worth_it, kinds, with_micro_batches
+from megamoe.apps.plan.figures import (
+    Figures,
+    Models,
+    block_kinds,
+    extrapolated,
+    is_worth_it,
+    with_micro_batches,
+)
 from megamoe.apps.plan.hardware import Gpu, Topology
 from megamoe.apps.plan.rank import simulate_step
 from megamoe.apps.plan.stages import Pipeline, holding, plan_stages
@@ -73,7 +80,7 @@ class Plan:
 
     @property
     def usable_bytes(self) -> float:
-        """Of the device, for tensors."""
+        """The bytes of the device that tensors may take."""
         return self.cluster.gpu.capacity * (1 - RESERVED)
 
     @property
@@ -83,7 +90,7 @@ class Plan:
 
     @property
     def step_seconds(self) -> float:
-        """Of one step, with overlap."""
+        """The time of one step, with overlap."""
         return self.figures.overlapped_seconds if self.pipeline is None else self.pipeline.step_seconds
 
     def seconds_of_case(self, case: str) -> float:
@@ -96,7 +103,7 @@ class Plan:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all ranks."""
+        """The tokens a second of all ranks together."""
         layout = self.run.plan.layout
         return self.figures.numbers["tokens"] * layout.data / self.step_seconds
 
@@ -109,12 +116,12 @@ class Plan:
 
     @property
     def run_seconds(self) -> float:
-        """Of all steps, without evaluation and checkpoints."""
+        """The time of all steps, without evaluation and checkpoints."""
         return self.step_seconds * self.run.steps
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of one checkpoint: weights in the model's precision, masters and moments."""
+        """The size of one checkpoint: weights in the model's precision, masters and moments."""
         return self.size.total * (CHECKPOINT_BYTES + MODEL_BYTES[self.run.plan.precision])
 
 
@@ -160,7 +167,7 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
 
     # Muon's owners share the matrices of all blocks: a rank's part of them does not grow block by block.
     whole = whole or config.optimizer.name == "muon"
-    blocks = len(kinds(config))
+    blocks = len(block_kinds(config))
     size = model_size(config, run.vocabulary.size)
     if run.plan.layout.pipeline > 1:
         pipeline = plan_stages(config, run.vocabulary.size, send_seconds, micro_batches, whole, simulate)

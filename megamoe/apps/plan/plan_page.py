@@ -10,7 +10,7 @@ from megamoe.apps.plan.counter import CollectiveTotal
 from megamoe.apps.plan.hardware import Topology
 from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
-from megamoe.model.size import embedding_size, model_size
+from megamoe.model.size import model_size, position_size, token_embeddings
 from megamoe.model.stage import stage_sizes
 from megamoe.parallel.zero.costs import Share, state_bytes
 
@@ -62,21 +62,20 @@ def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
 
     The states are those between two micro batches of a step, without buffers and without padding.
     """
-    layout, size, model = plan.run.plan.layout, plan.size, plan.config.model
-    learned = plan.config.data.sequence_length * model.hidden_size if model.position == "learned" else 0
-    words = embedding_size(plan.config, plan.run.vocabulary.size) - learned
+    layout, size, config = plan.run.plan.layout, plan.size, plan.config
+    embedding, number_of_them = token_embeddings(config, plan.run.vocabulary.size)
+    embeddings, positions = embedding * number_of_them, position_size(config)
     if plan.pipeline is not None:
         number = plan.pipeline.fullest.number
-        size = stage_sizes(plan.config, plan.run.vocabulary.size)[number]
-        one = words // (1 if model.tie_embeddings else 2)
-        has_both = number == layout.pipeline - 1 and model.multi_token_prediction.depth > 0
+        size = stage_sizes(config, plan.run.vocabulary.size)[number]
+        has_both = number == layout.pipeline - 1 and config.model.multi_token_prediction.depth > 0
         is_outer = number in (0, layout.pipeline - 1)
-        words = words if has_both else one if is_outer else 0
-        learned = learned if number == 0 or has_both else 0
+        embeddings = embeddings if has_both else embedding if is_outer else 0
+        positions = positions if number == 0 or has_both else 0
     parameters = {
         ROUTED: size.expert / layout.expert_ranks,
-        "routers and shared experts": float(size.beside),
-        "embeddings and output layer": words / layout.tensor + learned,
+        "routers and shared experts": float(size.moe_dense),
+        "embeddings and output layer": embeddings / layout.tensor + positions,
     }
     rest = plan.figures.numbers["parameters"] - sum(parameters.values())
     return {

@@ -43,12 +43,12 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
 from megamoe.model.stage import StageBlocks, drop_other_blocks
+from megamoe.moe.capabilities import provides
 from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.layer import device_scalar
 from megamoe.moe.part import StepContext
 from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import tokens_and_choices
-from megamoe.moe.suggestions import provides
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
@@ -67,7 +67,8 @@ UNKNOWN_SIZES = (
 
 @dataclass(frozen=True)
 class StepCosts:
-    """Of one optimiser step on one rank, after the first. Bytes of states are those between two steps.
+    """The costs of one optimiser step on one rank, after the first. Bytes of states are those between two
+    steps.
 
     parameters: their number on this rank. gradient_bytes: what the backward pass has left when it ends.
     buffer_bytes: what of that is left after the update. host: bytes of offloaded states by category.
@@ -245,17 +246,17 @@ def _start_model(
     context: dist.ProcessGroup | None,
 ) -> LanguageModel:
     """Return the model of a stage, or cut at ZeRO 3, as `megamoe.train.start_model` does."""
-    words = run.vocabulary.size
+    vocab_size = run.vocabulary.size
     if config.parallel.pipeline > 1:
-        stage = StageBlocks.of(config, number, words)
-        model = build_model(config, words, factory, partial(drop_other_blocks, stage), context)
+        stage = StageBlocks.of(config, number, vocab_size)
+        model = build_model(config, vocab_size, factory, partial(drop_other_blocks, stage), context)
         assert isinstance(model, GPT)
         model.cut(stage)
         return model
     if run.plan.stage < 3:
-        return build_model(config, words, factory, context=context)
+        return build_model(config, vocab_size, factory, context=context)
     cut = Partition(run.filled, run.plan.precision)
-    return build_model(config, words, factory, lambda prefix, module: cut(module), context)
+    return build_model(config, vocab_size, factory, lambda prefix, module: cut(module), context)
 
 
 @dataclass

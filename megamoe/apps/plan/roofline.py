@@ -41,7 +41,7 @@ class PartTime:
 
     @property
     def bound(self) -> str:
-        """What takes most of them."""
+        """The name of what takes the most seconds."""
         return max(self.seconds, key=self.seconds.__getitem__)
 
 
@@ -68,7 +68,7 @@ CollectiveSeconds = Callable[[CollectiveKey, CollectiveTotal, Gpu, Assumptions],
 def roofline(
     costs: StepCosts, gpu: Gpu, assumed: Assumptions = ASSUMED, seconds_of: CollectiveSeconds | None = None
 ) -> Roofline:
-    """Of one step: operators one after the other, each bound by its FLOPs or its bytes.
+    """Return the time of one step: operators one after the other, each bound by its FLOPs or its bytes.
 
     What pipeline stages send each other takes no time of theirs, see `Pipeline`.
 

@@ -9,20 +9,20 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from megamoe.apps.plan.clock import Timeline, simulate
 from megamoe.apps.plan.figures import (
     BACKWARD_VOCABULARY,
     FORWARD_VOCABULARY,
+    BlockKind,
     Figures,
-    Kind,
+    block_kinds,
     combined,
     fewer_blocks,
-    kinds,
     with_blocks,
 )
 from megamoe.apps.plan.memory import ACTIVATIONS
 from megamoe.config import RunConfig
 from megamoe.model.stage import block_ranges
-from megamoe.parallel.pipeline.clock import Timeline, simulate
 from megamoe.parallel.pipeline.schedule import Pass, alive, training_order
 
 # Phases that hold the activations of all micro batches that are alive.
@@ -61,11 +61,11 @@ class Stage:
         All blocks of a stage are taken as alike.
         """
         numbers, chunks = self.figures.numbers, len(self.chunks)
-        words = numbers[FORWARD_VOCABULARY if each.forward else BACKWARD_VOCABULARY]
-        rest = numbers["forward" if each.forward else "backward"] - words
+        at_the_ends = numbers[FORWARD_VOCABULARY if each.forward else BACKWARD_VOCABULARY]
+        rest = numbers["forward" if each.forward else "backward"] - at_the_ends
         here = (is_first and each.chunk == 0) or (is_last and each.chunk == chunks - 1)
         share = len(self.chunks[each.chunk]) / max(self.blocks, 1)
-        return rest * share + (words if here else 0.0)
+        return rest * share + (at_the_ends if here else 0.0)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Pipeline:
 
     @property
     def step_seconds(self) -> float:
-        """Of the step."""
+        """The time of the step."""
         return self.timeline.total + self.once
 
     @property
@@ -108,8 +108,8 @@ def plan_stages(
     """
     parallel, parts = config.parallel, block_ranges(config, vocab_size)
     stages, chunks = parallel.pipeline, parallel.pipeline_chunks
-    all_kinds = kinds(config)
-    known: dict[tuple[bool, bool, tuple[Kind, ...]], Figures] = {}
+    all_kinds = block_kinds(config)
+    known: dict[tuple[bool, bool, tuple[BlockKind, ...]], Figures] = {}
     found = []
     for number in range(stages):
         of_stage = tuple(parts[number::stages])

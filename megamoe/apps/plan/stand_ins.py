@@ -18,13 +18,13 @@ from megamoe.config.schema import MoELayerConfig, ZeroExpertsConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.batches import Batch
 from megamoe.kernels.attention.documents import Documents, SourceLengths
+from megamoe.moe.capabilities import capabilities, provides
 from megamoe.moe.context import Padding
 from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
 from megamoe.moe.dispatch.between_nodes import ByNodeDispatch
 from megamoe.moe.dispatch.dispatcher import Dispatcher
 from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import Routing
-from megamoe.moe.suggestions import capabilities, provides
 from megamoe.moe.validation import candidates_of, experts_wanted
 from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part

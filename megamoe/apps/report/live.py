@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.report.page import document, live_main
-from megamoe.apps.report.run_statistics import CONFIG_FILE, Record, read_run
+from megamoe.apps.report.run_statistics import Record, read_run
 from megamoe.errors import UserError
-from megamoe.metrics.recorder import METRICS_FILE
+from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
 
 ADDRESS = "127.0.0.1"
 REFRESH_S = 3.0
@@ -66,7 +66,7 @@ class LiveRuns:
 
 def _state(folder: Path) -> tuple[Any, ...]:
     found: list[Any] = []
-    for name in (METRICS_FILE, CONFIG_FILE, "summary.json"):
+    for name in (METRICS_FILE, CONFIG_FILE, SUMMARY_FILE):
         try:
             status = (folder / name).stat()
         except OSError:

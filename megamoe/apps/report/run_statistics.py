@@ -15,14 +15,12 @@ import yaml
 
 from megamoe.config.yaml_text import parse_yaml
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_plain, reason
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_number, readable
 from megamoe.metrics.reader import Record
-from megamoe.metrics.recorder import METRICS_FILE
 
 Rows = list[dict[str, Any]]
-CONFIG_FILE = "config.yaml"
 FURTHER_LOSS = names.keys_like(names.SET_LM_LOSS)
 LARGEST_SUMMARY, LARGEST_CONFIG = 1 << 20, 1 << 24  # bytes
 COMPARED = [
@@ -123,7 +121,7 @@ def read_run(folder: Path, record: Record | None = None) -> Run:
         raise UserError(
             f"{path}: no metrics in it, and no {CONFIG_FILE} beside it; expected the folder of a run"
         )
-    return Run(folder, rows, _read_summary(folder / "summary.json"), text, _flat_config(text))
+    return Run(folder, rows, _read_summary(folder / SUMMARY_FILE), text, _flat_config(text))
 
 
 def _config_text(path: Path) -> str:

@@ -56,14 +56,14 @@ def varlen_attention(
 
     length, batch, heads, _ = query_SBND.shape
     query_TND, key_TGD, value_TGD = (
-        side.transpose(0, 1).flatten(0, 1) for side in (query_SBND, key_SBGD, value_SBGD)
+        heads.transpose(0, 1).flatten(0, 1) for heads in (query_SBND, key_SBGD, value_SBGD)
     )
     if documents is None:
         bounds_D = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query_SBND.device)
         longest = length
     else:
         bounds_D, longest = documents.bounds_D, documents.longest
-    sides = BIDIRECTIONAL if not causal else CAUSAL if window is None else (window - 1, 0)
+    window_size = BIDIRECTIONAL if not causal else CAUSAL if window is None else (window - 1, 0)
     context_TND = varlen_attn(
         query_TND,
         key_TGD,
@@ -73,7 +73,7 @@ def varlen_attention(
         longest,
         longest,
         scale=scale,
-        window_size=sides,
+        window_size=window_size,
         enable_gqa=heads != key_SBGD.shape[2],
     )
     assert isinstance(context_TND, Tensor)
@@ -93,8 +93,8 @@ def causal_attention(
 ) -> Tensor:
     """Causal attention: return each position's weighted mean of the values up to it, [S, B, N * D].
 
-    N / G query heads share a key head. rotary: turns queries and keys by their positions; None: nothing does.
-    scale: the factor of the scores, by default 1 / sqrt(D). documents: a position sees those of its own
+    N / G query heads share a key head. rotary: rotates queries and keys by their positions; None: nothing
+    does. scale: the factor of the scores, by default 1 / sqrt(D). documents: a position sees those of its own
     document only, and rotary positions begin at 0 in each; None: each sequence is one document. variant: a
     window, sinks or soft-capped scores.
 
@@ -109,19 +109,19 @@ def causal_attention(
     if library is None:
         return plain_causal_attention(*qkv, rotary, scale, documents, variant, kernels=kernels)
     scale = query_SBND.shape[-1] ** -0.5 if scale is None else scale
-    turns: tuple[Tensor | None, Tensor | None] = (None, None)
+    tables: tuple[Tensor | None, Tensor | None] = (None, None)
     if rotary is not None and rotary.rotates_halves(query_SBND.shape[-1]):
-        turns = angles_of(query_SBND, len(query_SBND), rotary)
+        tables = angles_of(query_SBND, len(query_SBND), rotary)
     elif rotary is not None:
         query_SBND, key_SBGD = (
-            apply_rotary_with_documents(side, rotary, documents, kernels) for side in qkv[:2]
+            apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in qkv[:2]
         )
         qkv = (query_SBND, key_SBGD, value_SBGD)
     start_BS = None if documents is None else documents.start_BS
     window = len(query_SBND) if variant.window is None else variant.window
     sinks_N = None if variant.sinks_N is None else variant.sinks_N.float().contiguous()
     options = (scale, start_BS, window, variant.soft_cap or 0.0)
-    output_SBH: Tensor = _Attention.apply(*qkv, sinks_N, *turns, *options, library)
+    output_SBH: Tensor = _Attention.apply(*qkv, sinks_N, *tables, *options, library)
     return output_SBH
 
 
@@ -142,7 +142,7 @@ def plain_causal_attention(
         query_SBND, key_SBGD, value_SBGD = apply_rotary_qk(*qkv, rotary, kernels)
     elif rotary is not None:
         query_SBND, key_SBGD = (
-            apply_rotary_with_documents(side, rotary, documents, kernels) for side in qkv[:2]
+            apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in qkv[:2]
         )
     qkv = (query_SBND, key_SBGD, value_SBGD)
     takes_lengths = documents is not None or variant.window is not None
@@ -170,7 +170,7 @@ def bidirectional_attention(
     """
     if rotary is not None:
         query_SBND, key_SBGD = (
-            apply_rotary_with_documents(side, rotary, documents, kernels) for side in (query_SBND, key_SBGD)
+            apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in (query_SBND, key_SBGD)
         )
     qkv = (query_SBND, key_SBGD, value_SBGD)
     if documents is not None and not dropout_p and fits_varlen(query_SBND):
@@ -224,7 +224,7 @@ def attend(
     if all(len(runs) == 1 for runs in runs_B):  # short sequences, or one document in each
         return _attend_run(*qkv, documents, slice(None), 0, [run for (run,) in runs_B], causal, options)
     # Slices would each have a gradient as large as the whole; what `split` cuts is put together once.
-    sequences = zip(runs_B, *(_split(side, [1] * len(runs_B), 1) for side in qkv), strict=True)
+    sequences = zip(runs_B, *(_split(heads, [1] * len(runs_B), 1) for heads in qkv), strict=True)
     columns = []
     for number, (runs, *sequence) in enumerate(sequences):
         lengths = [run.length for run in runs]
@@ -237,8 +237,8 @@ def attend(
     return _joined_along(columns, 1)
 
 
-def _split(side: Tensor, lengths: list[int], dim: int) -> tuple[Tensor, ...]:
-    return side.split(lengths, dim) if len(lengths) > 1 else (side,)
+def _split(heads: Tensor, lengths: list[int], dim: int) -> tuple[Tensor, ...]:
+    return heads.split(lengths, dim) if len(lengths) > 1 else (heads,)
 
 
 def _joined_along(parts: list[Tensor], dim: int) -> Tensor:
@@ -354,7 +354,7 @@ def _library_for(query: Tensor, key: Tensor, value: Tensor, kernels: Kernels) ->
     """Return the library if it supports these tensors and there is a key head for each thread, else None."""
     library = kernels.library_on(query.device)
     qkv = (query, key, value)
-    fits = all(side.dtype == torch.float32 and side.dim() == 4 and side.stride(-1) == 1 for side in qkv)
+    fits = all(heads.dtype == torch.float32 and heads.dim() == 4 and heads.stride(-1) == 1 for heads in qkv)
     if library is None or library.sgemm is None or not fits:
         return None
     alike = query.shape[:2] == key.shape[:2] and key.shape == value.shape and query.shape[3] == key.shape[3]

@@ -109,9 +109,9 @@ def yarn_mscale(factor: float, mscale: float) -> float:
 
 @dataclass(frozen=True)
 class Rotary:
-    """How heads turn with their position: column pair i at position s by the angle s * base^(-2i / R).
+    """How heads rotate with their position: column pair i at position s by the angle s * base^(-2i / R).
 
-    share: of a head's columns, from the first, that turn: R = int(share * D); the others stay as they are.
+    share: of a head's columns, from the first, that rotate: R = int(share * D); the others stay as they are.
     interleaved: a pair is the columns 2i and 2i + 1; else i and i + R/2. An interleaved pair is written to
     the columns i and i + R/2: queries and keys are permuted alike, and their products do not change.
     scaling: of the frequencies, for longer sequences.
@@ -131,12 +131,12 @@ class Rotary:
         return columns
 
     def rotates_halves(self, size: int) -> bool:
-        """Whether all columns turn, each with the one half a head away: the kernels' form."""
+        """Whether all columns rotate, each with the one half a head away: the kernels' form."""
         return not self.interleaved and self.columns(size) == size
 
     @property
     def attention_factor(self) -> float:
-        """The factor of cosine and sine, and so of each turned query and key; 1 but for YaRN."""
+        """The factor of cosine and sine, and so of each rotated query and key; 1 but for YaRN."""
         return 1.0 if self.scaling is None else self.scaling.concentration
 
     def inverse_frequencies(self, size: int, device: torch.device | str = "cpu") -> Tensor:
@@ -148,34 +148,34 @@ class Rotary:
 
 
 def apply_rotary(heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
-    """Turn queries or keys by their positions 0 .. S-1; [S, B, heads, D] to the same shape.
+    """Rotate queries or keys by their positions 0 .. S-1; [S, B, heads, D] to the same shape.
 
     Angles and arithmetic are fp32. A kernel's result is a view of memory in the order [B, heads, S, D].
 
     Raises:
-        ValueError: if the number of columns that turn is odd.
+        ValueError: if the number of columns that rotate is odd.
     """
-    return _turn(heads_SBND, rotary, angles_of(heads_SBND, len(heads_SBND), rotary), kernels)
+    return _rotated(heads_SBND, rotary, angles_of(heads_SBND, len(heads_SBND), rotary), kernels)
 
 
 def apply_rotary_at(
     heads_SBND: Tensor, place_SB: Tensor, longest: int, rotary: Rotary, kernels: Kernels
 ) -> Tensor:
-    """Turn heads as `apply_rotary`, each by its own position. place_SB: integers below `longest`."""
+    """Rotate heads as `apply_rotary`, each by its own position. place_SB: integers below `longest`."""
     length, batch, heads, size = heads_SBND.shape
     tables = angles_of(heads_SBND, longest, rotary)
     cosine_TR, sine_TR = (table_SR[place_SB.flatten()] for table_SR in tables)
     one_sequence = heads_SBND.reshape(length * batch, 1, heads, size)
-    turned_T1ND = _turn(one_sequence, rotary, (cosine_TR, sine_TR), kernels)
-    return turned_T1ND.reshape(length, batch, heads, size)
+    rotated_T1ND = _rotated(one_sequence, rotary, (cosine_TR, sine_TR), kernels)
+    return rotated_T1ND.reshape(length, batch, heads, size)
 
 
 def apply_rotary_qk(
     query_SBND: Tensor, key_SBND: Tensor, value_SBND: Tensor, rotary: Rotary, kernels: Kernels
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn queries and keys as `apply_rotary` does; return them and the values.
+    """Rotate queries and keys as `apply_rotary` does; return them and the values.
 
-    By Triton's kernels the turned heads are contiguous, and for sides of one shape the three gradients are
+    By Triton's kernels the rotated heads are contiguous, and for three tensors of one shape the gradients are
     slices of one tensor [S, B, heads, 3 D], so that `split_heads` need not copy them together.
     """
     chosen = kernels.rows_on(query_SBND.device) if kernels.uses_triton(query_SBND.device) else None
@@ -184,10 +184,10 @@ def apply_rotary_qk(
     if library is None or query_SBND.dtype not in library.dtypes or not alike:
         return apply_rotary(query_SBND, rotary, kernels), apply_rotary(key_SBND, rotary, kernels), value_SBND
     tables = angles_of(query_SBND, len(query_SBND), rotary)
-    sides: tuple[Tensor, Tensor, Tensor] = _ApplyRotaryQK.apply(
+    qkv: tuple[Tensor, Tensor, Tensor] = _ApplyRotaryQK.apply(
         query_SBND, key_SBND, value_SBND, *tables, library
     )
-    return sides
+    return qkv
 
 
 def angles_of(heads: Tensor, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -200,7 +200,7 @@ def angles(length: int, size: int, rotary: Rotary, device: torch.device) -> tupl
     """Return cosine and sine times `rotary.attention_factor`, fp32 [S, R / 2] each.
 
     Raises:
-        ValueError: if the number of columns that turn is odd.
+        ValueError: if the number of columns that rotate is odd.
     """
     position_S = torch.arange(length, device=device, dtype=torch.float32)
     angle_SR = torch.outer(position_S, rotary.inverse_frequencies(size, device))
@@ -208,24 +208,24 @@ def angles(length: int, size: int, rotary: Rotary, device: torch.device) -> tupl
     return (cosine_SR, sine_SR) if factor == 1.0 else (cosine_SR * factor, sine_SR * factor)
 
 
-def _turn(heads_SBND: Tensor, rotary: Rotary, tables: tuple[Tensor, Tensor], kernels: Kernels) -> Tensor:
+def _rotated(heads_SBND: Tensor, rotary: Rotary, tables: tuple[Tensor, Tensor], kernels: Kernels) -> Tensor:
     size = heads_SBND.shape[-1]
     if rotary.rotates_halves(size):
         return rotate_half(heads_SBND, *tables, kernels)
     columns = rotary.columns(size)
-    turning, staying = heads_SBND[..., :columns], heads_SBND[..., columns:]
+    rotated, rest = heads_SBND[..., :columns], heads_SBND[..., columns:]
     if rotary.interleaved:
-        turning = turning.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
-    return torch.cat((rotate_half(turning, *tables, kernels), staying), dim=-1)
+        rotated = rotated.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return torch.cat((rotate_half(rotated, *tables, kernels), rest), dim=-1)
 
 
 def rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels: Kernels) -> Tensor:
-    """Turn the halves of heads by the given angles, fp32 [S, D / 2]."""
+    """Rotate the halves of heads by the given angles, fp32 [S, D / 2]."""
     library = kernels.rows_on(heads_SBND.device)
     if library is None or heads_SBND.dtype not in library.dtypes:
         return plain_rotate_half(heads_SBND, cosine_SD, sine_SD)
-    turned_SBND: Tensor = _ApplyRotary.apply(heads_SBND, cosine_SD, sine_SD, library)
-    return turned_SBND
+    rotated_SBND: Tensor = _ApplyRotary.apply(heads_SBND, cosine_SD, sine_SD, library)
+    return rotated_SBND
 
 
 def plain_rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tensor:
@@ -233,8 +233,8 @@ def plain_rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) ->
     wide = torch.promote_types(heads_SBND.dtype, torch.float32)
     first, second = heads_SBND.to(wide).chunk(2, dim=-1)
     cosine, sine = cosine_SD[:, None, None], sine_SD[:, None, None]
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    return turned.to(heads_SBND.dtype)
+    rotated = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
+    return rotated.to(heads_SBND.dtype)
 
 
 class _ApplyRotaryQK(Function):
@@ -249,9 +249,9 @@ class _ApplyRotaryQK(Function):
         library: "TritonKernels",
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.angles, ctx.library = (cosine_SD, sine_SD), library
-        turned = query.new_empty(query.shape), key.new_empty(key.shape)
-        _rotate_two((query, key), turned, ctx.angles, 1.0, library)
-        return *turned, value.view_as(value)
+        rotated = query.new_empty(query.shape), key.new_empty(key.shape)
+        _rotate_two((query, key), rotated, ctx.angles, 1.0, library)
+        return *rotated, value.view_as(value)
 
     @staticmethod
     @once_differentiable
@@ -279,8 +279,8 @@ class _ApplyRotary(Function):
     ) -> Tensor:
         ctx.angles, ctx.library = (cosine_SD, sine_SD), library
         length, batch, heads, size = heads_SBND.shape
-        turned_BNSD = heads_SBND.new_empty(batch, heads, length, size)
-        return _rotate(heads_SBND, turned_BNSD.permute(2, 0, 1, 3), ctx.angles, 1.0, library)
+        rotated_BNSD = heads_SBND.new_empty(batch, heads, length, size)
+        return _rotate(heads_SBND, rotated_BNSD.permute(2, 0, 1, 3), ctx.angles, 1.0, library)
 
     @staticmethod
     @once_differentiable
@@ -290,29 +290,29 @@ class _ApplyRotary(Function):
 
 
 def _rotate_two(
-    sides: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
     outputs: tuple[Tensor, Tensor],
     angles: tuple[Tensor, Tensor],
-    turn: float,
+    sign: float,
     library: "TritonKernels",
 ) -> None:
-    """Turn queries and keys; in one launch if they are of one shape."""
-    query, key = (side if side.stride(-1) == 1 else side.contiguous() for side in sides)
+    """Rotate queries and keys; in one launch if they are of one shape."""
+    query, key = (each if each.stride(-1) == 1 else each.contiguous() for each in inputs)
     if query.shape == key.shape:
-        library.rotate_both(query, key, *outputs, *angles, turn)
+        library.rotate_both(query, key, *outputs, *angles, sign)
     else:
-        _rotate(query, outputs[0], angles, turn, library)
-        _rotate(key, outputs[1], angles, turn, library)
+        _rotate(query, outputs[0], angles, sign, library)
+        _rotate(key, outputs[1], angles, sign, library)
 
 
 def _rotate(
-    heads_SBND: Tensor, output_SBND: Tensor, angles: tuple[Tensor, Tensor], turn: float, library: RowKernels
+    heads_SBND: Tensor, output_SBND: Tensor, angles: tuple[Tensor, Tensor], sign: float, library: RowKernels
 ) -> Tensor:
     if heads_SBND.stride(-1) != 1:
         heads_SBND = heads_SBND.contiguous()
     length, batch, heads, size = heads_SBND.shape
     sizes = (length, batch, heads, size // 2)
     (from_s, from_b, from_n, _), (to_s, to_b, to_n, _) = heads_SBND.stride(), output_SBND.stride()
-    sides = (heads_SBND, from_s, from_b, from_n, output_SBND, to_s, to_b, to_n)
-    library.rotate(*sides, *sizes, *angles, turn)
+    operands = (heads_SBND, from_s, from_b, from_n, output_SBND, to_s, to_b, to_n)
+    library.rotate(*operands, *sizes, *angles, sign)
     return output_SBND

@@ -57,9 +57,9 @@ def varied_attention(
 ) -> Tensor:
     """Compute `causal_attention` of a variant, without rotary positions; return [S, B, N * E]."""
     scale = query_SBND.shape[-1] ** -0.5 if scale is None else scale
-    sides = (query_SBND, key_SBGD, value_SBGE)
+    qkv = (query_SBND, key_SBGD, value_SBGE)
     output: Tensor = _VariedAttention.apply(
-        *sides, variant.sinks_N, scale, documents, variant.window, variant.soft_cap
+        *qkv, variant.sinks_N, scale, documents, variant.window, variant.soft_cap
     )
     return output
 
@@ -143,7 +143,7 @@ class _VariedAttention(Function):
         mean_BGPS = (output_BGPSE * gradient_BGPSE).sum(-1, dtype=log_sum_BGPS.dtype)
         to_queries = []
         to_key, to_value = (
-            torch.zeros_like(side, dtype=log_sum_BGPS.dtype) for side in (key_BGSD, value_BGSE)
+            torch.zeros_like(each, dtype=log_sum_BGPS.dtype) for each in (key_BGSD, value_BGSE)
         )
         for chunk in _chunks(query.shape[1], query.shape[0], documents, window):
             scores, slope = chunk.scores(query_BGPSD, key_BGSD, scale, soft_cap)
@@ -161,8 +161,8 @@ class _VariedAttention(Function):
         if sinks_N is not None:
             share_BGPS = (sinks_N.view(*log_sum_BGPS.shape[1:3], 1) - log_sum_BGPS).exp()
             to_sinks_N = -(share_BGPS * mean_BGPS).sum((0, 3)).flatten().to(sinks_N.dtype)
-        to_sides = (side.permute(2, 0, 1, 3).to(query.dtype) for side in (to_key, to_value))
-        return to_query, *to_sides, to_sinks_N, None, None, None, None
+        to_key_value = (each.permute(2, 0, 1, 3).to(query.dtype) for each in (to_key, to_value))
+        return to_query, *to_key_value, to_sinks_N, None, None, None, None
 
 
 class _Chunk(NamedTuple):

@@ -166,12 +166,12 @@ class _Experts(Function):
     ) -> Tensor:
         hidden, output = rows.new_empty(len(rows), up.shape[1]), torch.empty_like(rows)
         active = rows.new_empty(len(rows) if library.keeps_activated(rows.dtype) else 0, down.shape[2])
-        sides = (rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
+        operands = (rows, up.contiguous(), down.contiguous(), ends, *_sizes(down))
         if weight_N is None:
-            library.experts(*sides, hidden, active, output)
+            library.experts(*operands, hidden, active, output)
         else:
             assert not isinstance(library, Library)
-            library.experts(*sides, hidden, active, output, weight_N)
+            library.experts(*operands, hidden, active, output, weight_N)
         ctx.save_for_backward(rows, up, down, ends, hidden, weight_N)
         ctx.library, ctx.kernels, ctx.was_written = library, kernels, False
         return output
@@ -187,9 +187,9 @@ class _Experts(Function):
         ctx.was_written = True
         active = rows.new_empty(len(rows), down.shape[2])
         wanted = zip((rows, up, down), ctx.needs_input_grad, strict=False)
-        gradients = [torch.empty_like(side) if needed else None for side, needed in wanted]
-        sides = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
-        arguments = (*sides, ends, *_sizes(down), hidden.data, active)
+        gradients = [torch.empty_like(each) if needed else None for each, needed in wanted]
+        operands = (gradient.contiguous(), rows, up.contiguous(), down.contiguous())
+        arguments = (*operands, ends, *_sizes(down), hidden.data, active)
         to_weight_N = None
         if weight_N is None:
             library.experts_backward(*arguments, *gradients)

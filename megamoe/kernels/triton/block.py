@@ -92,7 +92,7 @@ def summed_rms_norm_backward(
 
 
 def _differentiate(
-    sides: tuple[Tensor | None, ...], count: int, width: int, to_rows: Tensor, to_weight_H: Tensor
+    operands: tuple[Tensor | None, ...], count: int, width: int, to_rows: Tensor, to_weight_H: Tensor
 ) -> None:
     if not count:
         to_weight_H.zero_()
@@ -100,7 +100,7 @@ def _differentiate(
     options = _options(width)
     programs = min(programs_of(to_rows.device, PROGRAMS), cdiv(count, options["ROWS"]))
     part_PH = to_rows.new_empty(programs, width, dtype=torch.float32)
-    run_kernel(_rms_norm_backward, (programs,), *sides, count, width, to_rows, part_PH, **options)
+    run_kernel(_rms_norm_backward, (programs,), *operands, count, width, to_rows, part_PH, **options)
     sum_parts(part_PH, to_weight_H)
 
 
@@ -183,15 +183,15 @@ def rotate(
     half: int,
     cosine_SD: Tensor,
     sine_SD: Tensor,
-    turn: float,
+    sign: float,
 ) -> None:
-    """Rotate the halves of each head by their position's angles times `turn`, 1 or -1.
+    """Rotate the halves of each head by their position's angles times `sign`, 1 or -1.
 
     from_s, from_b, from_n: strides of `heads` over positions, sequences and heads; to_...: those of `out`.
     half: columns of half a head.
     """
-    sides = (heads, out, (from_s, from_b, from_n), (to_s, to_b, to_n))
-    _rotate_sides(sides, sides, 1, (length, batch, count, half), (cosine_SD, sine_SD), turn)
+    first = (heads, out, (from_s, from_b, from_n), (to_s, to_b, to_n))
+    _launch_rotation(first, first, 1, (length, batch, count, half), (cosine_SD, sine_SD), sign)
 
 
 @kernel_operator("rotate_both", mutates={"out", "second_out"}, bytes_moved=each_once)
@@ -202,25 +202,25 @@ def rotate_both(
     second_out: Tensor,
     cosine_SD: Tensor,
     sine_SD: Tensor,
-    turn: float,
+    sign: float,
 ) -> None:
     """Do `rotate` for queries and keys of one shape [S, B, heads, D] in one launch; columns lie together."""
     length, batch, count, size = heads.shape
-    sides = (heads, out, heads.stride(), out.stride())
+    first = (heads, out, heads.stride(), out.stride())
     other = (second, second_out, second.stride(), second_out.stride())
-    _rotate_sides(sides, other, 2, (length, batch, count, size // 2), (cosine_SD, sine_SD), turn)
+    _launch_rotation(first, other, 2, (length, batch, count, size // 2), (cosine_SD, sine_SD), sign)
 
 
-def _rotate_sides(
-    sides: tuple[Any, ...],
+def _launch_rotation(
+    first: tuple[Any, ...],
     other: tuple[Any, ...],
     number: int,
     sizes: tuple[int, int, int, int],
     angles: tuple[Tensor, Tensor],
-    turn: float,
+    sign: float,
 ) -> None:
-    """sides, other: heads, result and their strides; number: how many of the two there are."""
-    heads, out, strides, out_strides = sides
+    """first, other: heads, result and their strides; number: how many of the two there are."""
+    heads, out, strides, out_strides = first
     second, second_out, second_strides, second_out_strides = other
     if not out.numel():
         return
@@ -229,7 +229,7 @@ def _rotate_sides(
     tall = min(next_power_of_2(count), max(1, ROTARY_NUMBERS // block))
     grid = (length * batch, cdiv(count, tall), number)
     places = (*strides[:3], *out_strides[:3], *second_strides[:3], *second_out_strides[:3])
-    arguments = (heads, out, second, second_out, *angles, *places, batch, count, half, turn)
+    arguments = (heads, out, second, second_out, *angles, *places, batch, count, half, sign)
     run_kernel(_rotate, grid, *arguments, HEADS=tall, BLOCK=block)
 
 
@@ -256,34 +256,34 @@ def _rotate(  # type: ignore[no-untyped-def]
     batch,
     count,
     half,
-    turn,
+    sign,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Each program handles one position of one sequence, HEADS heads of one of two sides."""
+    """Each program handles one position of one sequence, HEADS heads of one of two tensors."""
     s = (tl.program_id(0) // batch).to(tl.int64)
     b = (tl.program_id(0) % batch).to(tl.int64)
     n = (tl.program_id(1) * HEADS + tl.arange(0, HEADS)).to(tl.int64)
     if tl.program_id(2) == 0:
         begin = heads + s * from_s + b * from_b
         end = out + s * to_s + b * to_b
-        _turn_heads(begin, end, from_n, to_n, cosine, sine, s, n, count, half, turn, BLOCK)
+        _rotate_heads(begin, end, from_n, to_n, cosine, sine, s, n, count, half, sign, BLOCK)
     else:
         begin = second + s * second_from_s + b * second_from_b
         end = second_out + s * second_to_s + b * second_to_b
-        _turn_heads(begin, end, second_from_n, second_to_n, cosine, sine, s, n, count, half, turn, BLOCK)
+        _rotate_heads(begin, end, second_from_n, second_to_n, cosine, sine, s, n, count, half, sign, BLOCK)
 
 
 @triton.jit
-def _turn_heads(  # type: ignore[no-untyped-def]
-    heads, out, from_n, to_n, cosine, sine, s, n, count, half, turn, BLOCK: tl.constexpr
+def _rotate_heads(  # type: ignore[no-untyped-def]
+    heads, out, from_n, to_n, cosine, sine, s, n, count, half, sign, BLOCK: tl.constexpr
 ):
-    """Turn the heads n of position s, whose first ones begin at `heads`."""
+    """Rotate the heads n of position s, whose first ones begin at `heads`."""
     column = tl.arange(0, BLOCK)
     inside = (n < count)[:, None] & (column < half)[None, :]
     angle = s * half + column
     cos = tl.load(cosine + angle, mask=column < half, other=0)[None, :]
-    sin = tl.load(sine + angle, mask=column < half, other=0)[None, :] * turn
+    sin = tl.load(sine + angle, mask=column < half, other=0)[None, :] * sign
     place = heads + n[:, None] * from_n + column[None, :]
     first = tl.load(place, mask=inside, other=0).to(tl.float32)
     second = tl.load(place + half, mask=inside, other=0).to(tl.float32)

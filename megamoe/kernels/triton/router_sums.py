@@ -2,7 +2,7 @@
 
 Each is one operator of two or three launches in the place of about ten, which would each be shorter than the
 time to launch them. Programs write partial sums, which are added in one order. Plain forms:
-`kernels/router_sums.py`. Sizes: T tokens, E experts, N (token, expert) pairs.
+`kernels/router.py`. Sizes: T tokens, E experts, N (token, expert) pairs.
 """
 
 import torch

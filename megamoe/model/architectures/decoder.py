@@ -68,7 +68,7 @@ class GPT(LanguageModel):
         the model's first), and returns its own, [S, B, H], unless it is the model's last part.
 
         documents: attention is causal within each of them; None: within each sequence. Label smoothing gives
-        a share of the target to all the other words evenly, as Megatron-Core does.
+        a share of the target to all the other tokens evenly, as Megatron-Core does.
         """
         self.model.label_smoothing = label_smoothing
         if self.stage is not None:

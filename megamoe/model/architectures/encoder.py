@@ -52,8 +52,8 @@ class Encoder(LanguageModel):
         hidden_SBH = self.hidden(tokens_BS, position_ids_BS, documents)
         if isinstance(self.head, LabelHead):
             return self.head.losses(hidden_SBH, labels_BS, documents, label_smoothing)
-        words = self.embedding.word_embeddings.weight
-        return self.head.losses(hidden_SBH, words, labels_BS, label_smoothing, predicted_P)
+        embedding_weight = self.embedding.word_embeddings.weight
+        return self.head.losses(hidden_SBH, embedding_weight, labels_BS, label_smoothing, predicted_P)
 
     def whole_logits(
         self, tokens_BS: Tensor, position_ids_BS: Tensor, documents: Documents | None = None

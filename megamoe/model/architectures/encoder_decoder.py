@@ -91,8 +91,8 @@ class EncoderDecoder(LanguageModel):
         """
         sources = (source_BL, source_position_ids_BL, documents, source_documents, source_lengths)
         hidden_SBH = self.hidden(tokens_BS, position_ids_BS, *sources)
-        words = self.embedding.word_embeddings.weight
-        return self.head.losses(hidden_SBH, words, labels_BS, label_smoothing, predicted_P)
+        embedding_weight = self.embedding.word_embeddings.weight
+        return self.head.losses(hidden_SBH, embedding_weight, labels_BS, label_smoothing, predicted_P)
 
     def whole_logits(
         self,

@@ -17,7 +17,7 @@ class LanguageModel(nn.Module, ABC):
 
     `stacks` are its stacks of blocks, in the order of their blocks' numbers. forward takes the keyword
     arguments of `megamoe.train.step.model_inputs`, and label_smoothing: a share of the target that all the
-    other words get evenly.
+    other tokens get evenly.
     """
 
     @abstractmethod

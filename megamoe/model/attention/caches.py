@@ -29,15 +29,15 @@ class KeyValueCache:
         self.start_B = start_B
         self.capacity = capacity
         self.length = 0
-        self._sides: dict[nn.Module, tuple[Tensor, Tensor]] = {}
+        self._key_values: dict[nn.Module, tuple[Tensor, Tensor]] = {}
 
     def positions_BS(self, size: int) -> Tensor:
         """Return the positions of the next `size` slots in their sequences, int64; 0 for padding."""
         slot_S = torch.arange(self.length, self.length + size, device=self.start_B.device)
         return (slot_S - self.start_B[:, None]).clamp_min(0)
 
-    def turned(self, heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
-        """Turn the heads of the next S slots by their positions in their sequences, [S, B, heads, D]."""
+    def rotated(self, heads_SBND: Tensor, rotary: Rotary, kernels: Kernels) -> Tensor:
+        """Rotate the heads of the next S slots by their positions in their sequences, [S, B, heads, D]."""
         place_SB = self.positions_BS(len(heads_SBND)).T
         return apply_rotary_at(heads_SBND, place_SB, self.capacity, rotary, kernels)
 
@@ -51,13 +51,13 @@ class KeyValueCache:
             return
         row_R = torch.tensor(rows, device=self.start_B.device)
         self.start_B = self.start_B[row_R]
-        for owner, sides in self._sides.items():
-            key, value = (self._rows_of(side, row_R) for side in sides)
-            self._sides[owner] = key, value
+        for owner, both in self._key_values.items():
+            key, value = (self._rows_of(each, row_R) for each in both)
+            self._key_values[owner] = key, value
 
-    def _rows_of(self, side: Tensor, row_R: Tensor) -> Tensor:
-        chosen = side.new_zeros(self.capacity, len(row_R), *side.shape[2:])
-        chosen[: self.length] = side[: self.length].index_select(1, row_R)
+    def _rows_of(self, heads: Tensor, row_R: Tensor) -> Tensor:
+        chosen = heads.new_zeros(self.capacity, len(row_R), *heads.shape[2:])
+        chosen[: self.length] = heads[: self.length].index_select(1, row_R)
         return chosen
 
     def attend(
@@ -83,11 +83,11 @@ class KeyValueCache:
         if end > self.capacity:
             raise ValueError(f"a key/value cache of {self.capacity} slots was given slot {end}")
         if rotary is not None:
-            query_SBND = self.turned(query_SBND, rotary, kernels)
-            key_SBGD = self.turned(key_SBGD, rotary, kernels)
+            query_SBND = self.rotated(query_SBND, rotary, kernels)
+            key_SBGD = self.rotated(key_SBGD, rotary, kernels)
         keys, values = self._kept(owner, key_SBGD, value_SBGD)
         keys[self.length : end], values[self.length : end] = key_SBGD, value_SBGD
-        query, key, value = (side.permute(1, 2, 0, 3) for side in (query_SBND, keys[:end], values[:end]))
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query_SBND, keys[:end], values[:end]))
         visible = self._visible(size, variant.window)
         if not variant.only_window:
             output_BNSD = masked_attention(query, key, value, visible, scale, variant)
@@ -99,10 +99,10 @@ class KeyValueCache:
         return output_BNSD.permute(2, 0, 1, 3).reshape(size, batch, -1)
 
     def _kept(self, owner: nn.Module, key_SBGD: Tensor, value_SBGD: Tensor) -> tuple[Tensor, Tensor]:
-        if owner not in self._sides:
-            key, value = (side.new_zeros(self.capacity, *side.shape[1:]) for side in (key_SBGD, value_SBGD))
-            self._sides[owner] = key, value
-        return self._sides[owner]
+        if owner not in self._key_values:
+            key, value = (each.new_zeros(self.capacity, *each.shape[1:]) for each in (key_SBGD, value_SBGD))
+            self._key_values[owner] = key, value
+        return self._key_values[owner]
 
     def _visible(self, size: int, window: int | None) -> Tensor:
         """Return which slots each of the next `size` slots sees, bool [B, 1, size, slots]."""
@@ -114,7 +114,7 @@ class KeyValueCache:
         return (seen | (slot_L == own_S1))[:, None]  # padding sees itself: a row of nothing would be NaN
 
 
-Sides = tuple[Tensor, Tensor]
+KeyValue = tuple[Tensor, Tensor]
 
 
 class SourceCache:
@@ -131,7 +131,7 @@ class SourceCache:
         self.context_LBH = context_LBH
         self.lengths = lengths
         self._source_R = list(range(context_LBH.shape[1]))
-        self._sides: dict[nn.Module, Sides] = {}
+        self._key_values: dict[nn.Module, KeyValue] = {}
 
     @property
     def num_sources(self) -> int:
@@ -158,14 +158,14 @@ class SourceCache:
         self.context_LBH = self.context_LBH.index_select(1, index_B)
         if self.lengths is not None:
             self.lengths = SourceLengths(self.lengths.visible_B11L.index_select(0, index_B))
-        for owner, (key, value) in self._sides.items():
-            self._sides[owner] = key.index_select(1, index_B), value.index_select(1, index_B)
+        for owner, (key, value) in self._key_values.items():
+            self._key_values[owner] = key.index_select(1, index_B), value.index_select(1, index_B)
 
-    def sides(self, owner: nn.Module, compute: Callable[[Tensor], Sides]) -> Sides:
+    def key_value(self, owner: nn.Module, compute: Callable[[Tensor], KeyValue]) -> KeyValue:
         """Return the keys and values of an attention, [L, B, heads, D] each; computed at its first call."""
-        if owner not in self._sides:
-            self._sides[owner] = compute(self.context_LBH)
-        return self._sides[owner]
+        if owner not in self._key_values:
+            self._key_values[owner] = compute(self.context_LBH)
+        return self._key_values[owner]
 
 
 class CachingCrossAttention(CrossAttention):
@@ -195,14 +195,15 @@ class CachingCrossAttention(CrossAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [S, B, heads, D], keys and values [L, B, heads, D], as Megatron-Core does."""
         if not isinstance(key_value_states, SourceCache):
-            sides: tuple[Tensor, Tensor, Tensor] = super().get_query_key_value_tensors(
+            qkv: tuple[Tensor, Tensor, Tensor] = super().get_query_key_value_tensors(
                 hidden_states, key_value_states, *arguments, **options
             )
-            return sides
+            return qkv
         given = super().get_query_key_value_tensors
-        # Megatron-Core computes both sides together; where the keys are known, `linear_q` alone is needed.
+        # Megatron-Core computes queries, keys and values together; where the keys are known, `linear_q`
+        # alone is needed.
         query, _ = self.linear_q(hidden_states)
         size = self.hidden_size_per_attention_head
         query = query.view(*query.shape[:-1], self.num_attention_heads_per_partition, size)
-        key, value = key_value_states.sides(self, lambda context: given(hidden_states, context)[1:])
+        key, value = key_value_states.key_value(self, lambda context: given(hidden_states, context)[1:])
         return query, key, value

@@ -51,36 +51,36 @@ class ContextShard:
         found: Tensor = _Exchange.apply(sides_SBND, self, False)
         return found
 
-    def groups_to_heads(self, side_SBGD: Tensor, num_heads: int) -> Tensor:
+    def groups_to_heads(self, heads_SBGD: Tensor, num_heads: int) -> Tensor:
         """Exchange keys or values of G groups of queries, which are repeated where a rank would have none.
 
         num_heads: of the queries before the exchange.
         """
-        groups = side_SBGD.shape[2]
+        groups = heads_SBGD.shape[2]
         if groups % self.size:
             heads = self.size if self.size % groups == 0 else num_heads
-            side_SBGD = side_SBGD.repeat_interleave(heads // groups, dim=2)
-        return self.to_heads(side_SBGD)
+            heads_SBGD = heads_SBGD.repeat_interleave(heads // groups, dim=2)
+        return self.to_heads(heads_SBGD)
 
-    def gather(self, side_SB1D: Tensor) -> Tensor:
+    def gather(self, heads_SB1D: Tensor) -> Tensor:
         """Return all positions of what all heads share, [S / size, B, 1, D] -> [S, B, 1, D].
 
         In backward the gradients of all ranks' heads are summed.
         """
-        return self.to_heads(side_SB1D.expand(-1, -1, self.size, -1))
+        return self.to_heads(heads_SB1D.expand(-1, -1, self.size, -1))
 
 
 class _Exchange(Function):
     @staticmethod
-    def forward(ctx: Any, sides: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
+    def forward(ctx: Any, heads_SBND: Tensor, shard: ContextShard, to_heads: bool) -> Tensor:
         ctx.shard, ctx.to_heads = shard, to_heads
         size = shard.size
-        positions, batch, heads, width = sides.shape
+        positions, batch, heads, width = heads_SBND.shape
         if to_heads:
-            sent = sides.reshape(positions, batch, size, heads // size, width)
+            sent = heads_SBND.reshape(positions, batch, size, heads // size, width)
             sent = sent.permute(2, 0, 1, 3, 4).contiguous()
         else:
-            sent = sides.contiguous().view(size, positions // size, batch, heads, width)
+            sent = heads_SBND.contiguous().view(size, positions // size, batch, heads, width)
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=shard.group)
         if to_heads:

@@ -39,7 +39,7 @@ class BlockConfig(TransformerConfig):
     own norm and attention. attention_output_bias: whether attention's output projection has a bias, for which
     Megatron-Core has no key of its own. windows, sinks, soft_cap: what `SDPAttention` computes in
     self-attention, see `Variant`; windows by block, empty for none. context: of context parallelism.
-    computed_again: what the backward pass computes again, see `model.recompute`.
+    recomputed: what the backward pass computes again, see `model.recompute`.
     """
 
     own_rotary: Rotary | None = None
@@ -50,7 +50,7 @@ class BlockConfig(TransformerConfig):
     sinks: bool = False
     soft_cap: float | None = None
     context: ContextShard | None = None
-    computed_again: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -102,7 +102,7 @@ class SDPAttention(nn.Module):
             set_tensor_model_parallel_attributes(self.softmax_offset, ranks > 1, 0, 1)
         self.context: ContextShard | None = getattr(config, "context", None)
         self.exchanges = self.context is not None  # not where the caller does, as latent attention
-        self.computed_again = "core_attention" in getattr(config, "computed_again", ())
+        self.recomputes = "core_attention" in getattr(config, "recomputed", ())
         self.measures_logits = False
         self.largest_logit_N: Tensor | None = None
 
@@ -127,7 +127,7 @@ class SDPAttention(nn.Module):
         if self.context is not None and self.exchanges:
             num_heads = query.shape[2]
             query = self.context.to_heads(query)
-            key, value = (self.context.groups_to_heads(side, num_heads) for side in (key, value))
+            key, value = (self.context.groups_to_heads(heads, num_heads) for heads in (key, value))
             attended = self._attended(query, key, value, documents)
             return self.context.to_positions(attended.unflatten(-1, (query.shape[2], -1))).flatten(-2)
         return self._attended(query, key, value, documents)
@@ -135,7 +135,7 @@ class SDPAttention(nn.Module):
     def _attended(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | SourceLengths | None
     ) -> Tensor:
-        if self.computed_again:
+        if self.recomputes:
             attended: Tensor = recomputed(self._compute, [], query, key, value, documents)
             return attended
         return self._compute(query, key, value, documents)
@@ -154,17 +154,17 @@ class SDPAttention(nn.Module):
     def _within(
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | None, dropout: float
     ) -> Tensor:
-        sides, rotary, kernels = (query, key, value), self.rotary, self.kernels
+        qkv, rotary, kernels = (query, key, value), self.rotary, self.kernels
         if not self.is_causal:
-            return bidirectional_attention(*sides, rotary, self.scale, documents, dropout, kernels=kernels)
+            return bidirectional_attention(*qkv, rotary, self.scale, documents, dropout, kernels=kernels)
         if self.measures_logits and self.training:
             self._measure_logits(query, key, documents)
         if not dropout:
             variant = self._variant()
-            return causal_attention(*sides, rotary, self.scale, documents, variant, kernels=kernels)
+            return causal_attention(*qkv, rotary, self.scale, documents, variant, kernels=kernels)
         if rotary is not None:
             query, key = (
-                apply_rotary_with_documents(side, rotary, documents, kernels) for side in (query, key)
+                apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in (query, key)
             )
         return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
 
@@ -173,8 +173,8 @@ class SDPAttention(nn.Module):
         """Note the heads' largest logits. A recomputed pass finds the same ones, and so changes nothing."""
         if self.rotary is not None:
             query, key = (
-                apply_rotary_with_documents(side, self.rotary, documents, self.kernels)
-                for side in (query, key)
+                apply_rotary_with_documents(heads, self.rotary, documents, self.kernels)
+                for heads in (query, key)
             )
         found_N = largest_scores(query, key, self.scale, documents, self.window)
         before_N = self.largest_logit_N

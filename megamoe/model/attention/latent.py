@@ -1,9 +1,9 @@
 """Multi-head latent attention (DeepSeek-AI 2024, DeepSeek-V2, section 2.1), of Megatron-Core's modules.
 
 Keys and values are linear in a compressed state, which has a norm; so are queries where they are compressed.
-The last columns of queries and keys turn with the position, and all key heads share them.
+The last columns of queries and keys rotate with the position, and all key heads share them.
 
-Sizes: S positions, B sequences, N heads of this rank, D columns of queries and keys, R of them turning, V
+Sizes: S positions, B sequences, N heads of this rank, D columns of queries and keys, R of them rotary, V
 columns of values, C columns of a compressed state.
 """
 
@@ -34,9 +34,9 @@ from megamoe.model.attention.core import BlockConfig, SDPAttention
 from megamoe.model.attention.rotary import rotary_of
 from megamoe.model.linears import ColumnLinear
 from megamoe.model.modules import Modules
-from megamoe.moe.recompute import drop_output, recomputed
+from megamoe.moe.recompute import discard_output, recomputed
 
-Sides = tuple[Tensor, Tensor, Tensor]
+QKV = tuple[Tensor, Tensor, Tensor]
 PLAIN_ROTARY = Rotary(10000.0)
 
 
@@ -44,7 +44,7 @@ PLAIN_ROTARY = Rotary(10000.0)
 class LatentBlockConfig(MLATransformerConfig, BlockConfig):
     """Megatron-Core's configuration of blocks with latent attention.
 
-    latent_rotary: turns the last columns of queries and keys. latent_norm_eps: of the norms of compressed
+    latent_rotary: rotates the last columns of queries and keys. latent_norm_eps: of the norms of compressed
     states.
     """
 
@@ -106,7 +106,7 @@ def _norm_of_compressed(norm: Callable[..., nn.Module]) -> type:
 class LatentAttention(NormsAsSpecified, MLASelfAttention):
     """Megatron-Core's latent attention with a pass of its own.
 
-    Megatron-Core's pass turns by the positions in the sequence, not in the documents, and does not sum the
+    Megatron-Core's pass rotates by the positions in the sequence, not in the documents, and does not sum the
     gradients of the shared columns over tensor-parallel ranks without Transformer Engine.
     """
 
@@ -117,7 +117,7 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         super().__init__(*args, **kwargs)
         del self.rotary_pos_emb  # it has no parameters, and may be on another device
         if self.config.context is not None:
-            self.core_attention.exchanges = False  # `sides` does, before it turns heads
+            self.core_attention.exchanges = False  # `qkv` does, before it rotates heads
 
     def forward(
         self, hidden_states: Tensor, attention_mask: Any = None, **unused: Any
@@ -128,7 +128,7 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         values, not the compressed state.
         """
         states = self._states(hidden_states)
-        if {"latent_up", "core_attention"} <= self.config.computed_again and torch.is_grad_enabled():
+        if {"latent_up", "core_attention"} <= self.config.recomputed and torch.is_grad_enabled():
             attended = recomputed(self._up_and_attended, [], *states, attention_mask)
         else:
             attended = self._up_and_attended(*states, attention_mask)
@@ -138,17 +138,17 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
     def _up_and_attended(
         self, query_state: Tensor, state: Tensor, shared: Tensor, documents: Documents | KeyValueCache | None
     ) -> Tensor:
-        sides = self._sides(query_state, state, shared, documents)
-        return self._attended(*sides, documents)
+        qkv = self._qkv(query_state, state, shared, documents)
+        return self._attended(*qkv, documents)
 
-    def sides(self, hidden: Tensor, documents: Documents | KeyValueCache | None) -> Sides:
-        """Return queries and keys [S, B, N, D], turned, and values [S, B, N, V].
+    def qkv(self, hidden: Tensor, documents: Documents | KeyValueCache | None) -> QKV:
+        """Return queries and keys [S, B, N, D], rotated, and values [S, B, N, V].
 
         Under context parallelism these are all positions of this rank's heads.
         """
-        return self._sides(*self._states(hidden), documents)
+        return self._qkv(*self._states(hidden), documents)
 
-    def _states(self, hidden: Tensor) -> Sides:
+    def _states(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the compressed states of queries, and of keys and values, and the shared columns [S, B, R].
 
         Queries that are not compressed have the hidden states.
@@ -162,20 +162,20 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         query_state = self._own_positions(self._whole(self.linear_q_down_proj, hidden))
         return self.q_layernorm(query_state), state, shared
 
-    def _sides(
+    def _qkv(
         self, query_state: Tensor, state: Tensor, shared: Tensor, documents: Documents | KeyValueCache | None
-    ) -> Sides:
-        def up(query_state: Tensor, state: Tensor, shared: Tensor) -> Sides:
+    ) -> QKV:
+        def up(query_state: Tensor, state: Tensor, shared: Tensor) -> QKV:
             return self._up(query_state, state, shared, documents)
 
-        if "latent_up" not in self.config.computed_again:
+        if "latent_up" not in self.config.recomputed:
             return up(query_state, state, shared)
-        sides: Sides = drop_output(up, query_state, state, shared)
-        return sides
+        qkv: QKV = discard_output(up, query_state, state, shared)
+        return qkv
 
     def _up(
         self, query_state: Tensor, state: Tensor, shared: Tensor, documents: Documents | KeyValueCache | None
-    ) -> Sides:
+    ) -> QKV:
         config, heads = self.config, self.num_attention_heads_per_partition
         context = config.context
         nope, rope = config.qk_head_dim, config.qk_pos_emb_head_dim
@@ -190,9 +190,9 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         shared_SB1R = copy_to_tensor_model_parallel_region(shared)[:, :, None]
         if context is not None:
             shared_SB1R = context.gather(shared_SB1R)
-        shared_SBNR = self._turned(shared_SB1R, documents).expand(-1, -1, heads, -1)
-        own, turning = query.split([nope, rope], dim=-1)
-        query = torch.cat((own, self._turned(turning, documents)), dim=-1)
+        shared_SBNR = self._rotated(shared_SB1R, documents).expand(-1, -1, heads, -1)
+        own, rotary_columns = query.split([nope, rope], dim=-1)
+        query = torch.cat((own, self._rotated(rotary_columns, documents)), dim=-1)
         return query, torch.cat((fixed, shared_SBNR), dim=-1), value
 
     def _whole(self, linear: nn.Module, hidden: Tensor) -> Tensor:
@@ -207,19 +207,19 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         part: Tensor = scatter_to_sequence_parallel_region(state)
         return part
 
-    def _turned(self, heads_SBNR: Tensor, documents: Documents | KeyValueCache | None) -> Tensor:
+    def _rotated(self, heads_SBNR: Tensor, documents: Documents | KeyValueCache | None) -> Tensor:
         rotary, kernels = self.config.latent_rotary, self.config.kernels
         if isinstance(documents, KeyValueCache):
-            return documents.turned(heads_SBNR, rotary, kernels)
+            return documents.rotated(heads_SBNR, rotary, kernels)
         return apply_rotary_with_documents(heads_SBNR, rotary, documents, kernels)
 
-    def _filled(self, side: Tensor, columns: int) -> Tensor:
+    def _filled(self, heads: Tensor, columns: int) -> Tensor:
         """Return heads of so many columns, the last of them 0."""
 
         def fill(each: Tensor) -> Tensor:
             return functional.pad(each, (0, columns - each.shape[-1]))
 
-        filled: Tensor = drop_output(fill, side) if "latent_up" in self.config.computed_again else fill(side)
+        filled: Tensor = discard_output(fill, heads) if "latent_up" in self.config.recomputed else fill(heads)
         return filled
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
@@ -232,7 +232,7 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         if fills and columns < width:
             value = self._filled(value, width)
         elif fills and columns > width:
-            query, key = (self._filled(side, columns) for side in (query, key))
+            query, key = (self._filled(heads, columns) for heads in (query, key))
         mask_type = self.attn_mask_type
         output: Tensor = self.core_attention(query, key, value, documents, attn_mask_type=mask_type)
         if value.shape[-1] != columns:

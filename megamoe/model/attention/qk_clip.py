@@ -2,7 +2,7 @@
 
 Source: Kimi Team 2025 (Kimi K2, arXiv 2507.20534), section 2.1 and algorithm 1. A head whose largest logit S
 exceeds the limit t has the factor c = t / S on its logits. Where the key is the head's own, queries and keys
-get sqrt(c) each. Where heads share a key, as the turning columns of latent attention do, the queries get c,
+get sqrt(c) each. Where heads share a key, as the rotary columns of latent attention do, the queries get c,
 and the key stays as it is: other heads must not change. Keys of grouped queries are treated alike here.
 """
 
@@ -34,11 +34,11 @@ def clipping(attention: Any, factor_N: Tensor) -> list[Constraint]:
 def _of_latent(attention: Any, factor_N: Tensor) -> list[Constraint]:
     config, factor_N1 = attention.config, factor_N[:, None]
     fixed = factor_N1.sqrt().expand(-1, config.qk_head_dim)
-    turning = factor_N1.expand(-1, config.qk_pos_emb_head_dim)
+    rotary = factor_N1.expand(-1, config.qk_pos_emb_head_dim)
     values = torch.ones_like(factor_N1).expand(-1, config.v_head_dim)
     queries = attention.linear_q_proj if config.q_lora_rank is None else attention.linear_q_up_proj
     return [
-        *_scaled(queries, torch.cat([fixed, turning], 1).flatten()),
+        *_scaled(queries, torch.cat([fixed, rotary], 1).flatten()),
         *_scaled(attention.linear_kv_up_proj, torch.cat([fixed, values], 1).flatten()),
     ]
 

@@ -40,7 +40,7 @@ class Frequencies(RotaryEmbedding):
 
 
 def position_options(model: ModelConfig, modules: Modules) -> dict[str, Any]:
-    """Return keyword arguments for `BlockConfig` by which our attention or Megatron-Core's turns heads."""
+    """Return keyword arguments for `BlockConfig` by which our attention or Megatron-Core's rotates heads."""
     if model.position != "rope" or model.latent is not None:
         return {"apply_rope_fusion": False}
     rotary = rotary_of(model)
@@ -55,6 +55,6 @@ def position_options(model: ModelConfig, modules: Modules) -> dict[str, Any]:
     }
 
 
-def let_megatron_turn(decoder: GPTModel, rotary: Rotary) -> None:
-    """Give a model in which Megatron-Core turns heads our frequencies."""
+def set_rotary_frequencies(decoder: GPTModel, rotary: Rotary) -> None:
+    """Give a model in which Megatron-Core rotates heads our frequencies."""
     decoder.rotary_pos_emb = Frequencies(rotary, decoder.config.kv_channels)

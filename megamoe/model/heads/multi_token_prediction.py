@@ -66,8 +66,8 @@ class PredictionDepth(nn.Module):
         state_SBH: Tensor = self.blocks(projected_SBH, attention_mask=documents, rotary_pos_emb=rotary)
         # Read here: ZeRO 3 gathers a tied weight for the module that reads it, and frees it after others.
         tied = model.share_embeddings_and_output_weights
-        words = model.shared_embedding_or_output_weight() if tied else None
-        logits_SBV, _ = model.output_layer(state_SBH, weight=words)
+        embedding_weight = model.shared_embedding_or_output_weight() if tied else None
+        logits_SBV, _ = model.output_layer(state_SBH, weight=embedding_weight)
         labels_SB = inputs.labels_BS.transpose(0, 1).contiguous()
         losses_SB = token_losses(logits_SBV, labels_SB, inputs.label_smoothing, model.config.kernels)
         return state_SBH, losses_SB.transpose(0, 1)

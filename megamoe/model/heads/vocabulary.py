@@ -32,8 +32,9 @@ from megamoe.moe.experts.activations import pointwise
 def token_losses(logits_SBV: Tensor, labels_SB: Tensor, label_smoothing: float, kernels: Kernels) -> Tensor:
     """Return the cross entropy of each label, fp32 [S, B], in nats. It may write into the logits.
 
-    logits_SBV: this rank's words, in the model's dtype. labels_SB: int64, of the whole vocabulary. Smoothing
-    gives a share a of the target evenly to the other of the V words, padding included.
+    logits_SBV: this rank's part of the vocabulary, in the model's dtype. labels_SB: int64, of the whole
+    vocabulary. Smoothing gives a share a of the target evenly to the other of the V entries, padding
+    included.
     """
     if logits_SBV.device.type == "cpu":
         return whole_token_losses(logits_SBV.float(), labels_SB, label_smoothing)
@@ -43,18 +44,18 @@ def token_losses(logits_SBV: Tensor, labels_SB: Tensor, label_smoothing: float, 
 def whole_token_losses(logits_SBV: Tensor, labels_SB: Tensor, label_smoothing: float) -> Tensor:
     """Compute `token_losses` from fp32 logits by Megatron-Core's cross entropy.
 
-    Its own smoothing takes the mean over one rank's words alone. Its cross entropy writes into the logits, so
-    what needs them comes first. For the formula see `smoothing_of`.
+    Its own smoothing takes the mean over one rank's entries alone. Its cross entropy writes into the logits,
+    so what needs them comes first. For the formula see `smoothing_of`.
     """
     if label_smoothing == 0:
         losses: Tensor = vocab_parallel_cross_entropy(logits_SBV, labels_SB)
         return losses
-    words = logits_SBV.shape[-1]
-    local_SB = labels_SB - get_tensor_model_parallel_rank() * words
-    here_SB = (local_SB >= 0) & (local_SB < words)
-    label_logit_SB = logits_SBV.gather(-1, local_SB.clamp(0, words - 1)[..., None])[..., 0]
+    shard_size = logits_SBV.shape[-1]
+    local_SB = labels_SB - get_tensor_model_parallel_rank() * shard_size
+    here_SB = (local_SB >= 0) & (local_SB < shard_size)
+    label_logit_SB = logits_SBV.gather(-1, local_SB.clamp(0, shard_size - 1)[..., None])[..., 0]
     label_logit_SB = label_logit_SB.masked_fill(~here_SB, 0)
-    sums = torch.stack([label_logit_SB, logits_SBV.sum(-1), torch.full_like(label_logit_SB, words)])
+    sums = torch.stack([label_logit_SB, logits_SBV.sum(-1), torch.full_like(label_logit_SB, shard_size)])
     label_SB, sum_SB, vocabulary_SB = reduce_from_tensor_model_parallel_region(sums)
     smoothing_SB = label_smoothing * vocabulary_SB / (vocabulary_SB - 1)
     losses = vocab_parallel_cross_entropy(logits_SBV.clone(), labels_SB)
@@ -68,9 +69,9 @@ def narrow_token_losses(
 
     The backward pass writes the gradient over the logits: it can run once.
     """
-    words = logits_SBV.shape[-1]
-    local_SB = labels_SB - get_tensor_model_parallel_rank() * words
-    vocabulary = words * get_tensor_model_parallel_world_size()
+    shard_size = logits_SBV.shape[-1]
+    local_SB = labels_SB - get_tensor_model_parallel_rank() * shard_size
+    vocabulary = shard_size * get_tensor_model_parallel_world_size()
     smoothing = smoothing_of(label_smoothing, vocabulary)
     losses_SB: Tensor = _TokenLosses.apply(
         logits_SBV, local_SB, smoothing, vocabulary, get_tensor_model_parallel_group(), kernels
@@ -79,7 +80,7 @@ def narrow_token_losses(
 
 
 def smoothing_of(share: float, vocabulary: int) -> float:
-    """Return s of the loss CE + s (z_label - mean_v z_v), if a share of the target goes to the other words.
+    """Return s of the loss CE + s (z_label - mean_v z_v), if a share of the target goes to the other entries.
 
     With s = share V / (V - 1), (1 - s) CE - s mean_v log p_v is that loss.
     """
@@ -87,7 +88,7 @@ def smoothing_of(share: float, vocabulary: int) -> float:
 
 
 class _TokenLosses(Function):
-    """The loss of each token from the statistics of all ranks' words."""
+    """The loss of each token from the statistics of all ranks' entries."""
 
     @staticmethod
     def forward(
@@ -164,10 +165,10 @@ class Head(nn.Module):
         change_logits(self.output_layer, model)
         self.is_tied = model.tie_embeddings
 
-    def forward(self, hidden_SBH: Tensor, words: Tensor, place_P: Tensor | None = None) -> Tensor:
+    def forward(self, hidden_SBH: Tensor, embedding_weight: Tensor, place_P: Tensor | None = None) -> Tensor:
         """Return this rank's logits, [S, B, slice] or, at the places s * B + b, [P, 1, slice].
 
-        words: the embedding's weight, which a tied output layer uses.
+        embedding_weight: the embedding's weight, which a tied output layer uses.
         """
         if self.gathers:
             hidden_SBH = gather_from_sequence_parallel_region(hidden_SBH, tensor_parallel_output_grad=False)
@@ -175,18 +176,18 @@ class Head(nn.Module):
             hidden_SBH = hidden_SBH.flatten(0, 1)[place_P][:, None]
         if self.transform is not None:
             hidden_SBH = self.transform(hidden_SBH)
-        logits: Tensor = self.output_layer(hidden_SBH, weight=words if self.is_tied else None)[0]
+        logits: Tensor = self.output_layer(hidden_SBH, weight=embedding_weight if self.is_tied else None)[0]
         return logits
 
-    def whole_logits(self, hidden_SBH: Tensor, words: Tensor) -> Tensor:
+    def whole_logits(self, hidden_SBH: Tensor, embedding_weight: Tensor) -> Tensor:
         """Return all logits, fp32 [B, S, padded vocabulary], on every tensor-parallel rank."""
-        whole: Tensor = gather_from_tensor_model_parallel_region(self.forward(hidden_SBH, words))
+        whole: Tensor = gather_from_tensor_model_parallel_region(self.forward(hidden_SBH, embedding_weight))
         return whole.transpose(0, 1).float()
 
     def losses(
         self,
         hidden_SBH: Tensor,
-        words: Tensor,
+        embedding_weight: Tensor,
         labels_BS: Tensor,
         label_smoothing: float,
         place_P: Tensor | None = None,
@@ -194,7 +195,7 @@ class Head(nn.Module):
         """Return the cross entropy of each label, fp32 [B, S], in nats; 0 where `place_P` has no place."""
         labels_SB = labels_BS.transpose(0, 1).contiguous()
         wanted = labels_SB if place_P is None else labels_SB.flatten()[place_P][:, None]
-        logits = self.forward(hidden_SBH, words, place_P)
+        logits = self.forward(hidden_SBH, embedding_weight, place_P)
         losses = token_losses(logits, wanted, label_smoothing, self.kernels)
         if place_P is not None:
             whole_T = losses.new_zeros(labels_SB.numel())

@@ -20,7 +20,7 @@ from megamoe.kernels.experts.grouped_gemm import LaterGradients, grouped_product
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, is_gated, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
-from megamoe.moe.recompute import drop_output
+from megamoe.moe.recompute import discard_output
 
 # For PyTorch's bf16 product on the CPU: oneDNN prepares a kernel for every new row count, and the counts
 # change in every step. Groups padded to a multiple of this have only a few row counts.
@@ -71,7 +71,7 @@ class GroupedExperts(nn.Module):
     An expert's start depends on (seed, layer, its global number, sublayer) alone, so that every
     expert-parallel layout starts from the same model. std: of the first weight; output_std: of the second;
     init_scale: see `rng.init_weight`. sublayer: which FFN of its expert this is, from 1. products: how the
-    two products are worked out. kernels: the model's choice. computed_again: with `experts_activation`, the
+    two products are worked out. kernels: the model's choice. recomputed: with `experts_activation`, the
     activation's output is not kept for the backward pass.
     """
 
@@ -92,11 +92,11 @@ class GroupedExperts(nn.Module):
         cut: Slice = Slice(),
         products: Products = OWN_PRODUCTS,
         kernels: Kernels = DEFAULT_KERNELS,
-        computed_again: frozenset[str] = frozenset(),
+        recomputed: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
         self.kernels = kernels
-        self.drops = "experts_activation" in computed_again
+        self.discards = "experts_activation" in recomputed
         for size, what in ((ffn_size, "expert FFN size"), (hidden_size if bias else 0, "hidden size")):
             if size % cut.count:
                 raise ValueError(f"{what} {size} does not divide over {cut.count} slices")
@@ -205,9 +205,9 @@ class GroupedExperts(nn.Module):
         # The fused form knows SwiGLU without biases alone; all others take the three steps below.
         own_form = self.activation == "swiglu" and dropout is None and expert_N is None
         own_form &= self.products.make is None
-        sides = rows_NH, self.up, self.down
-        if own_form and (not self.drops or is_one_pass(*sides, self.kernels, weight_N is not None)):
-            return swiglu_experts(*sides, counts_E, self.kernels, later, weight_N)
+        operands = rows_NH, self.up, self.down
+        if own_form and (not self.discards or is_one_pass(*operands, self.kernels, weight_N is not None)):
+            return swiglu_experts(*operands, counts_E, self.kernels, later, weight_N)
         options = {} if later is None else {"later": later}
         rows_NG = self.up_product(rows_NH, self.up, product_counts_E, **options)
         if self.up_bias is not None and expert_N is not None:
@@ -219,7 +219,7 @@ class GroupedExperts(nn.Module):
                 return rows_NF
             return dropout.on_activation(rows_NF, self.sublayer, self.cut.index * rows_NF.shape[1])
 
-        rows_NF = drop_output(activated, rows_NG) if self.drops else activated(rows_NG)
+        rows_NF = discard_output(activated, rows_NG) if self.discards else activated(rows_NG)
         output_NH = self.down_product(rows_NF, self.down, product_counts_E, **options)
         if self.down_bias is None or expert_N is None:
             return output_NH

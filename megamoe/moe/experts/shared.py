@@ -15,7 +15,7 @@ from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, up_width
-from megamoe.moe.recompute import drop_output
+from megamoe.moe.recompute import discard_output
 
 SharedMode = Literal["sum", "gated", "residual"]
 
@@ -30,7 +30,7 @@ class SharedExperts(nn.Module):
 
     Gates are computed in fp32. std, output_std, mix_std: of the first and the second initial weight, and of
     W (default: std); init_scale: see `rng.init_weight`. The initial weights depend on (seed, layer) alone.
-    computed_again: with `shared_experts`, only the input is kept for the backward pass.
+    recomputed: with `shared_experts`, only the input is kept for the backward pass.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class SharedExperts(nn.Module):
         mix_std: float | None = None,
         init_scale: float | None = None,
         kernels: Kernels = DEFAULT_KERNELS,
-        computed_again: frozenset[str] = frozenset(),
+        recomputed: frozenset[str] = frozenset(),
     ) -> None:
         super().__init__()
-        self.computed_again = "shared_experts" in computed_again
+        self.recomputes = "shared_experts" in recomputed
         self.kernels = kernels
         self.activation = activation
         self.mode = mode
@@ -90,8 +90,8 @@ class SharedExperts(nn.Module):
             weight.data.record_stream(side)
 
     def _ffn(self, hidden_TH: Tensor) -> Tensor:
-        if self.computed_again:
-            rows_TF = drop_output(self._activated, drop_output(self._up, hidden_TH))
+        if self.recomputes:
+            rows_TF = discard_output(self._activated, discard_output(self._up, hidden_TH))
         else:
             rows_TF = self._activated(self._up(hidden_TH))
         return functional.linear(rows_TF, self.down)

@@ -8,7 +8,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe.losses.common import fractions, wanted_counts
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.routing import Routing
-from megamoe.moe.scorers.temperature import default_temperature
+from megamoe.moe.scorers.common import default_temperature
 from megamoe.moe.validation import refuse_all_chosen, refuse_even_selector
 from megamoe.registry import register
 

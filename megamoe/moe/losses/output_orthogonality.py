@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.capabilities import capabilities
 from megamoe.moe.expert_losses import OutputLoss
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Routing, count
-from megamoe.moe.suggestions import capabilities
 from megamoe.moe.validation import experts_wanted
 from megamoe.registry import register
 

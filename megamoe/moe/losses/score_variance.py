@@ -6,9 +6,9 @@ from typing import Literal
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.capabilities import capabilities
 from megamoe.moe.part import Example, Part, StepContext
 from megamoe.moe.routing import Routing
-from megamoe.moe.suggestions import capabilities
 from megamoe.moe.validation import experts_wanted, most_candidates, sums_to_1
 from megamoe.registry import register
 

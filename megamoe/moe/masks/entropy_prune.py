@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.capabilities import provides
 from megamoe.moe.masks.expert_groups import by_group, check_groups
 from megamoe.moe.part import Candidates, Example, Mask, ScoreFunction, StepContext
 from megamoe.moe.routing import Scored
-from megamoe.moe.suggestions import provides
 from megamoe.moe.validation import experts_wanted
 from megamoe.registry import register
 

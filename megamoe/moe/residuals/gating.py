@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import scores
+from megamoe.moe.capabilities import capabilities
 from megamoe.moe.part import Dims, Residual, StepContext, mean_row_norm
-from megamoe.moe.suggestions import capabilities
 from megamoe.moe.validation import provider
 from megamoe.registry import register
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.moe.part import Constraint, Dims, Part, StepContext, mean_row_norm
-from megamoe.moe.scorers.temperature import default_temperature
+from megamoe.moe.scorers.common import default_temperature
 from megamoe.registry import register
 
 EMBEDDING_NORM = 0.1  # Chi et al. 2022, section 3.1, "Implementation Tips"

@@ -12,7 +12,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext
-from megamoe.moe.scorers.token_counts import WAY_OUT, open_counts, read_counts
+from megamoe.moe.scorers.common import WAY_OUT, open_counts, read_counts
 from megamoe.registry import register
 
 

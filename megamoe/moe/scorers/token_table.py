@@ -15,7 +15,7 @@ from megamoe.io import open_plain
 from megamoe.kernels.router import scores
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
-from megamoe.moe.scorers.token_counts import WAY_OUT, open_counts, read_counts
+from megamoe.moe.scorers.common import WAY_OUT, open_counts, read_counts
 from megamoe.registry import register
 
 _CHUNK = 4096  # token ids whose draws are in memory at once

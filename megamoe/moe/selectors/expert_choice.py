@@ -53,8 +53,8 @@ class ExpertChoice(WeightedByP):
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:
-        words = {"even_load", "by_experts", "over_tokens"}
-        return words if options.allow_non_causal else words | {"sees_later_tokens"}
+        provided = {"even_load", "by_experts", "over_tokens"}
+        return provided if options.allow_non_causal else provided | {"sees_later_tokens"}
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:

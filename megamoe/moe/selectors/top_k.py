@@ -64,8 +64,8 @@ class TopK(FixedK):
     @classmethod
     def provides(cls, options: Config) -> set[str]:
         kind = {"renormalised": "normalised", "kept_softmax": "normalised", "one": "fixed_weights"}
-        words = {"best_k", "by_ranking", "fixed_count", kind.get(options.weights, "best_k")}
-        return words - {"sampled": {"by_ranking"}, "random": {"fixed_count"}}.get(options.second, set())
+        provided = {"best_k", "by_ranking", "fixed_count", kind.get(options.weights, "best_k")}
+        return provided - {"sampled": {"by_ranking"}, "random": {"fixed_count"}}.get(options.second, set())
 
     @classmethod
     def requires(cls, options: Config) -> dict[str, str]:

@@ -42,11 +42,6 @@ def training_order(stage: int, stages: int, chunks: int, micro_batches: int) -> 
     return order + backward[total - warmup :]
 
 
-def forward_order(chunks: int, micro_batches: int) -> list[Pass]:
-    """Return the passes of a stage in an evaluation."""
-    return [Pass(True, place, chunk) for place in range(micro_batches) for chunk in range(chunks)]
-
-
 def alive(order: list[Pass]) -> int:
     """Return the largest number of forward passes whose backward pass is still to come."""
     largest = now = 0

@@ -7,7 +7,7 @@ from dataclasses import astuple, dataclass
 from megamoe.config.schema import Precision
 from megamoe.moe.dispatch.fp8 import fp8_row_bytes
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.offload import Offload
+from megamoe.parallel.zero.deepspeed_config import Offload
 
 
 @dataclass(frozen=True)

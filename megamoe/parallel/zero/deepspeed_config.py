@@ -9,14 +9,13 @@ import difflib
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 from megamoe.parallel.exchange import with_nodes
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.offload import Offload, read_offload
 
 OF_THE_YAML = {
     "optimizer": "optimizer",
@@ -52,6 +51,27 @@ STAGES = (0, 1, 2, 3)
 OFFLOADS = ("offload_optimizer", "offload_param")
 DEVICES = ("none", "cpu", "nvme")
 LARGEST_FILE = 1 << 20  # bytes
+Section = Literal["offload_optimizer", "offload_param"]
+
+
+@dataclass(frozen=True)
+class Offload:
+    """Where optimiser state and parameters are stored: none (the device), cpu or nvme."""
+
+    optimizer: str = "none"
+    parameters: str = "none"
+
+
+def read_offload(content: dict[str, Any]) -> Offload:
+    """Return the offload settings of a DeepSpeed file's content."""
+    return Offload(offload_device(content, "offload_optimizer"), offload_device(content, "offload_param"))
+
+
+def offload_device(content: dict[str, Any], section: Section) -> str:
+    """Return none, cpu or nvme."""
+    offload = content.get("zero_optimization", {}).get(section) or {}
+    device: str = offload.get("device", "none")
+    return device
 
 
 def read_deepspeed_config(path: str | None) -> dict[str, Any]:

@@ -7,11 +7,15 @@ import pytest
 
 from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, SECONDS, read
 from megamoe.apps.plan.counter import OperatorKey, OperatorTotal
-from megamoe.apps.plan.host_time import MEASURED
 from megamoe.apps.plan.roofline import operator_seconds
 from megamoe.errors import UserError
 from megamoe.metrics.gpus import GPUS, gpu_of_device
 
+# A step of moe_1b on one rank, tuned, all experts on each rank, one micro batch: the host's seconds without
+# CUDA's driver, kernels and collectives, and the calls of PyTorch's operators and of ours. The least of 25
+# steps of `python benchmarks/host_time.py`; 2026-11-24, torch 2.13, triton 3.7.1, Python 3.11, one thread of
+# an AMD EPYC (Zen 4) with other processes beside it.
+MEASURED_S, CALLS, OWN_CALLS = 51.2e-3, 602, 268
 ROW = {"kind": "matmul", "phase": "", "at_least": 1024, "value": 0.5, "source": "measured"}
 
 
@@ -26,8 +30,8 @@ def test_each_row_has_a_source_and_its_cases_are_in_order() -> None:
 
 def test_the_host_takes_what_was_measured() -> None:
     """The host of an H100 took 62 ms for calls that take 42.6 ms on this project's machine."""
-    seconds = MEASURED.calls * OPTIMISTIC.aten_call_s + MEASURED.own_calls * OPTIMISTIC.own_call_s
-    assert seconds == pytest.approx(MEASURED.seconds, rel=0.01)
+    seconds = CALLS * OPTIMISTIC.aten_call_s + OWN_CALLS * OPTIMISTIC.own_call_s
+    assert seconds == pytest.approx(MEASURED_S, rel=0.01)
     for kind in ("aten_call_s", "own_call_s"):
         assert ASSUMED.of(kind) == pytest.approx(OPTIMISTIC.of(kind) * 62 / 42.6, rel=0.01)
 

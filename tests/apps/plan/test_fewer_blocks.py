@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 
-from megamoe.apps.plan.figures import Kind, fewer_blocks, is_worth_it, kinds, with_blocks
+from megamoe.apps.plan.figures import BlockKind, block_kinds, fewer_blocks, is_worth_it, with_blocks
 from megamoe.config import load_config
 
 ENCODER_DECODER = ("model.architecture=encoder_decoder", "train.objective=span_corruption")
@@ -41,16 +41,16 @@ def test_the_sets_sum_to_the_model(name: str) -> None:
     """Each kind of block counts as often as the model has it, and the whole model once."""
     config = load_config(None, ["data.mock=true", *MODELS[name]])
     terms = fewer_blocks(config)
-    found: Counter[Kind] = Counter()
+    found: Counter[BlockKind] = Counter()
     for factor, blocks in terms:
         smaller = with_blocks(config, blocks)
         # The model of these blocks has exactly their kinds, each in its own stack.
-        assert kinds(smaller) == [kinds(config)[block] for block in blocks]
-        for kind in kinds(smaller):
+        assert block_kinds(smaller) == [block_kinds(config)[block] for block in blocks]
+        for kind in block_kinds(smaller):
             found[kind] += factor
-    assert found == Counter(kinds(config))
+    assert found == Counter(block_kinds(config))
     assert sum(factor for factor, _ in terms) == 1
-    lasts = {each.stack: number for number, each in enumerate(kinds(config))}
+    lasts = {each.stack: number for number, each in enumerate(block_kinds(config))}
     assert all(set(lasts.values()) <= set(blocks) for _, blocks in terms)
 
 

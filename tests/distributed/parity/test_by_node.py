@@ -107,7 +107,7 @@ def layer_outcome(case: Case, layout: Layout, groups: Any, exchange: str) -> dic
     shape = LayerShape(
         HIDDEN, FFN, 1, "swiglu", 0.3, 0.3, seed=1, vocab_size=32, exchange_fp8=case.fp8,
         exchange=PartChoice.default("exchange") if exchange == "by_node" else _direct(),
-        computed_again=frozenset({"moe"} if case.again == "moe" else ()),
+        recomputed=frozenset({"moe"} if case.again == "moe" else ()),
         products=Products(host_counts=case.host_counts),
     )  # fmt: skip
     tokens = case.tokens[rank // layout.tensor]

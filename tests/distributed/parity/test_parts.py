@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megamoe.config import parse_config
-from megamoe.moe.suggestions import provides
+from megamoe.moe.capabilities import provides
 from megamoe.train.trainer import Trainer
 from tests.support.moe.part_layers import PART_IDS, PARTS, moe_tree
 from tests.support.ranks.pool import Pool

@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megamoe.config import RunConfig, parse_config
-from megamoe.errors import UserError, raise_first
 from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.dispatch.dispatcher import LocalDispatch
-from megamoe.parallel.exchange import exchange_problems, with_nodes
+from megamoe.parallel.exchange import with_nodes
 from megamoe.parallel.layout import Layout
 from tests.support.moe.build import make_layer, moe_config
 
@@ -81,41 +80,6 @@ def test_the_launcher_says_how_many_ranks_a_node_has(monkeypatch: pytest.MonkeyP
         assert with_nodes(config, Layout.of(config.parallel, 16)).nodes == nodes
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
     assert with_nodes(config, Layout.of(config.parallel, 16)).nodes == 1  # nothing is known of nodes
-
-
-@pytest.mark.parametrize(
-    ("parallel", "message"),
-    [
-        (
-            {"node_size": 3},
-            "parallel.node_size: 3 does not divide the number of ranks 16; legal on 16 ranks: 1, 2, 4, 8, 16",
-        ),
-        (
-            {"node_size": 2, "exchange": "by_node", "expert": 2, "expert_tensor": 4},
-            "parallel.node_size: 2 cuts the 8 ranks of an expert group (parallel.expert x expert_tensor) "
-            "unevenly; legal on 16 ranks: 4, 8, 16, or set parallel.exchange=direct",
-        ),
-        (
-            {"exchange": "by_node"},
-            "parallel.node_size: not set, and the launcher does not say it; "
-            "legal on 16 ranks: 1, 2, 4, 8, 16",
-        ),
-    ],
-)
-def test_sizes_of_nodes_that_do_not_fit(parallel: dict[str, Any], message: str) -> None:
-    config = config_of(**parallel)
-    with pytest.raises(UserError) as raised:
-        raise_first(list(exchange_problems(config, Layout.of(config.parallel, 16))))
-    assert str(raised.value) == message
-
-
-def test_fp8_needs_the_type(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = config_of(exchange_dtype="fp8")
-    layout = Layout.of(config.parallel, 16)
-    assert not list(exchange_problems(config, layout))
-    monkeypatch.delattr(torch, "float8_e4m3fn")
-    (problem,) = exchange_problems(config, layout)
-    assert "this PyTorch has no float8_e4m3fn; set it to model" in str(problem)
 
 
 def test_one_rank_sends_nothing() -> None:

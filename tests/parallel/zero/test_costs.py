@@ -4,7 +4,7 @@ import pytest
 
 from megamoe.config.schema import Precision
 from megamoe.parallel.zero.costs import Share, StateBytes, state_bytes
-from megamoe.parallel.zero.offload import Offload
+from megamoe.parallel.zero.deepspeed_config import Offload
 
 
 def shares(data: int, expert: int, frozen: bool = False) -> list[Share]:

@@ -13,11 +13,11 @@ from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.zero.deepspeed_config import (
     ParallelPlan,
     fill_in,
+    offload_device,
     read_deepspeed_config,
     resolve_precision,
     zero_stage,
 )
-from megamoe.parallel.zero.offload import offload_device
 from megamoe.validation import deepspeed
 from megamoe.validation.deepspeed import deepspeed_problems
 from tests.support.ranks.fp16 import with_fp16

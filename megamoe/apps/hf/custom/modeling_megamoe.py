@@ -1,7 +1,7 @@
 """A megamoe decoder in plain PyTorch, for evaluation and generation with transformers.
 
 Suffixes of tensors' names are their dimensions: B sequences, S tokens of a sequence, L tokens so far,
-T = B * S, H hidden size, N attention heads, D head size, E experts, X an expert's tokens, V words.
+T = B * S, H hidden size, N attention heads, D head size, E experts, X an expert's tokens, V vocabulary.
 """
 
 import math
@@ -85,7 +85,7 @@ class Attention(nn.Module):
             self.k_layernorm = Norm(config, groups * size if whole else size)
 
     def forward(
-        self, hidden_BSH: Tensor, turns: tuple[Tensor, Tensor] | None, mask_BSL: Tensor, cache: Any
+        self, hidden_BSH: Tensor, tables: tuple[Tensor, Tensor] | None, mask_BSL: Tensor, cache: Any
     ) -> Tensor:
         """[B, S, H] -> [B, S, H]. mask_BSL: which of the L tokens so far each of the S sees, bool."""
         config = self.config
@@ -98,12 +98,12 @@ class Attention(nn.Module):
             key = self.k_layernorm(key.flatten(2)).view_as(key)
         elif config.query_key_norm == "head":
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        query, key, value = (side.transpose(1, 2) for side in (query, key, value))
-        if turns is not None:
-            query, key = turned(query, *turns), turned(key, *turns)
+        query, key, value = (each.transpose(1, 2) for each in (query, key, value))
+        if tables is not None:
+            query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
         if cache is not None:
             key, value = cache.update(key, value, self.block)
-        key, value = (side.repeat_interleave(heads // groups, dim=1) for side in (key, value))
+        key, value = (each.repeat_interleave(heads // groups, dim=1) for each in (key, value))
         scores_BNSL = (query @ key.transpose(2, 3)).float() * config.attention_scale
         if config.attention_soft_cap is not None:
             scores_BNSL = torch.tanh(scores_BNSL / config.attention_soft_cap) * config.attention_soft_cap
@@ -126,8 +126,8 @@ class Attention(nn.Module):
         return torch.cat([scores_BNSL, sinks_BNS1], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-def turns_of(config: MegamoeConfig, position_BS: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the cosine and sine of the rotary positions, fp32 [B, 1, S, R]; R: the columns that turn."""
+def rotary_tables(config: MegamoeConfig, position_BS: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the cosine and sine of the rotary positions, fp32 [B, 1, S, R]; R: the columns that rotate."""
     columns = int(config.head_dim * config.rotary_share)
     exponent = torch.arange(0, columns, 2, device=position_BS.device, dtype=torch.float32) / columns
     angle = position_BS[:, None, :, None].float() * config.rope_base**-exponent
@@ -135,12 +135,12 @@ def turns_of(config: MegamoeConfig, position_BS: Tensor) -> tuple[Tensor, Tensor
     return angle.cos(), angle.sin()
 
 
-def turned(heads_BNSD: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Turn the first columns of each head; column i and column i + R/2 are a pair."""
-    turning, rest = heads_BNSD.float().tensor_split([cosine.shape[-1]], dim=-1)
-    first, second = turning.chunk(2, dim=-1)
-    turning = turning * cosine + torch.cat([-second, first], dim=-1) * sine
-    return torch.cat([turning, rest], dim=-1).to(heads_BNSD.dtype)
+def apply_rotary(heads_BNSD: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Rotate the first columns of each head; column i and column i + R/2 are a pair."""
+    rotated, rest = heads_BNSD.float().tensor_split([cosine.shape[-1]], dim=-1)
+    first, second = rotated.chunk(2, dim=-1)
+    rotated = rotated * cosine + torch.cat([-second, first], dim=-1) * sine
+    return torch.cat([rotated, rest], dim=-1).to(heads_BNSD.dtype)
 
 
 class FFN(nn.Module):
@@ -232,7 +232,7 @@ class MoELayer(nn.Module):
         self.shared = SharedExperts(config) if config.shared_size else None
 
     def forward(self, hidden_BSH: Tensor, ids_BS: Tensor, is_token_BS: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]. ids_BS: the words. is_token_BS: false for padding, which is not routed."""
+        """[B, S, H] -> [B, S, H]. ids_BS: the tokens. is_token_BS: false for padding, which is not routed."""
         hidden_TH, output_TH = hidden_BSH.flatten(0, 1), torch.zeros_like(hidden_BSH.flatten(0, 1))
         chosen_TE, weight_TE = self.router(hidden_TH, ids_BS, is_token_BS)
         for expert in chosen_TE.any(dim=0).nonzero().flatten().tolist():
@@ -343,7 +343,7 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
-        """Return the embedding of words."""
+        """Return the embedding of tokens."""
         return self.model.embedding.word_embeddings
 
     def forward(
@@ -372,14 +372,14 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         if position_ids is None:
             position_ids = (is_token_BL.long().cumsum(-1) - 1).clamp_min(0)[:, before:]
         hidden_BSH = self.model.embedding(input_ids, position_ids)
-        turns = turns_of(config, position_ids) if config.position == "rope" else None
+        tables = rotary_tables(config, position_ids) if config.position == "rope" else None
         causal_SL = torch.ones(size, before + size, dtype=torch.bool, device=input_ids.device).tril(before)
-        attention = (turns, causal_SL & is_token_BL[:, None], past_key_values)
+        attention = (tables, causal_SL & is_token_BL[:, None], past_key_values)
         for block in self.model.decoder.layers:
             hidden_BSH = block(hidden_BSH, attention, (input_ids, is_token_BL[:, before:]))
         logits_BSV = self._logits(self.model.decoder.final_layernorm(hidden_BSH)[:, -logits_to_keep:])
-        words = logits_BSV[:, :-1].flatten(0, 1)
-        loss = None if labels is None else functional.cross_entropy(words, labels[:, 1:].flatten())
+        logits_NV = logits_BSV[:, :-1].flatten(0, 1)
+        loss = None if labels is None else functional.cross_entropy(logits_NV, labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
 
     def _logits(self, hidden_BSH: Tensor) -> Tensor:

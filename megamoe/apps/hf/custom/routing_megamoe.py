@@ -1,7 +1,7 @@
 """The router of a megamoe decoder in evaluation: scorer, group limit, score function, selector.
 
 Suffixes of tensors' names are their dimensions: T tokens, H hidden size, E experts, K choices, L groups of
-neighbouring experts, M experts of a group, V words. All is computed in fp32.
+neighbouring experts, M experts of a group, V vocabulary. All is computed in fp32.
 """
 
 import math
@@ -21,7 +21,7 @@ LOWEST = torch.finfo(torch.float32).min
 class Scorer(nn.Module):
     """A score of each expert for each token.
 
-    linear: W x (+ b). cosine: cos(W x, e) / tau (X-MoE). hash: a table of words (Hash Layers). hierarchical:
+    linear: W x (+ b). cosine: cos(W x, e) / tau (X-MoE). hash: a table of tokens (Hash Layers). hierarchical:
     log p(group) + log p(expert in the group) (SGMoE).
     """
 

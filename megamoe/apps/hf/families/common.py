@@ -181,7 +181,7 @@ def groups(default: int | None = None) -> Entry:
 def rotary(base: float = 10000.0, share: float | None = None, default: Json | None = None) -> Entry:
     """The rotary positions, in the form of transformers 5 (rope_parameters) or the earlier one.
 
-    base: the class's default. share: the class's default of partial_rotary_factor; None: all columns turn.
+    base: the class's default. share: the class's default of partial_rotary_factor; None: all columns rotate.
     default: of a config.json without a scaling.
     """
 

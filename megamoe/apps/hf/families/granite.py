@@ -22,7 +22,7 @@ MOE, SHARED_MLP = f"{HF_LAYER}block_sparse_moe.", f"{HF_LAYER}shared_mlp."
 DIGITS = 12
 
 
-# The factor on the words' embeddings.
+# The factor on the embeddings of tokens.
 EMBEDDING = converted(
     "embedding_multiplier",
     "model.embedding_scale",

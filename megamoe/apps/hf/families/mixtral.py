@@ -56,7 +56,7 @@ MIXTRAL = Family(
 
 
 def rotary_size() -> Entry:
-    """The columns of a head that turn, under the name that released folders have (rotary_dim)."""
+    """The columns of a head that rotate, under the name that released folders have (rotary_dim)."""
 
     def read(given: Json) -> Json:
         size, head = given["rotary_dim"], given["head_dim"]

@@ -1,4 +1,4 @@
-"""The number of tokens of each id in the training data, from a file, for tables balanced by it."""
+"""What several scorers use: the temperature of cosines; the counts of tokens in the data, from a file."""
 
 from pathlib import Path
 
@@ -35,3 +35,12 @@ def read_counts(path: str, vocab_size: int) -> np.ndarray:
             f"{vocab_size} rows, and no count under 0; take the PREFIX.counts.npy of the run's own data"
         )
     return np.pad(counts_V, (0, vocab_size - len(counts_V)))
+
+
+def default_temperature(score_function: frozenset[str]) -> float:
+    """Return tau_0, the first temperature of cosines (Chi et al. 2022, X-MoE, appendix A).
+
+    It is 0.07 for an elementwise score function (sigmoid), 0.3 for others (softmax). score_function: what it
+    provides, see `Dims`.
+    """
+    return 0.07 if "elementwise" in score_function else 0.3
