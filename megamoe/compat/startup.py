@@ -82,6 +82,8 @@ def configure_libraries() -> None:
     """
     for message in _NOTICES:
         warnings.filterwarnings("ignore", message=message)
+    # From Python 3.12 on, when a file of Megatron-Core's is compiled; the module is the file's path then.
+    warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*\bmegatron\b.*")
     for name in ("DeepSpeed", "megatron.core", "torch.distributed.elastic", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():

@@ -7,6 +7,7 @@ import importlib.util
 import re
 import sys
 import tomllib
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import pretrain_gpt_moe
-from megamoe.compat.startup import TESTED, check_versions, importing
+from megamoe.compat.startup import TESTED, check_versions, configure_libraries, importing
 from megamoe.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +122,16 @@ def sources_of(module: str) -> Iterator[str]:
 def test_the_libraries_would_warn_at_import(module: str, message: str) -> None:
     """The libraries that `configure_libraries` silences."""
     assert any(message in source for source in sources_of(module))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="a DeprecationWarning before Python 3.12")
+def test_a_fault_in_a_string_is_silent_in_megatron_and_told_in_a_plugin(restored_process: None) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("default")
+        configure_libraries()
+        for file in ("/site-packages/megatron/core/allocator.py", "/home/me/plugin.py"):
+            compile("'\\-'", file, "exec")
+    assert [warning.filename for warning in told] == ["/home/me/plugin.py"]
 
 
 def test_imports_are_left_out_of_garbage_collection(
