@@ -32,6 +32,17 @@ def test_what_imports_a_file_comes_before_what_imports_that() -> None:
     assert tests.index("optim/test_muon.py") < tests.index("checkpoint/test_writer.py")
 
 
+def test_every_form_of_an_import_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "forms.py"
+    path.write_text(
+        "import megamoe.moe.rng as draws, tests.touched  # import megamoe.cli\n"
+        "from megamoe.moe import (\n    routing,  # megamoe.errors\n    layer as of_moe,\n)\n"
+        "def f() -> None:\n    from megamoe.io import read_plain\n    from numpy import array\n"
+    )
+    found = {"megamoe.moe.rng", "tests.touched", "megamoe.moe.routing", "megamoe.moe.layer", "megamoe.io"}
+    assert set(touched.imports_of(path)) == found
+
+
 def test_helpers_pages_tools_and_examples_have_their_tests() -> None:
     assert "checkpoint/format/test_hostile.py" in chosen("tests/support/hostile.py")
     assert "test_docs.py" in chosen("docs/runs.md")

@@ -11,16 +11,27 @@ WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside t
 
 
 def open_counts(path: str) -> np.ndarray:
-    """Memory-map the counts; raise ValueError if the file does not hold counts."""
+    """Memory-map the counts of a file; raise ValueError if it does not hold counts."""
+    return open_integers("counts", path, ["vocabulary"], WAY_OUT)
+
+
+def open_integers(option: str, path: str, sizes: list[str], way_out: str) -> np.ndarray:
+    """Memory-map an int64 array of a .npy file.
+
+    option: which names the file. sizes: names of the array's dimensions.
+
+    Raises:
+        ValueError: if the file cannot be read, or holds anything else.
+    """
     try:
         open_plain(Path(path)).close()  # NumPy would wait on a pipe
-        counts_V = np.load(path, mmap_mode="r", allow_pickle=False)
+        found = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         reason = getattr(error, "strerror", None) or "no .npy of numbers"
-        raise ValueError(f"counts {path!r} cannot be read ({reason}); {WAY_OUT}") from None
-    if not isinstance(counts_V, np.ndarray) or counts_V.dtype != np.int64 or counts_V.ndim != 1:
-        raise ValueError(f"counts {path!r} is not int64 [vocabulary]; {WAY_OUT}")
-    return counts_V
+        raise ValueError(f"{option} {path!r} cannot be read ({reason}); {way_out}") from None
+    if not isinstance(found, np.ndarray) or found.dtype != np.int64 or found.ndim != len(sizes):
+        raise ValueError(f"{option} {path!r} is not int64 [{', '.join(sizes)}]; {way_out}")
+    return found
 
 
 def read_counts(path: str, vocab_size: int) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import heapq
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -11,11 +10,10 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
-from megamoe.io import open_plain
 from megamoe.kernels.router import scores
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
-from megamoe.moe.scorers.common import WAY_OUT, open_counts, read_counts
+from megamoe.moe.scorers.common import WAY_OUT, open_counts, open_integers, read_counts
 from megamoe.registry import register
 
 _CHUNK = 4096  # token ids whose draws are in memory at once
@@ -142,28 +140,18 @@ def _balanced_VK(counts_V: np.ndarray, num_experts: int, k: int, tie_V: np.ndarr
     num_seen = int(np.count_nonzero(counts_V))
     table_VK = np.empty((len(counts_V), k), dtype=np.int64)
     heap = [(0, expert) for expert in range(num_experts)]  # (tokens so far, expert)
-    for word in order_V[:num_seen].tolist():
+    for token in order_V[:num_seen].tolist():
         least = [heapq.heappop(heap) for _ in range(k)]
-        table_VK[word] = [expert for _, expert in least]
+        table_VK[token] = [expert for _, expert in least]
         for load, expert in least:
-            heapq.heappush(heap, (load + int(counts_V[word]), expert))
+            heapq.heappush(heap, (load + int(counts_V[token]), expert))
     unseen = order_V[num_seen:]
     table_VK[unseen] = (np.arange(len(unseen))[:, None] * k + np.arange(k)) % num_experts
     return torch.from_numpy(table_VK)
 
 
 def _open_table(path: str) -> np.ndarray:
-    try:
-        open_plain(Path(path)).close()  # NumPy would wait on a pipe
-        table_VK = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as error:
-        reason = getattr(error, "strerror", None) or "no .npy of numbers"
-        raise ValueError(
-            f"path {path!r} cannot be read ({reason}); give a .npy, int64 [token ids, k]"
-        ) from None
-    if not isinstance(table_VK, np.ndarray) or table_VK.dtype != np.int64 or table_VK.ndim != 2:
-        raise ValueError(f"path {path!r} is not int64 [token ids, k]")
-    return table_VK
+    return open_integers("path", path, ["token ids", "k"], "give a .npy of such a table")
 
 
 def _check_table(table_VK: np.ndarray, path: str, k: int, num_experts: int) -> None:
