@@ -7,6 +7,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -84,10 +85,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the files and folders of FIRST before all others, in which pytest's order stays."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
 
-    def place(item: pytest.Item) -> int:
-        return min(places.get(path, len(FIRST)) for path in (item.path, *item.path.parents))
+    @cache
+    def place(file: Path) -> int:
+        return min(places.get(path, len(FIRST)) for path in (file, *file.parents))
 
-    items.sort(key=place)
+    items.sort(key=lambda item: place(item.path))
 
 
 def pytest_collection_finish() -> None:

@@ -13,18 +13,20 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant
 
 Losses = dict[str, dict[str, list[float]]]
-NAMES = ("plain", "overlapping")
+NAMES = ("plain",)
+# In this run DeepSpeed's streams do not wait for each other.
+FAULT = "without_waits"
 # Runs of `make test-full`.
 OTHERS = (
-    *("cut", "tensor_parallel", "by_node", "padded", "dropped", "scattered", "stages", "context"),
-    *("in_flight", "in_flight_by_node"),
+    *("overlapping", "cut", "tensor_parallel", "by_node", "padded", "dropped", "scattered"),
+    *("stages", "context", "in_flight", "in_flight_by_node"),
 )
 # Of tests whose names do not say which runs they read.
 NEEDED = {
+    "test_a_stream_that_does_not_wait_is_found_in_a_run": (FAULT,),
     "test_fixed_shares_need_no_wait_in_a_layer": ("padded", "by_node"),
     "test_at_zero3_a_parameter_at_a_time_is_whole_on_the_device": ("cut",),
 }
-FAULT = "without_waits"
 # The other budget is left to `make test-full`: this one has the waits of expert parallelism too.
 BUDGETS = [
     pytest.param(name, marks=() if name == "expert_parallel" else pytest.mark.full) for name in BUDGETED
@@ -32,7 +34,7 @@ BUDGETS = [
 
 
 def runs_of_names(folder: Path) -> list[Run]:
-    """Each of NAMES and OTHERS, and one in which DeepSpeed's streams do not wait for each other."""
+    """Each of NAMES and OTHERS, and FAULT."""
     overlap = ds_variant(folder, "zero2_bf16", zero_optimization={"overlap_comm": True})
     # So small a bucket that every matrix is reduced by itself, beside the backward pass.
     scattered = ds_variant(
@@ -87,7 +89,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
     selected = [item.name for item in request.session.items]
     asked = {name for name in (*OTHERS, *BUDGETED) if any(f"[{name}]" in item for item in selected)}
     asked.update(name for item in selected for name in NEEDED.get(item, ()))
-    runs = [run for run in runs_of_names(folder) if run.name not in OTHERS or run.name in asked]
+    runs = [run for run in runs_of_names(folder) if run.name in (*NAMES, *asked)]
     runs += [run for name in BUDGETED if name in asked for run in budget_runs(name)]
     return run_on_device(runs, folder, devices=2)
 
@@ -115,6 +117,7 @@ def test_a_measured_run_is_the_same_as_on_the_cpu(
     assert_as_on_cpu(found[largest_of(budgeted)], on_cpu[largest_of(budgeted)])
 
 
+@pytest.mark.full
 def test_a_stream_that_does_not_wait_is_found_in_a_run(found: dict[str, Found]) -> None:
     assert not found[FAULT].errors().strip(), found[FAULT].errors()
     assert found[FAULT].all_of("race")
@@ -136,7 +139,7 @@ def test_a_save_pins_two_pieces(found: dict[str, Found]) -> None:
     assert found["plain"].of_rank[0]["pinned_bytes"] == NUM_PIECES * PIECE_BYTES
 
 
-@pytest.mark.parametrize("name", ["plain", "overlapping"])
+@pytest.mark.parametrize("name", ["plain", pytest.param("overlapping", marks=pytest.mark.full)])
 def test_loader_processes_are_forked_before_the_device_is_used(found: dict[str, Found], name: str) -> None:
     for rank in found[name].of_rank:
         assert rank["used_at_fork"] == []
