@@ -171,10 +171,30 @@ def called(node: ast.Call) -> str:
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
+@cache
+def calls_by_name(path: Path) -> dict[str, list[ast.Call]]:
+    found: dict[str, list[ast.Call]] = {}
+    for node in nodes_of(path):
+        if isinstance(node, ast.Call):
+            found.setdefault(called(node), []).append(node)
+    return found
+
+
 def calls_of(path: Path, dotted: str) -> Iterator[ast.Call]:
-    calls = (node for node in nodes_of(path) if isinstance(node, ast.Call))
-    last = dotted.split(".")[-1]
-    yield from (call for call in calls if called(call) == last and ast.unparse(call.func) == dotted)
+    calls = calls_by_name(path).get(dotted.split(".")[-1], [])
+    yield from (call for call in calls if ast.unparse(call.func) == dotted)
+
+
+def functions_of(path: Path) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """All functions, methods and functions within them; expressions, most of a file, are not visited."""
+    left: list[ast.AST] = [tree_of(path)]
+    while left:
+        node = left.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+        for field in ("body", "orelse", "finalbody", "handlers", "cases"):
+            inside = getattr(node, field, ())
+            left += inside if isinstance(inside, list) else ()
 
 
 def within(name: str, module: str) -> bool:
@@ -491,7 +511,5 @@ def test_every_file_says_what_it_is_for_and_stays_readable(path: Path) -> None:
 
 @each_of(FILES + SCRIPTS + OTHERS)
 def test_functions_stay_small(path: Path) -> None:
-    functions = (ast.FunctionDef, ast.AsyncFunctionDef)
-    found = [node for node in nodes_of(path) if isinstance(node, functions)]
-    sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in found}
+    sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions_of(path)}
     assert {name: size for name, size in sizes.items() if size >= 60} == {}
