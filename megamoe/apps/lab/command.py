@@ -183,6 +183,8 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]
 def _tell(plan: Any, choices: dict[str, Any]) -> None:
     """Print what the tuning of each row came to."""
     rule = plan.size.tuning
+    if choices and plan.study.tuned_rows is not None:
+        choices = {f"all rows, by {' and '.join(plan.study.tuned_rows)}": next(iter(choices.values()))}
     for row, choice in choices.items():
         shown = ", ".join(
             f"{value}: {'failed' if loss is None else f'{loss:.4f}'}"
@@ -215,7 +217,7 @@ def _run_chain(plan: Any, output: Path, options: argparse.Namespace) -> None:
 
 def _check_data(plan: Any) -> None:
     """Refuse a study whose prepared data is missing, before a run starts."""
-    for row, config in plan.configs.items():
+    for row, config in {**plan.tuned, **plan.configs}.items():
         data = config.get("data") or {}
         sources = data.get("sources")
         for source in [sources] if isinstance(sources, str) else sources or []:

@@ -209,10 +209,16 @@ def _tuning(results: dict[str, Any]) -> str:
         tried = sorted(tried)
     values = ", ".join(map(str, tried))
     by = rule["by"] if isinstance(rule["by"], str) else "` or `".join(rule["by"])
-    told = (
-        f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']} ended "
-        f"with the lowest `{by}`, on data that the table does not report"
-    )
+    if rule.get("rows") is None:
+        told = f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']}"
+        lowest = "lowest"
+    else:
+        tuned = " and ".join(rule["rows"])
+        told = (
+            f"All rows have one `{rule['key']}`: that of {values} whose runs of {tuned}, seed {rule['seed']},"
+        )
+        lowest = "lowest mean" if len(rule["rows"]) > 1 else "lowest"
+    told += f" ended with the {lowest} `{by}`, on data that the table does not report"
     told += f", except in {', '.join(rule['reported'])}." if rule.get("reported") else "."
     lost = [line for row in results["rows"].values() for line in row.get("tuning_failed", [])]
     if lost:
@@ -220,9 +226,8 @@ def _tuning(results: dict[str, Any]) -> str:
     ends = (tried[0], tried[-1])
     at_end = [name for name, row in results["rows"].items() if row.get("tuned") in ends]
     if at_end:
-        told += (
-            f" The best one may lie beyond them, because the first or last was taken: {', '.join(at_end)}."
-        )
+        of_rows = "." if rule.get("rows") is not None else f": {', '.join(at_end)}."
+        told += f" The best one may lie beyond them, because the first or last was taken{of_rows}"
     return told
 
 

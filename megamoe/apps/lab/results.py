@@ -62,7 +62,7 @@ def results_of(
         "curves": curves(plan, tasks, runner),
         "tuning": None
         if plan.size.tuning is None
-        else asdict(plan.size.tuning) | {"reported": tuned_by(plan)},
+        else asdict(plan.size.tuning) | {"reported": tuned_by(plan), "rows": plan.study.tuned_rows},
         "made": _environment(command),
     }
 

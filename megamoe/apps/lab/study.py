@@ -176,7 +176,8 @@ class Tuning:
     """One rule for all rows: each is trained with every value, and takes the one with the lowest `by`.
 
     key: of the configuration. by: a metric of validation data that the study does not report; of several, the
-    first that a run has recorded. seed: of these runs. set: keys over the size's, such as fewer steps.
+    first that a run has recorded. seed: of these runs. set: keys over the size's. A study with `tuned_rows`
+    trains these alone, and all rows take the value with the lowest mean over them.
     """
 
     __pydantic_config__ = STRICT
@@ -225,6 +226,7 @@ class Study:
     differs: str = ""  # what is another scale than the paper's
     needs: str = ""  # the command that prepares the data
     set: Settings = field(default_factory=dict)
+    tuned_rows: Annotated[list[Name], Field(min_length=1)] | None = None  # see `Tuning`
     stages: dict[Name, Stage] = field(default_factory=dict)
     curves: dict[Name, Curve] = field(default_factory=dict)
     claims: list["ClaimText"] = field(default_factory=list)
@@ -252,8 +254,8 @@ class ClaimText:
 class Plan:
     """A study at one size, checked: what the lab runs.
 
-    configs: each row's configuration as a tree, without seed and name. tasks: overrides `task.key=value` of
-    the user.
+    configs: each row's configuration as a tree, without seed and name. tuned: the same of the rows that are
+    trained for the tuning. task_overrides: `task.key=value` of the user.
     """
 
     name: str
@@ -262,6 +264,7 @@ class Plan:
     size_name: str
     size: Size
     configs: dict[str, dict[str, Any]]
+    tuned: dict[str, dict[str, Any]]
     claims: list[tuple[ClaimText, Claim]]
     task_overrides: list[str]
 
@@ -316,8 +319,12 @@ def load_plan(
     of_run = [each for each in overrides if not each.startswith(TASK_PREFIX)]
     if of_task and not any(stage.finetune for stage in study.stages.values()):
         raise UserError(f"{of_task[0]}: the study has no stage `finetune`; leave it out")
-    configs = {name: _config(path.parent, study, chosen, of_size[name], of_run) for name in of_size}
-    return Plan(path.stem, path, study, size, chosen, configs, claims, of_task)
+    configs = {name: _config(path.parent, study, chosen, row, of_run) for name, row in of_size.items()}
+    tuned = dict(configs)
+    if study.tuned_rows is not None:
+        of_rows = {name: study.rows[name] for name in study.tuned_rows}
+        tuned = {name: _config(path.parent, study, chosen, row, of_run) for name, row in of_rows.items()}
+    return Plan(path.stem, path, study, size, chosen, configs, tuned, claims, of_task)
 
 
 def _rows(study: Study, size: Size) -> dict[str, Row]:
@@ -335,6 +342,9 @@ def _checked(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, Claim]
     _check_measures(study)
     _check_curves(study)
     _check_control(study)
+    for name in study.tuned_rows or []:
+        if name not in study.rows:
+            raise ValueError(f"tuned_rows: no row {name!r}; expected some of {', '.join(study.rows)}")
     for name, row in study.rows.items():
         for measured in row.published:
             if measured not in study.measures:

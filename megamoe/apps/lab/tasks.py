@@ -71,19 +71,22 @@ class Tasks:
         return [*chains.values()]
 
 
-def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[Task]]]:
-    """Return the tasks that tune the rows, and each row's tasks in the order of the values."""
+def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[list[Task]]]]:
+    """Return the tasks that tune the rows, and those that decide each row's value, a list for each value."""
     tuning = plan.size.tuning
     tasks = Tasks()
     if tuning is None:
         return tasks, {}
-    of_rows: dict[str, list[Task]] = {}
-    for row, config in plan.configs.items():
+    of_rows: dict[str, list[list[Task]]] = {row: [] for row in plan.tuned}
+    for row, config in plan.tuned.items():
         for number, value in enumerate(tuning.values):
             tree = merge(config, tuning.set)
             apply_override(tree, f"{tuning.key}={json.dumps(value)}")
             task = tasks.add(_training(plan, output, row, f"tuning-{row}-{number}", tree, tuning.seed))
-            of_rows.setdefault(row, []).append(task)
+            of_rows[row].append([task])
+    if plan.study.tuned_rows is not None:
+        together = [[task for [task] in of_value] for of_value in zip(*of_rows.values(), strict=True)]
+        of_rows = dict.fromkeys(plan.configs, together)
     return tasks, of_rows
 
 

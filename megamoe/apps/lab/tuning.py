@@ -8,10 +8,11 @@ import json
 import os
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.lab.measures import lowest_by
+from megamoe.apps.lab.measures import last_of, lowest_by
 from megamoe.apps.lab.runner import LARGEST_RECORD, Runner, locked, steps_of
 from megamoe.apps.lab.study import Plan, digest
 from megamoe.apps.lab.tasks import Task, planned_tasks, tuning_tasks
@@ -25,8 +26,9 @@ TUNED = "tuned.json"
 class Choice:
     """What the tuning of a row came to.
 
-    identity: a digest of the rule and of the row's tuning runs. values: those tried; losses: of each, None if
-    its run failed. index: of the chosen value; None: every run failed. problems: a line for each failed run.
+    identity: a digest of the rule and of the tuning runs; rows that are tuned together have the same. values:
+    those tried; losses: of each, the mean of its runs, None if one failed. index: of the chosen value; None:
+    no value has a loss. problems: a line for each failed run.
     """
 
     identity: str
@@ -47,18 +49,18 @@ def tune(plan: Plan, output: Path, runner: Runner, run: bool = True) -> dict[str
         return {}
     if run:
         runner.run(tuning_to_run(plan, output, runner), after=_steps_after(plan, output, runner))
-    kept, found = _kept(runner.folder), {}
+    found: dict[str, Choice] = {}
+    known = _by_identity(_kept(runner.folder))
     for row, tasks in tuning_tasks(plan, output)[1].items():
         identity = _identity(plan, tasks)
-        if row in kept and kept[row].identity == identity:
-            found[row] = kept[row]
-            continue
-        index, losses = lowest_by(rule.metrics, runner, tasks)
-        failed = [task for task, loss in zip(tasks, losses, strict=True) if loss is None]
-        problems = [
-            f"{task.name}: {runner.problem_of(task) or f'no {rule.by} was recorded'}" for task in failed
-        ]
-        found[row] = Choice(identity, rule.values, losses, index, problems)
+        if identity not in known:
+            index, losses = lowest_by(rule.metrics, runner, tasks)
+            failed = [it for it in chain(*tasks) if last_of(rule.metrics, runner, it) is None]
+            problems = [
+                f"{task.name}: {runner.problem_of(task) or f'no {rule.by} was recorded'}" for task in failed
+            ]
+            known[identity] = Choice(identity, rule.values, losses, index, problems)
+        found[row] = known[identity]
     return _keep(runner.folder, found)
 
 
@@ -75,11 +77,12 @@ def tuning_to_run(plan: Plan, output: Path, runner: Runner) -> list[Task]:
     """
     tasks, of_rows = tuning_tasks(plan, output)
     kept, training = _kept(runner.folder), planned_tasks(plan, output).training
+    known = _by_identity(kept)
     wanted = set()
-    for row, of_row in of_rows.items():
-        if row in kept:
-            chosen = kept[row].identity == _identity(plan, of_row)
-        else:
+    for row, of_values in of_rows.items():
+        of_row = [*chain(*of_values)]
+        chosen = _identity(plan, of_values) in known
+        if not chosen and row not in kept:
             begun = any(runner.was_started(training[row, seed]) for seed in plan.seeds)
             tried = all(runner.was_started(task) for task in of_row)
             chosen = begun and tried and any(runner.is_done(task) for task in of_row)
@@ -93,10 +96,14 @@ def _steps_after(plan: Plan, output: Path, runner: Runner) -> int:
     return sum(steps_of(task) for task in tasks if not runner.was_started(task))
 
 
-def _identity(plan: Plan, tasks: list[Task]) -> str:
+def _identity(plan: Plan, tasks: list[list[Task]]) -> str:
     rule = plan.size.tuning
     assert rule is not None
-    return digest(rule.key, rule.values, rule.metrics, [task.identity for task in tasks])
+    return digest(rule.key, rule.values, rule.metrics, [task.identity for task in chain(*tasks)])
+
+
+def _by_identity(choices: dict[str, Choice]) -> dict[str, Choice]:
+    return {choice.identity: choice for choice in choices.values()}
 
 
 def _kept(folder: Path) -> dict[str, Choice]:

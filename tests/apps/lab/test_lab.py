@@ -461,7 +461,7 @@ def test_tuning_takes_the_lowest_of_the_first_metric_that_was_recorded(tmp_path:
     plan = load_plan(path, "smoke", None, [])
     _, of_rows = tuning_tasks(plan, tmp_path / "lab")
     runner = Runner(tmp_path / "lab", [None], print)
-    for task, loss in zip(of_rows["two"], (2.0, 1.0, None), strict=True):
+    for [task], loss in zip(of_rows["two"], (2.0, 1.0, None), strict=True):
         if loss is not None:  # the third has failed
             runner.folder.mkdir(parents=True, exist_ok=True)
             record = {"identity": task.identity, "state": "done"}

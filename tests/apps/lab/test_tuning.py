@@ -139,6 +139,44 @@ def test_another_rule_chooses_anew(lab: Lab, tmp_path: Path, capsys: pytest.Capt
         assert f"{TUNED}: " in told and "delete it, and the values are chosen again" in told
 
 
+def test_rows_may_be_tuned_together(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By hand: means 2.5 of 0.1, where one would take 0.2, and 2.6 of 0.2."""
+    rows = ROWS | {"three": {"base": "run.yaml", "set": {"optimizer": {"min_lr": 0.01}}}}
+    study(tmp_path, rows=rows, tuned_rows=["one", "two"])
+    losses: dict[str, float | None] = {"tuning-one-0": 3.0, "tuning-two-0": 2.0}
+    losses |= {"tuning-one-1": 2.1, "tuning-two-1": 3.1}
+    assert lab(losses, "--rows", "three") == 0
+    assert "all rows, by one and two: optimizer.lr 0.1 (val/lm_loss of 0.1: 2.5000, 0.2: 2.6000)" in (
+        capsys.readouterr().out
+    )
+    assert calls(tmp_path, "tuning-two-1") == calls(tmp_path, "three-1") == 1
+    assert not calls(tmp_path, "tuning-three-0") and not calls(tmp_path, "one-1")
+    (tmp_path / "lab/runs/tuning-two-1/metrics.jsonl").write_text("")  # the choice stays
+    assert lab({}) == 0
+    assert {row["tuned"] for row in results(tmp_path)["rows"].values()} == {0.1}
+    page = (tmp_path / "lab/page/index.md").read_text()
+    assert (
+        "that of 0.1, 0.2 whose runs of one and two, seed 0, ended with the lowest mean `val/lm_loss`" in page
+    )
+    assert "because the first or last was taken." in page
+    kept = json.loads((tmp_path / "lab/tasks" / TUNED).read_text())
+    assert len({it["identity"] for it in kept.values()}) == 1 and len(kept) == 3
+
+
+def test_of_rows_tuned_together_a_value_counts_if_all_its_runs_ended(lab: Lab, tmp_path: Path) -> None:
+    study(tmp_path, tuned_rows=["one", "two"])
+    assert lab({"tuning-one-0": 1.0, "tuning-two-0": None}) == 0
+    found = results(tmp_path)["rows"]
+    assert [found[row]["tuned"] for row in ("one", "two")] == [0.2, 0.2]
+    assert found["one"]["tuning_failed"] == ["tuning-two-0: error: no memory (exit code 1)"]
+
+
+def test_an_unknown_row_of_the_tuning(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    study(tmp_path, tuned_rows=["one", "tow"])
+    assert lab({}) == 2
+    assert "tuned_rows: no row 'tow'; expected some of one, two" in capsys.readouterr().err
+
+
 def test_an_interrupted_tuning_is_completed_first(lab: Lab, tmp_path: Path) -> None:
     """A folder without the file and without runs of the row: what failed is tried again."""
     plan, output = load_plan(tmp_path / "study.yaml", "smoke", None, []), tmp_path / "lab"
