@@ -509,6 +509,16 @@ def test_every_file_says_what_it_is_for_and_stays_readable(path: Path) -> None:
     assert length_of(path) <= 600 or str(path.relative_to(ROOT)) in LONG
 
 
+def test_functions_are_found_in_every_statement(tmp_path: Path) -> None:
+    path = tmp_path / "source.py"
+    path.write_text(
+        "class A:\n async def a(self):\n  def b(): pass\nif 1: pass\nelse:\n def c(): pass\n"
+        "try:\n def d(): pass\nexcept E:\n def e(): pass\nfinally:\n def f(): pass\n"
+        "for x in y:\n while z:\n  with w:\n   def g(): pass\nmatch x:\n case 1:\n  def h(): pass\n"
+    )
+    assert sorted(node.name for node in functions_of(path)) == [*"abcdefgh"]
+
+
 @each_of(FILES + SCRIPTS + OTHERS)
 def test_functions_stay_small(path: Path) -> None:
     sizes = {node.name: (node.end_lineno or 0) - node.lineno + 1 for node in functions_of(path)}

@@ -217,7 +217,7 @@ def _run_chain(plan: Any, output: Path, options: argparse.Namespace) -> None:
 
 def _check_data(plan: Any) -> None:
     """Refuse a study whose prepared data is missing, before a run starts."""
-    for row, config in {**plan.tuned, **plan.configs}.items():
+    for row, config in {**plan.tuning_configs, **plan.configs}.items():
         data = config.get("data") or {}
         sources = data.get("sources")
         for source in [sources] if isinstance(sources, str) else sources or []:

@@ -254,8 +254,8 @@ class ClaimText:
 class Plan:
     """A study at one size, checked: what the lab runs.
 
-    configs: each row's configuration as a tree, without seed and name. tuned: the same of the rows that are
-    trained for the tuning. task_overrides: `task.key=value` of the user.
+    configs: each row's configuration as a tree, without seed and name. tuning_configs: the same of the
+    rows that are trained for the tuning. task_overrides: `task.key=value` of the user.
     """
 
     name: str
@@ -264,7 +264,7 @@ class Plan:
     size_name: str
     size: Size
     configs: dict[str, dict[str, Any]]
-    tuned: dict[str, dict[str, Any]]
+    tuning_configs: dict[str, dict[str, Any]]
     claims: list[tuple[ClaimText, Claim]]
     task_overrides: list[str]
 
@@ -320,11 +320,13 @@ def load_plan(
     if of_task and not any(stage.finetune for stage in study.stages.values()):
         raise UserError(f"{of_task[0]}: the study has no stage `finetune`; leave it out")
     configs = {name: _config(path.parent, study, chosen, row, of_run) for name, row in of_size.items()}
-    tuned = dict(configs)
+    tuning_configs = dict(configs)
     if study.tuned_rows is not None:
         of_rows = {name: study.rows[name] for name in study.tuned_rows}
-        tuned = {name: _config(path.parent, study, chosen, row, of_run) for name, row in of_rows.items()}
-    return Plan(path.stem, path, study, size, chosen, configs, tuned, claims, of_task)
+        tuning_configs = {
+            name: _config(path.parent, study, chosen, row, of_run) for name, row in of_rows.items()
+        }
+    return Plan(path.stem, path, study, size, chosen, configs, tuning_configs, claims, of_task)
 
 
 def _rows(study: Study, size: Size) -> dict[str, Row]:

@@ -77,8 +77,8 @@ def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[list[T
     tasks = Tasks()
     if tuning is None:
         return tasks, {}
-    of_rows: dict[str, list[list[Task]]] = {row: [] for row in plan.tuned}
-    for row, config in plan.tuned.items():
+    of_rows: dict[str, list[list[Task]]] = {row: [] for row in plan.tuning_configs}
+    for row, config in plan.tuning_configs.items():
         for number, value in enumerate(tuning.values):
             tree = merge(config, tuning.set)
             apply_override(tree, f"{tuning.key}={json.dumps(value)}")
