@@ -124,6 +124,23 @@ def seed_torch(number: int) -> None:
         torch.cuda.manual_seed_all(number)
 
 
+@functools.cache
+def cudnn_problem() -> str:
+    """Return why PyTorch cannot use the cuDNN that this process has loaded, in one line; empty if it can.
+
+    Reason: PyTorch says it only where it is asked for the version, and only the first time. Another library,
+        such as Transformer Engine, may have loaded an older cuDNN of the system before.
+    Seen with: torch 2.11, Transformer Engine 2.20.
+    Without it: attention silently leaves cuDNN for FlashAttention, which took a fifth longer on an H100.
+    Canary: test_torch.py::test_another_cudnn_is_named
+    """
+    try:
+        torch.backends.cudnn.version()
+    except RuntimeError as error:
+        return str(error).partition(". ")[0]
+    return ""
+
+
 def watches_operators() -> bool:
     """Return whether something sees the operators that this thread calls: a dispatch mode or the profiler.
 

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from megamoe.compat.torch_compat import has_bf16_products, widen_bf16_products
+from megamoe.compat.torch_compat import cudnn_problem, has_bf16_products, widen_bf16_products
 from megamoe.compat.transformer_engine_compat import OLDEST, is_too_old
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import (
@@ -139,6 +139,8 @@ def _device_row() -> str:
     """Return the device that the run uses, and what is known of one that is not NVIDIA's."""
     if torch.cuda.is_available():
         name = torch.cuda.get_device_name()
+        if problem := cudnn_problem():
+            return f"{name}; PyTorch's attention runs without cuDNN: {problem}"
         return name if torch.version.hip is None else f"{name}: AMD, by ROCm; megamoe was never run on one"
     for kind, module in (("Intel GPU (XPU)", torch.xpu), ("Apple GPU (MPS)", torch.backends.mps)):
         if module.is_available():

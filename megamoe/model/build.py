@@ -37,7 +37,16 @@ from megamoe.model.units import Built, embedding_first
 
 
 class OneStream(CudaRNGStatesTracker):
-    """Megatron-Core's tracker of random states, without states of its own."""
+    """Megatron-Core's tracker of random states, without states of its own.
+
+    building: the model is being built. Its weights are drawn outside of `fork`, as Megatron-Core draws on the
+    CPU, so `fork` leaves the random state alone. Transformer Engine enters it for weights that it does not
+    draw, and the weights after these would depend on model.backend.
+    """
+
+    def __init__(self, building: bool = False) -> None:
+        super().__init__()
+        self._building = building
 
     def is_initialized(self) -> bool:
         """Always true."""
@@ -48,6 +57,9 @@ class OneStream(CudaRNGStatesTracker):
         """Context in which each tensor-parallel rank draws separately; afterwards all ranks have the same
         state.
         """
+        if self._building:
+            yield
+            return
         seed = int(torch.randint(2**62, (1,), device="cpu")) + get_tensor_model_parallel_rank()
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         with torch.random.fork_rng(devices):
@@ -55,9 +67,9 @@ class OneStream(CudaRNGStatesTracker):
             yield
 
 
-def use_one_stream() -> None:
+def use_one_stream(building: bool = False) -> None:
     """Make Megatron-Core's modules use this tracker."""
-    set_random_tracker(OneStream())
+    set_random_tracker(OneStream(building))
 
 
 def build_model(
@@ -78,17 +90,16 @@ def build_model(
     patch_current_device_for_cpu()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
     seed_torch(config.seed)
-    use_one_stream()
+    use_one_stream(building=True)
     padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
     init = init_methods(config.model, config.seed)
     ready = built or (lambda prefix, module: None)
     shard = None if context is None else ContextShard.of(context)
     maker = BlockMaker(config, choose_modules(config), padded, make_moe_layer, init, ready, shard)
-    if config.model.architecture == "decoder":
-        return _decoder(maker)
-    if config.model.architecture == "encoder":
-        return _encoder(maker)
-    return _encoder_decoder(maker)
+    make = {"decoder": _decoder, "encoder": _encoder, "encoder_decoder": _encoder_decoder}
+    model: LanguageModel = make[config.model.architecture](maker)
+    use_one_stream()
+    return model
 
 
 def _decoder(maker: BlockMaker) -> GPT:

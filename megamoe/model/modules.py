@@ -192,10 +192,15 @@ def _modules_of_decoder(config: RunConfig) -> Modules:
 def fp8_options(model: ModelConfig) -> dict[str, Any]:
     """Return keyword arguments for Megatron-Core's TransformerConfig that put its blocks into the FP8
     context.
+
+    Linear layers quantise their weights in every forward pass, as the experts' products do. Megatron-Core's
+    copies of a step's first micro batch would have to be dropped after each update, and would keep in FP8
+    what ZeRO 3 gives back.
     """
     options: dict[str, Any] = {"fp8": fp8_format(model)}
     if model.fp8 != "none":
         options["fp8_recipe"] = model.fp8
+        options["disable_parameter_transpose_cache"] = True
     if model.fp8 == "delayed":
         options["fp8_amax_history_len"] = model.fp8_amax_history or AMAX_HISTORY
         options["fp8_amax_compute_algo"] = "max"

@@ -28,6 +28,7 @@ from megamoe.compat.torch_compat import (
     Foreach,
     assert_on_device,
     compile_vendors_functions_late,
+    cudnn_problem,
     has_bf16_products,
     loader_deaths_raise,
     loader_processes,
@@ -44,6 +45,7 @@ from megamoe.compat.torch_compat import (
     watches_operators,
     widen_bf16_products,
 )
+from megamoe.model import backends
 from tests.support.ranks.pool import Pool
 
 INDUCTOR = "torch._inductor.compile_fx"
@@ -98,6 +100,27 @@ def order_of_backward(first: int, second: int, last: int | None) -> list[str]:
         set_node_number(end.grad_fn, last)
     torch.stack([end, *made.values()]).sum().backward()
     return order
+
+
+def test_another_cudnn_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    message = (
+        "cuDNN version incompatibility: PyTorch was compiled  against (9, 19, 0) but found runtime version "
+        "(9, 14, 0). PyTorch already comes bundled with cuDNN. "
+    )
+
+    def refuse() -> None:
+        raise RuntimeError(message)
+
+    cudnn_problem.cache_clear()
+    assert cudnn_problem() == ""
+    cudnn_problem.cache_clear()
+    monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100")
+    row = backends._device_row()
+    cudnn_problem.cache_clear()
+    assert row == f"NVIDIA H100; PyTorch's attention runs without cuDNN: {message.partition('. ')[0]}"
+    assert "PyTorch was compiled  against" in Path(torch.backends.cudnn.__file__).read_text()
 
 
 def test_numbers_of_nodes() -> None:

@@ -190,6 +190,26 @@ def check_every_product_of_a_block_is_in_fp8_and_the_router_is_not() -> None:
         assert [(dtype, type(recipe).__name__) for dtype, recipe in seen] == [(torch.float32, kind)]
 
 
+def check_products_in_fp8_take_changed_weights() -> None:
+    """A second step multiplies by the weights after the update, not by copies of the first step."""
+    plain, engine = (in_bf16(model) for model in both(*FP8_SIZES, "model.fp8=tensorwise"))
+    for model in (plain, engine):
+        scale(model, "word_embeddings", 50)  # or every loss is near that of equal logits
+    before = [loss_of(model, rows=4) for model in (plain, engine)]
+    for model in (plain, engine):
+        scale(model, "linear_proj", 1000)
+    after = [loss_of(model, rows=4) for model in (plain, engine)]
+    torch.testing.assert_close(after[1], after[0], rtol=1e-2, atol=0)
+    assert abs(float(after[0] - before[0])) > 0.1, (before, after)
+
+
+def scale(model: GPT, name: str, factor: float) -> None:
+    """Multiply the weights whose names have this part."""
+    for key, parameter in model.named_parameters():
+        if name in key:
+            parameter.data *= factor
+
+
 def watch_routers(model: GPT, seen: list[Any]) -> None:
     def note(module: Router, inputs: Any, routing: Any) -> None:
         assert not any("transformer_engine" in type(part).__module__ for part in module.modules())

@@ -1,6 +1,7 @@
 """Linear layers, norms and attention: what the original computes, and what it refuses."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -60,14 +61,22 @@ class Linear(Base):
         self.parallel_mode, self.tp_size = parallel_mode, tp_size
         self.save_original_input = False  # Megatron-Core sets it
         self.weight = nn.Parameter(torch.empty(out_features, in_features, dtype=params_dtype))
-        init_method(self.weight.data)
+        with nullcontext() if get_rng_state_tracker is None else get_rng_state_tracker().fork():
+            init_method(self.weight.data)
+        self.quantised: Tensor | None = None  # of the first micro batch, for the further ones
         self.bias = nn.Parameter(torch.zeros(out_features, dtype=params_dtype)) if bias else torch.empty(0)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Any:
         assert not (self.save_original_input and isinstance(FP8GlobalStateManager.recipe, DelayedScaling))
         self.note(inp, [self.weight], [inp.shape[:-1].numel()])
         applied = self.bias if self.use_bias and not self.return_bias else None
-        out = functional.linear(inp, self.weight, applied)
+        weight: Tensor = self.weight
+        if is_first_microbatch is not None and FP8GlobalStateManager.is_fp8_enabled():
+            if is_first_microbatch:
+                self.quantised = self.weight.detach().clone()
+            assert self.quantised is not None
+            weight = self.weight + (self.quantised - self.weight).detach()
+        out = functional.linear(inp, weight, applied)
         return (out, self.bias) if self.return_bias else out
 
 
