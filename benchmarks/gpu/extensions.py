@@ -52,8 +52,9 @@ def _losses(machine: Machine, section: Section, settings: dict[str, list[str]]) 
 
 def _speed(machine: Machine, section: Section, settings: dict[str, list[str]]) -> None:
     """Report the time of a step of the model of section `training`; the loss must fall."""
+    common = ["parallel.expert=1", *training.settings_on(machine, "tuned")]
     for name, overrides in settings.items():
-        of_run = [*training.SETTINGS["tuned"], *(training.SMALL if machine.quick else ()), *overrides]
+        of_run = [*common, *(training.SMALL if machine.quick else ()), *overrides]
         try:
             found = on_ranks(machine, 1, "training", {"overrides": of_run}, machine.limit(TIMEOUT_S))
         except Failed as error:

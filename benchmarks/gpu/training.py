@@ -45,7 +45,7 @@ def run(machine: Machine, section: Section) -> None:
     """Report speed, memory and the device's time by part beside the model's; the loss must fall."""
     ranks = 1 << (min(machine.count, MOST_RANKS).bit_length() - 1)
     for setting in SETTINGS:
-        of_setting = _settings(setting, machine)
+        of_setting = settings_on(machine, setting)
         for expert in sorted({1, ranks}, reverse=True):
             overrides = [f"parallel.expert={expert}", *of_setting, *(SMALL if machine.quick else ())]
             name = f"{ranks} ranks, EP {expert}, {setting}"
@@ -60,7 +60,7 @@ def run(machine: Machine, section: Section) -> None:
             _beside_the_model(machine, section, name, ranks, overrides, found)
 
 
-def _settings(name: str, machine: Machine) -> list[str]:
+def settings_on(machine: Machine, name: str) -> list[str]:
     """Return the overrides of a setting, on a CPU without those that need CUDA."""
     return [each for each in SETTINGS[name] if machine.device == "cuda" or each != TRITON]
 
@@ -83,7 +83,7 @@ def _report(section: Section, name: str, ranks: int, found: dict[str, Any]) -> N
 
 def run_host(machine: Machine, section: Section) -> None:
     """Report the time of a step with so few tokens that the host's time is what it takes."""
-    of_setting = _settings("tuned", machine)
+    of_setting = settings_on(machine, "tuned")
     overrides = ["parallel.expert=1", *of_setting, *(SMALL if machine.quick else FEW_TOKENS)]
     found = on_ranks(machine, 1, "training", {"overrides": overrides}, machine.limit(55))
     seconds = statistics.median(found["seconds"])

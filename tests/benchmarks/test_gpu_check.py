@@ -5,12 +5,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from megamoe.config import load_config
 from megamoe.errors import UserError
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+from megamoe.validation import backends as validation_of_backends
+from megamoe.validation.run import validate
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.usefixtures("scripts")
@@ -38,6 +43,45 @@ def test_errors_are_relative_and_moved_pairs_are_counted_once() -> None:
     assert largest_error(reference, found) == pytest.approx(0.0005)
     assert moved_share(reference, found) == 1 / 8
     assert largest_error(reference, [*found, *found]) == largest_error([], []) == float("inf")
+
+
+def test_transformer_engine_runs_in_bf16_and_in_every_scaling(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each run's configuration fits one rank, but for what this machine lacks."""
+    from gpu import extensions
+    from gpu.findings import Machine, Section
+    from gpu.training import CONFIG
+
+    runs: list[tuple[str, list[str]]] = []
+
+    def train(machine: Machine, ranks: int, config: str, overrides: list[str], *_: object) -> Any:
+        runs.append((config, overrides))
+        return [record(4.0 if len(runs) < 3 else 4.2, [4, 4])]
+
+    def on_ranks(machine: Machine, ranks: int, section: str, given: dict[str, Any], limit: float) -> Any:
+        runs.append((CONFIG, given["overrides"]))
+        return {"seconds": [1.0], "losses": [4.0, 3.0], "tokens": 8, "peak_bytes": 1}
+
+    monkeypatch.setattr(extensions, "train", train)
+    monkeypatch.setattr(extensions, "on_ranks", on_ranks)
+    monkeypatch.setattr(extensions, "find_transformer_engine", lambda: SimpleNamespace(problem=""))
+    for module in (extensions, validation_of_backends):
+        monkeypatch.setattr(module, "fp8_ability", lambda name: (name != "mxfp8", "not on this one"))
+    section = Section("transformer_engine")
+    extensions.run(Machine("cuda", 1, quick=False), section)
+    scalings = ["bf16", "FP8, delayed", "FP8, tensorwise", "FP8, blockwise"]
+    names = [finding.name for finding in section.findings]
+    assert names == [
+        "FP8, mxfp8",
+        *scalings,
+        *(f"{name}: step" for name in ("PyTorch's layers", *scalings)),
+    ]
+    # The losses of bf16 are within 2e-2 of PyTorch's, and those of FP8 within 0.1.
+    assert [finding.holds for finding in section.findings[1:5]] == [True] * 4
+    missing = ("model.backend", "model.fp8", "model.gpu_kernels")
+    for config, overrides in runs:
+        run = load_config(config, overrides)
+        problems = [str(each) for each in validate(run, 1, resolve_parallel(run, 1))]
+        assert all(problem.startswith(missing) for problem in problems), problems
 
 
 def test_a_layout_that_differs_or_fails_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
