@@ -391,7 +391,7 @@ FAULTS = (
         "layouts.md",
         "megamoe/train/step.py",
         "            set_micro_batch(self.context, kept.of_micro_batch)\n",
-        "",
+        "            pass\n",
         ("tests/distributed/parity/test_stages.py",),
     ),
     Fault(

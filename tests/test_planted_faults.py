@@ -15,7 +15,10 @@ def test_there_are_twenty_and_each_has_a_name() -> None:
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_each_can_be_planted(fault: Fault) -> None:
     original = (ROOT / fault.file).read_text(encoding="utf-8")
-    assert planted(fault, original) != original
+    faulty = planted(fault, original)
+    assert faulty != original
+    if fault.file.endswith(".py"):
+        compile(faulty, fault.file, "exec")  # else its tests end with an error of syntax, which is no notice
     assert (ROOT / "docs" / fault.page).is_file()
     assert all(Path(ROOT / test).is_file() for test in fault.tests)
 
