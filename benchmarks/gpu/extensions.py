@@ -12,7 +12,7 @@ from megamoe.model.backends import find_transformer_engine
 FP8_TOLERANCE = 0.1
 FP8_SIZES = ("model.hidden_size=128", "moe.expert_ffn_hidden_size=128", "model.ffn_hidden_size=128")
 BF16 = ("parallel.precision=bf16", "parallel.deepspeed=ds_configs/zero1_bf16.json")
-TIMEOUT_S = 60.0
+TIMEOUT_S = 90.0
 
 
 def run(machine: Machine, section: Section) -> None:
@@ -40,7 +40,7 @@ def _losses(machine: Machine, section: Section, settings: dict[str, list[str]]) 
     for name, overrides in settings.items():
         tolerance = BF16_TOLERANCE if name == "bf16" else FP8_TOLERANCE
         try:
-            found = train(machine, 1, CONFIG, [*model, *overrides], TIMEOUT_S)
+            found = train(machine, 1, CONFIG, [*model, *overrides], machine.limit(TIMEOUT_S))
         except Failed as error:
             section.add(name, str(error), holds=False)
             continue
@@ -56,7 +56,8 @@ def _speed(machine: Machine, section: Section, settings: dict[str, list[str]]) -
     for name, overrides in settings.items():
         of_run = [*common, *(training.SMALL if machine.quick else ()), *overrides]
         try:
-            found = on_ranks(machine, 1, "training", {"overrides": of_run}, machine.limit(TIMEOUT_S))
+            given = {"overrides": of_run, "trace": False}
+            found = on_ranks(machine, 1, "training", given, machine.limit(TIMEOUT_S))
         except Failed as error:
             section.add(f"{name}: step", str(error), holds=False)
             continue

@@ -40,7 +40,7 @@ SECTIONS: dict[str, Task] = {
     "collectives": Task(collectives.run, 60),
     "parity": Task(parity.run, 150),
     "tiles": Task(kernels.run_tiles, 120),
-    "transformer_engine": Task(extensions.run, 300),
+    "transformer_engine": Task(extensions.run, 400),
     "layer": Task(comparisons.run_layer, 150),
     "step": Task(comparisons.run_step, 150),
 }

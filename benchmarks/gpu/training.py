@@ -145,7 +145,7 @@ def _table_name() -> str:
 
 
 def on_rank(given: dict[str, Any]) -> dict[str, Any]:
-    """Train on this rank."""
+    """Train on this rank. given: `trace: false` leaves out the steps under the profiler."""
     common = ["data.workers=0", "evaluation.batches=0", "optimizer.schedule=constant", "log.report=false"]
     config = load_config(CONFIG, [*common, "output=unused", *given["overrides"]])
     trainer = Trainer(config)
@@ -160,6 +160,7 @@ def on_rank(given: dict[str, Any]) -> dict[str, Any]:
     rank, data = trainer.world.rank, trainer.layout.data
     tokens = config.train.micro_batch_size * config.data.sequence_length * data // trainer.world.size
     result = {"rank": rank, "losses": losses, "seconds": seconds, "peak_bytes": peak, "tokens": tokens}
-    result["traced"] = profiled(PROFILED, trainer, given["device"] == "cuda")
+    if given.get("trace", True):
+        result["traced"] = profiled(PROFILED, trainer, given["device"] == "cuda")
     trainer.close()
     return result
