@@ -22,7 +22,7 @@ def is_secret(name: str) -> bool:
 
 
 def redacted(arguments: list[str]) -> list[str]:
-    """Return the arguments of a command with `***` in the place of secrets.
+    """Return the arguments of a command with `***` in place of secrets.
 
     These are the value of `name=value` or `--name value` where the name says so, and what is one by its form.
     """

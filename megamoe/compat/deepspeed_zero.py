@@ -301,7 +301,7 @@ def give_gradients_to(owner: _GradientOwner, engine: Any) -> None:
     """Let `owner` accumulate, reduce, apply and clear the gradients of the engine's optimiser.
 
     take: called for each parameter as soon as autograd has its gradient. reduce: called by the backward pass
-    of a step's last micro batch. step, clear: in the place of the optimiser's.
+    of a step's last micro batch. step, clear: in place of the optimiser's.
 
     Reason: the optimiser accumulates by two kernels, copies all gradients together, sums all of them on every
         rank, and computes norm, clipping and zeros on all of them, though a rank needs only its own part.

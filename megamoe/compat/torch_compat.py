@@ -357,7 +357,7 @@ def widen_bf16_products() -> torch.library.Library:
     they are. It lasts until the result is destroyed (`_destroy`).
 
     Reason: without oneDNN's bf16, PyTorch 2.13 takes 5 (mm) to 120 times (bmm) as long as in fp32.
-    Seen with: torch 2.13 and 2.15, whose operators with `out=` are others than those replaced.
+    Seen with: torch 2.13 and 2.15, whose operators with `out=` differ from those replaced.
     Without it: a run in bf16 takes up to 60 times as long as in fp32 on a processor without AVX-512.
     Canary: test_torch.py::test_widened_products_are_those_of_fp32_rounded_once
     """

@@ -33,7 +33,7 @@ class SpecialTokens:
 
     @property
     def mask(self) -> int | None:
-        """The id that stands in the place of a masked token; None: there is none."""
+        """The id that stands in place of a masked token; None: there is none."""
         return self._first(MASK_NAMES)
 
     @property

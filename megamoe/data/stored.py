@@ -45,7 +45,7 @@ def cache_root(data: DataConfig) -> Path:
 
 
 def localized(data: DataConfig) -> DataConfig:
-    """Return the configuration with the path of a local copy in the place of each URL; itself without URLs.
+    """Return the configuration with the path of a local copy in place of each URL; itself without URLs.
 
     What is not here yet is fetched. Every process of a machine may call it at the same time.
 

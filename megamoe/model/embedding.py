@@ -17,7 +17,7 @@ LONGEST_PERIOD = 10_000.0
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed embeddings of positions (Vaswani et al. 2017, section 3.5), in the place of a learned table.
+    """Fixed embeddings of positions (Vaswani et al. 2017, section 3.5), in place of a learned table.
 
     Position p has sin(p w_i) at the places 2 i and cos(p w_i) at 2 i + 1, w_i = 10000^(-2 i / H). The dtype
     is that of `embedding`, to which they are added.

@@ -367,11 +367,11 @@ class MoELayer(nn.Module):
 def attach_losses(
     output: Tensor, values: dict[str, Tensor], weights: dict[str, float], context: StepContext
 ) -> Tensor:
-    """`output` unchanged, but its backward also sends `context.aux_scale` times its weight into each loss.
+    """Return `output` unchanged; its backward pass gives each loss the gradient `aux_scale` times its weight.
 
     The model thus does not have to return the losses, and their gradients are right when the block is
-    recomputed. The scale is the training loop's: it makes the sum over ranks and accumulated micro
-    batches their mean, whatever the engine divides by.
+    recomputed. The training loop sets `context.aux_scale`, so that the gradients over ranks and accumulated
+    micro batches are those of the mean of the losses.
     """
     attached: Tensor = _AttachLosses.apply(
         output, [weights[name] for name in values], context, *values.values()

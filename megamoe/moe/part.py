@@ -18,13 +18,14 @@ from megamoe.moe.context import StepContext as StepContext
 class Dims:
     """The sizes and settings that a part may need when it is built.
 
-    layer: the block's number, from 1. init_std, init_scale: how weights start, see `rng.init_weight`.
-    vocab_size: rows of the embedding, None where there are no token ids. expert_parallel: ranks that
-    share one set of experts. follows_data: see `process_groups.ParallelGroups`. score_function: what the
-    router's score function provides. num_choices: the k that the selector counts with.
-    kernels: the model's choice, for the passes of `megamoe.kernels` and the draws of `rng`. num_experts: that
-    the router chooses among; num_zero: how many of them, the last ones, compute nothing. width: of muP
-    (`config.mup`): weights that read the hidden states start with init_std / width.
+    num_experts: the experts that the router chooses among. num_zero: how many of them, the last ones, compute
+    nothing. layer: the block's number, from 1. init_std, init_scale: how weights are initialised, see
+    `rng.init_weight`. vocab_size: rows of the embedding; None where there are no token ids. expert_parallel:
+    ranks that share one set of experts. follows_data: see `process_groups.ParallelGroups`. score_function:
+    the capabilities of the router's score function. num_choices: the selector's k, as in
+    `Selector.num_choices`. kernels: the model's choice, for the passes of `megamoe.kernels` and the draws of
+    `rng`. width: muP's width factor (`config.mup`); weights that read the hidden states start with init_std /
+    width.
     """
 
     hidden_size: int

@@ -42,10 +42,10 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
 
 
 def mean_choices(moe: MoELayerConfig) -> float:
-    """Return the mean number of experts that compute a token; 1 if the selector does not know.
+    """Return the mean number of experts that compute a token; 1 if the selector does not know it.
 
-    Beside experts without computation it is what the score function holds it at, or the share of a choice
-    among all experts alike.
+    With experts without computation it is the score function's target (`held_mean`), if there is one.
+    Otherwise every expert is taken to be chosen equally often.
     """
     with torch.device("meta"):
         selector = build_part(moe.router.selector, Dims(1, routed_experts(moe)))

@@ -126,9 +126,9 @@ def in_flight() -> bool:
 def end_turn(values: Tensor) -> Tensor:
     """Let the other micro batch in flight go on; return the values when it is this one's turn again.
 
-    An exchange that was started before travels meanwhile. In the backward pass the same holds for the
-    exchange of a gradient that what follows here starts, and what was before waits for. Without another
-    micro batch it does nothing.
+    An exchange that was started before this call is sent meanwhile. In the backward pass the same holds for
+    the exchange of a gradient: the nodes after this call start it, and the nodes before this call wait for
+    it. Without another micro batch in flight the function does nothing.
     """
     if _own.turn is None:
         return values

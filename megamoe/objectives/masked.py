@@ -129,7 +129,7 @@ class Masked(TrainingObjective):
         return _spans(free_S, wanted, self.options.span_p, self.options.max_span, draws)
 
     def _replaced(self, tokens_N: np.ndarray, draws: np.random.Generator, together: bool) -> np.ndarray:
-        """Return what stands in the place of chosen tokens; together: all masked, all random, or all kept."""
+        """Return what stands in place of chosen tokens; together: all masked, all random, or all kept."""
         kind_N = draws.random(len(tokens_N))
         if together:
             kind_N[:] = kind_N[0]

@@ -1,4 +1,4 @@
-"""AdamW and Adam with moments in bf16: 4 bytes of a parameter in the place of 8.
+"""AdamW and Adam with moments in bf16: 4 bytes of a parameter in place of 8.
 
 A moment is kept as bf16 and updated in fp32. With the nearest bf16, a change below 2^-9 of the moment would
 be lost, as (1 - beta2) g^2 is at beta2 = 0.999: the moment would stand still. So it is rounded up or down at

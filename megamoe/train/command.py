@@ -103,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         "--check", action="store_true", help="print every problem of the configuration, and do not train"
     )
     parser.add_argument(
-        "--ranks", type=int, metavar="N", help="with --check: for so many ranks (the fewest of the layout)"
+        "--ranks", type=int, metavar="N", help="with --check: number of ranks (default: the fewest possible)"
     )
     parser.add_argument(
         "--local_rank", "--local-rank", help=argparse.SUPPRESS

@@ -12,7 +12,7 @@ from megamoe.registry import failure_of, is_ours
 
 
 def localized_run(config: RunConfig) -> RunConfig:
-    """Return the configuration with local copies in the place of data that URLs name; itself without URLs.
+    """Return the configuration with local copies in place of data that URLs name; itself without URLs.
 
     Raises:
         UserError: as `localized`.

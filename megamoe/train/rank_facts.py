@@ -63,7 +63,7 @@ def facts_of_files(
 
     Args:
         config: the run's configuration.
-        data: the configuration of the data, with local copies in the place of URLs.
+        data: the configuration of the data, with local copies in place of URLs.
         vocabulary: the resolved vocabulary.
         deepspeed: the content of the DeepSpeed file.
         resume_from: the checkpoint to resume from, if any.

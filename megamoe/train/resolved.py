@@ -33,7 +33,7 @@ class ResolvedRun:
     """Values computed once at the start and read by the trainer, the summary and the loop.
 
     Args:
-        config: the checked configuration, with local copies in the place of data that URLs name.
+        config: the checked configuration, with local copies in place of data that URLs name.
         plan: layout, ZeRO stage, precision, offload and the DeepSpeed file's content.
         vocabulary: the vocabulary of the model: that of the data, and after it the objective's own ids.
         schedule: the schedule of the global batch size.

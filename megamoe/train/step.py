@@ -1,9 +1,11 @@
 """One optimiser step.
 
 The lm loss is the mean over the unmasked tokens of the global batch, over ranks and accumulation alike:
-the tokens are counted first, then each micro batch contributes its sum over that count. The auxiliary
-losses are the mean of their values on the micro batches, summed over layers with their weights. The
-engine averages gradients over ranks; both scales below undo that, and nothing else divides.
+the tokens are counted first, then each micro batch contributes its sum divided by that count. The auxiliary
+losses are the mean of their values on the micro batches, summed over layers with their weights. The engine
+averages gradients over the ranks that hold the same dense weights. The scale of the lm loss cancels this
+average. The scale of the auxiliary losses divides by the number of micro batches and of tensor-parallel
+ranks. Nothing else divides.
 """
 
 import math

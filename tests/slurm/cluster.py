@@ -175,7 +175,7 @@ class Cluster:
 
     @contextmanager
     def disk(self, name: str, path: Path, options: str) -> Iterator[None]:
-        """Context in which a node has an empty disk of its own in the place of a folder."""
+        """Context in which a node has an empty disk of its own in place of a folder."""
         command: list[str | Path] = [SCRIPT, "disk", self.folder, name, path]
         done = subprocess.run([*command, options], capture_output=True, text=True, timeout=60)
         if done.returncode == NOT_INSTALLED:

@@ -32,7 +32,7 @@ class Conversation:
 def conversation_of(record: object) -> Conversation:
     """Return the conversation of a line's object.
 
-    A message has a `role` and a `content`; an assistant's may have `tool_calls` in the place of a content,
+    A message has a `role` and a `content`; an assistant's may have `tool_calls` in place of a content,
     and a `weight` of 0 if it is not to be learned. A user follows the system or an assistant, an assistant a
     user or a tool, a tool an assistant that called it; an assistant is the last.
 

@@ -33,7 +33,7 @@ class Perplexity:
     capacity dropped any, over all layers. seconds: wall time of the forward passes.
     expert_flops: floating-point operations of the routed experts for one token, over all layers; 2 for a
     multiplication with its addition. dense_share: the same over those of a dense FFN of
-    `model.ffn_hidden_size` in the place of every MoE layer, as in Yang et al. 2024 (XMoE), figure 4; 0 for a
+    `model.ffn_hidden_size` in place of every MoE layer, as in Yang et al. 2024 (XMoE), figure 4; 0 for a
     dense model. further: the objective's metrics, such as the accuracy of labels.
     """
 

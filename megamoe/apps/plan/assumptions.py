@@ -1,7 +1,7 @@
 """What share of a peak is reached, and what a launch and a wait cost: a table with a source for each row.
 
 The table is `rates.json`. `make gpu-check` writes a file of measured rows, which `tools/plan.py
---assumptions` puts in the place of the table's.
+--assumptions` puts in place of the table's.
 """
 
 import json

@@ -32,7 +32,7 @@ MODEL_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of so many GPUs each. disk: bytes/s that one node writes. measured: rows in the place of those
+    """Nodes of so many GPUs each. disk: bytes/s that one node writes. measured: rows in place of those
     that are assumed.
     """
 

@@ -1,4 +1,4 @@
-"""What a plan puts in the place of data, batches, and parts whose sizes depend on the values of tokens."""
+"""What a plan puts in place of data, batches, and parts whose sizes depend on the values of tokens."""
 
 import copy
 from collections.abc import Iterator, Mapping

@@ -4,7 +4,7 @@ python tools/show_batch.py --config examples/demo.yaml
 python tools/show_batch.py --config run.yaml --set valid --first 8 --count 2 data.sequence_length=512
 
 In a terminal, what has a loss is green. Elsewhere, and with --colour never, it stands in [[ ]]. A token has a
-loss if the model learns to predict it; where the labels are others than the next tokens, as of masked
+loss if the model learns to predict it; where the labels differ from the next tokens, as of masked
 language models, it is written token->label. Nothing is trained, and no model is built.
 """
 

@@ -133,7 +133,7 @@ def read_splits(language: str, source: str, target: str, counts: Counts) -> Iter
     for name in (source, target):
         if SPLIT_MARK not in name:
             raise UserError(
-                f"--split-files {name!r}: expected {SPLIT_MARK} in the name, in the place of train, valid "
+                f"--split-files {name!r}: expected {SPLIT_MARK} in the name, in place of train, valid "
                 "and test, such as data/wmt/{split}.en"
             )
     named = {split: [name.replace(SPLIT_MARK, split) for name in (source, target)] for split in SPLITS}

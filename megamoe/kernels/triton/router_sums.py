@@ -1,6 +1,6 @@
 """Sums over a router's numbers as Triton kernels: auxiliary losses and what is observed of the gate.
 
-Each is one operator of two or three launches in the place of about ten, which would each be shorter than the
+Each is one operator of two or three launches in place of about ten, which would each be shorter than the
 time to launch them. Programs write partial sums, which are added in one order. Plain forms:
 `kernels/router.py`. Sizes: T tokens, E experts, N (token, expert) pairs.
 """

@@ -169,7 +169,7 @@ class SourceCache:
 
 
 class CachingCrossAttention(CrossAttention):
-    """Megatron-Core's cross attention, which also takes a `SourceCache` in the place of its context.
+    """Megatron-Core's cross attention, which also takes a `SourceCache` in place of its context.
 
     Rows of the same source become further positions of one sequence, [S, B * K, H] -> [S * K, B, H]: cross
     attention has no order among its queries, so the keys and values need not be repeated for each row.

@@ -55,7 +55,7 @@ class PerExpertCapacity(Part):
 
     With `tau`, of E experts that compute and Z that do not (`moe.zero_experts`), the first have C =
     ceil(gamma tau k T / (tau E + Z)) places each, and the others ceil(gamma k T / (tau E + Z)) (Jin et al.
-    2024, MoE++, arXiv 2410.07348, eq. 8, which has T in the place of k T).
+    2024, MoE++, arXiv 2410.07348, eq. 8, which has T in place of k T).
 
     Only `position` is causal: in the other orders a later token can take an earlier one's place.
 

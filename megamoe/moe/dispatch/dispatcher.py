@@ -41,7 +41,7 @@ class Dispatcher:
     rows for the experts of this rank, H the hidden size.
 
     takes_places: whether `start` knows `Routing.places`. moves_weights: whether it has `row_weights` and
-    `add_up`, which `moe.weights_in_activation` needs in the place of `combine`. node_use: whether
+    `add_up`, which `moe.weights_in_activation` needs in place of `combine`. node_use: whether
     `places.groups` has the groups by node: never, where that saves enough, or always.
     """
 

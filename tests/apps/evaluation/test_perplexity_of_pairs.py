@@ -47,7 +47,7 @@ def _run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, li
 
 
 def test_translation(pool: Pool, run: tuple[Path, list[float]]) -> None:
-    """Each token takes 2 experts, of FFN size 32, in the place of a dense FFN of 64."""
+    """Each token takes 2 experts, of FFN size 32, in place of a dense FFN of 64."""
     path, losses = run
     (alone,) = pool.run(evaluated, path, [[]], [], SETS, ranks=1)
     for found, reported in zip(alone, losses, strict=True):

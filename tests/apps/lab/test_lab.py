@@ -327,7 +327,7 @@ def study_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_study_to_its_page(
     path: Path, only: list[str] | None, study_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With data of bytes in the place of what the study needs: all runs end, each measure has a number."""
+    """With data of bytes in place of what the study needs: all runs end, each measure has a number."""
     monkeypatch.chdir(study_data)
     chosen = ["--rows", ",".join(only)] if only else []
     assert call("lab", [str(path), "--output", str(tmp_path / "lab"), *chosen]) == 0

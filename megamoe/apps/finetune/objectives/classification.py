@@ -26,7 +26,7 @@ LARGEST = float(np.finfo(np.float32).max)  # label of a regression
 
 
 class TextObjective(Labelled):
-    """Reads `text` and, of a pair, `second`. The end-of-document token stands before a text, in the place of
+    """Reads `text` and, of a pair, `second`. The end-of-document token stands before a text, in place of
     BERT's [CLS], and after it. It stands twice between the texts of a pair (Liu et al. 2019, RoBERTa). Of a
     pair that is too long, the longer text is cut, token by token.
     """

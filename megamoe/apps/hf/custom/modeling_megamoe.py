@@ -246,7 +246,7 @@ class MoELayer(nn.Module):
 
 
 class MoEBlock(nn.Module):
-    """An MoE layer in the place of an FFN, or, with a norm, after a block."""
+    """An MoE layer in place of an FFN, or, with a norm, after a block."""
 
     def __init__(self, config: MegamoeConfig, has_norm: bool = False) -> None:
         super().__init__()
