@@ -11,8 +11,6 @@ from typing import Any
 from torch import Tensor, nn
 
 OLDEST = "2.3"  # has every scaling of model.fp8
-# Of a matrix's sizes and of an expert's rows: Transformer Engine's get_align_size_for_quantization.
-FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 # How Transformer Engine is asked whether the device can do it.
 FP8_ABILITY = {
     "delayed": "is_fp8_available",

@@ -1,6 +1,7 @@
 """Sizes and positions that follow from the configuration by arithmetic."""
 
 from dataclasses import dataclass
+from math import lcm
 
 from megamoe.config.schema import (
     Activation,
@@ -10,6 +11,9 @@ from megamoe.config.schema import (
     RunConfig,
     StackLayersConfig,
 )
+
+# Of a matrix's sizes and of an expert's rows: Transformer Engine's get_align_size_for_quantization.
+FP8_MULTIPLE = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,16 @@ def inserted_has_norm(moe: MoEConfig) -> bool:
 def padded_vocab_size(vocab_size: int, multiple: int) -> int:
     """Return the vocabulary size rounded up to the next multiple."""
     return -(-vocab_size // multiple) * multiple
+
+
+def length_multiple(config: RunConfig) -> int:
+    """Return what the lengths of filled sequences must be a multiple of.
+
+    It divides them among the tensor-parallel ranks, and gives FP8 products the rows that they need in batches
+    of any number of sequences.
+    """
+    parallel, rows = config.parallel, FP8_MULTIPLE.get(config.model.fp8, 1)
+    return rows * parallel.tensor if parallel.sequence else lcm(rows, parallel.tensor)
 
 
 def head_size(model: ModelConfig) -> int:

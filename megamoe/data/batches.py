@@ -241,8 +241,8 @@ def pair_batch(
     items: `source` and `target`, int64 of any lengths above 0; a target ends with its own end token. The
     decoder reads `start` and then the target without its last token, and predicts the target. indices: the
     pairs' numbers in the data. pad: the id of padding, which has no influence. multiple: lengths are filled
-    up to a multiple of it, the tensor-parallel ranks. longest: the most tokens of a side, those for which the
-    model has positions; None: any.
+    up to a multiple of it, see `shapes.length_multiple`. longest: the most tokens of a side, those for which
+    the model has positions; None: any.
 
     Raises:
         UserError: if a side is empty or too long.

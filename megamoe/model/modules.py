@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.compat.megatron_compat import ffn_submodules
-from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, LentWeights
+from megamoe.compat.transformer_engine_compat import LentWeights
 from megamoe.config.schema import ModelConfig, RunConfig
-from megamoe.config.shapes import has_input_bias, has_output_bias
+from megamoe.config.shapes import FP8_MULTIPLE, has_input_bias, has_output_bias
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.rms_norm import rms_norm, summed_rms_norm
 from megamoe.model.attention.core import SDPAttention, SplittingSelfAttention

@@ -19,7 +19,14 @@ OF_A_BLOCK = re.compile(r"model\.decoder\.layers\.(\d+)\.$")
 
 
 class OtherStage(nn.Module):
-    """Stands where a block of another stage would be; hands the hidden states on."""
+    """Stands where a block of another stage would be; hands the hidden states on.
+
+    layer_number: the block's, from 1; Megatron-Core asks each block for it in FP8.
+    """
+
+    def __init__(self, layer_number: int) -> None:
+        super().__init__()
+        self.layer_number = layer_number
 
     def forward(self, hidden_states: Tensor, context: Any = None, **unused: Any) -> tuple[Tensor, Any]:
         """Return the hidden states and the context as they are."""
@@ -214,7 +221,7 @@ class PipelineStage:
         layers = self._decoder.decoder.layers
         for place in range(len(layers)):
             if not blocks.has(place):
-                layers[place] = OtherStage()
+                layers[place] = OtherStage(place + 1)
         needs_words = self._decoder.share_embeddings_and_output_weights
         needs_embedding = model.prediction is not None
         if not blocks.is_last:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from megamoe.config.schema import RunConfig
+from megamoe.config.shapes import length_multiple
 from megamoe.data.batches import Batch, Item, pair_batch
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
@@ -100,9 +101,9 @@ class SpanCorruption(TrainingObjective):
         return dict(zip(("source", "target"), map(torch.from_numpy, sides), strict=True))
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
-        """Return the batch of pairs; under tensor parallelism their lengths are filled up."""
-        longest, ranks = self.config.data.sequence_length, self.config.parallel.tensor
-        return pair_batch(items, indices, start=self.end, multiple=ranks, longest=longest)
+        """Return the batch of pairs; their lengths are filled up to a `length_multiple`."""
+        longest, multiple = self.config.data.sequence_length, length_multiple(self.config)
+        return pair_batch(items, indices, start=self.end, multiple=multiple, longest=longest)
 
 
 def _sizes(options: Any, length: int) -> tuple[int, int]:

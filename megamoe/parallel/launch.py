@@ -225,8 +225,8 @@ def start(world: World, timeout_minutes: float, select_device: bool = True) -> N
         open_store(world, timeout.total_seconds())  # before DeepSpeed opens it, on all interfaces
     _backend = world.backend
     backends = "cpu:gloo,cuda:nccl" if world.backend == "nccl" else world.backend
-    if (attempt := _attempt()) != "0":
-        _join_again(world, backends, timeout, attempt)
+    if not dist.is_initialized():
+        _join(world, backends, timeout)
     deepspeed.init_distributed(
         dist_backend=backends,
         auto_mpi_discovery=False,
@@ -262,17 +262,22 @@ def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
-def _join_again(world: World, backends: str, timeout: timedelta, attempt: str) -> None:
-    """Join after a restart by torchrun, whose store may still hold the addresses of the previous ranks.
+def _join(world: World, backends: str, timeout: timedelta) -> None:
+    """Create the process group of all ranks, without binding a device to it as DeepSpeed's own call does.
 
-    The store is new with `--standalone` and `--rdzv-backend`, but not with `--master-addr` or neither.
+    With a bound device PyTorch connects NCCL at once, which initialises CUDA, and each further group begins
+    with a collective of all ranks (`ncclCommSplit`). Otherwise NCCL connects a group at its first use.
+
+    After a restart by torchrun the store may still hold the addresses of the previous ranks, so each attempt
+    has keys of its own. The store is new with `--standalone` and `--rdzv-backend`, but not with
+    `--master-addr` or neither.
     """
     import torch.distributed as dist
 
     store, rank, size = next(dist.rendezvous("env://", world.rank, world.size, timeout=timeout))
     dist.init_process_group(
         backends,
-        store=dist.PrefixStore(f"attempt_{attempt}", store),
+        store=dist.PrefixStore(f"attempt_{_attempt()}", store),
         rank=rank,
         world_size=size,
         timeout=timeout,

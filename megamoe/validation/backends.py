@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator
 
-from megamoe.compat.transformer_engine_compat import FP8_MULTIPLE, fp8_ability
+from megamoe.compat.transformer_engine_compat import fp8_ability
 from megamoe.config.groups import kinds
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import (
+    FP8_MULTIPLE,
     expert_ffn_size,
     ffn_size,
     key_size,
@@ -90,7 +91,7 @@ def _fp8_size_problems(config: RunConfig) -> Iterator[Problem]:
     sizes = {
         "train.micro_batch_size x data.sequence_length": (
             tokens,
-            parallel.tensor if parallel.sequence else 1,
+            parallel.context * (parallel.tensor if parallel.sequence else 1),
         ),
         "model.hidden_size": (model.hidden_size, parallel.tensor),
         **{key: (size, parallel.tensor) for key, size in _attention_sizes(model).items()},

@@ -6,6 +6,8 @@ and lets process groups that ask for NCCL be gloo's. What is found is in `findin
 - sync: the host waited for the device; pageable: a copy from memory that is not pinned
 - mixed: tensors of different devices in one operator, or a CPU tensor for NCCL (both are refused, too)
 - race: two streams used a tensor, and neither had waited for the other; or its memory was freed meanwhile
+- both_ways: a rank sends to another and receives from it in one group. NCCL runs them one after the other, so
+  two ranks that both send first wait for ever. gloo's sends end at once
 - collective: its name and the tensors' sizes
 
 It cannot see the numbers and the speed of CUDA's own kernels, nor NCCL's.
@@ -27,6 +29,7 @@ OWN_CODE = ("megamoe", "tests", "deepspeed", "megatron", "transformer_engine")
 PATCHES = "tests/cuda/pretended.py"
 DEPTH = 6  # frames that a finding keeps
 TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
+FAULTS = ("mixed", "race", "both_ways")  # kinds of findings that no run may have
 COLLECTIVES = (
     *("all_reduce", "broadcast", "reduce", "gather", "scatter", "all_gather", "all_gather_into_tensor"),
     *("reduce_scatter", "reduce_scatter_tensor", "all_to_all", "all_to_all_single"),
@@ -57,6 +60,7 @@ new_groups: list[tuple[int, ...]] = []  # the ranks of every process group that 
 _nccl: set[Any] = set()  # the groups that stand for NCCL's
 _with_gloo: set[Any] = set()  # those of them that have gloo too, for objects
 device_uses: list[str] = []  # what selected the device
+_directions: dict[tuple[Any, int], str] = {}  # by group and peer: "send" or "recv"
 _works: list[list[Any]] = []  # of the coalescing managers that are open
 
 
@@ -276,8 +280,12 @@ def _pretend_nccl() -> None:
             c10d._world.pg_map[group] = ("nccl", c10d._world.pg_map[group][1])
             _nccl.add(group)
 
-    def init_process_group(backend: Any = None, *args: Any, **kwargs: Any) -> None:
-        kwargs = {key: value for key, value in kwargs.items() if key not in ("device_id", "pg_options")}
+    # DeepSpeed passes `device_id` if the signature has it.
+    def init_process_group(
+        backend: Any = None, *args: Any, device_id: Any = None, pg_options: Any = None, **kwargs: Any
+    ) -> None:
+        if device_id is not None:
+            device_uses.append("init_process_group(device_id)")  # NCCL connects at once
         begin("gloo" if is_nccl(backend) else backend, *args, **kwargs)
         if is_nccl(backend):
             rename(c10d._get_default_group())
@@ -327,6 +335,10 @@ def _checked(name: str, collective: Callable[..., Any]) -> Callable[..., Any]:
         if group in _nccl - _with_gloo and any(map(is_host, given)):
             findings.append(Finding("mixed", f"dist.{name}", "a CPU tensor for NCCL", _frames()))
             raise RuntimeError(f"dist.{name}: No backend type associated with device type cpu")
+        if (direction := name.removeprefix("i")) in ("send", "recv") and not any(map(is_host, given)):
+            peer = next(value for value in given if isinstance(value, int))
+            if _directions.setdefault((group, peer), direction) != direction:
+                findings.append(Finding("both_ways", f"dist.{name}", f"rank {peer}", _frames()))
         work = collective(*args, **kwargs)
         if _works and work is not None:
             _works[-1].append(work)

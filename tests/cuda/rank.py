@@ -69,7 +69,7 @@ class Watch:
 
     def found(self) -> dict[str, Any]:
         """After a run."""
-        kinds = {kind: sorted({str(f) for f in pretended.of_kind(kind)}) for kind in ("mixed", "race")}
+        kinds = {kind: sorted({str(f) for f in pretended.of_kind(kind)}) for kind in pretended.FAULTS}
         return {
             **kinds,
             "steps": self.steps,

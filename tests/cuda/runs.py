@@ -13,6 +13,7 @@ import pytest
 from megamoe.kernels.build import BuildError
 from megamoe.parallel.launch import free_port
 from tests.cuda.build import built
+from tests.cuda.pretended import FAULTS
 from tests.cuda.training import MEASURED, Tree
 from tests.support.ranks.pool import Pool
 
@@ -116,14 +117,14 @@ def run_on_cpu(pool: Pool, runs: list[Run]) -> dict[str, dict[str, list[float]]]
 
 
 def assert_as_on_cpu(found: Found, expected: dict[str, list[float]]) -> None:
-    """No error, no mixed devices, no race, and the CPU's losses.
+    """No error, none of `pretended.FAULTS`, and the CPU's losses.
 
     In bf16 sums of other orders round otherwise, and a token whose scores nearly tie may choose another
     expert, which the norm of the gradients shows most.
     """
     name = f"{found.run.name} on {found.run.ranks} ranks"
     assert not found.errors().strip(), f"{name}:\n{found.errors()}"
-    for kind in ("mixed", "race"):
+    for kind in FAULTS:
         assert not found.all_of(kind), f"{name}: {kind}:\n" + "\n".join(found.all_of(kind))
     assert expected["train/lm_loss"], f"{name}: the run on the CPU has no losses"
     in_bf16 = "bf16" in str(found.run.tree.get("parallel", {}).get("deepspeed"))

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.config.shapes import length_multiple
 from megamoe.data.batches import Item, pair_batch
 from megamoe.data.special import SpecialTokens
 from megamoe.data.vocabulary import Vocabulary
@@ -16,8 +17,8 @@ WORDS, EOD = 50, 7
 BOTH = ("model.architecture=encoder_decoder", "train.objective=span_corruption", "moe.layers=none")
 
 
-def objective(length: int = 128, tensor: int = 1, **options: Any) -> SpanCorruption:
-    config = tiny(*BOTH, f"data.sequence_length={length}", f"parallel.tensor={tensor}")
+def objective(length: int = 128, *overrides: str, **options: Any) -> SpanCorruption:
+    config = tiny(*BOTH, f"data.sequence_length={length}", *overrides)
     chosen = SpanCorruption.Config(**options)
     data = Vocabulary(WORDS, EOD, None)
     vocabulary = data.with_added(SpanCorruption.added_ids(chosen, config, data))
@@ -96,11 +97,22 @@ def test_batch_of_pairs() -> None:
         pair_batch(pairs, [10, 11], start=EOD)
 
 
-def test_lengths_are_filled_up_for_tensor_parallel_ranks() -> None:
-    made = objective(length=32, tensor=2)
+@pytest.mark.parametrize(
+    ("overrides", "multiple"),
+    [
+        (["parallel.tensor=2"], 2),
+        (["model.fp8=tensorwise"], 16),
+        (["model.fp8=mxfp8", "parallel.tensor=2", "parallel.sequence=true"], 64),
+        (["model.fp8=delayed", "parallel.tensor=3"], 48),
+    ],
+)
+def test_lengths_are_filled_up_for_tensor_parallel_ranks_and_fp8(overrides: list[str], multiple: int) -> None:
+    """With sequence parallelism each rank's part of a sequence has the rows that FP8 needs."""
+    made = objective(32, *overrides)
     batch = made.batch([made.sample(item(0, 32), "train/0")], [0])
     assert batch.source_BL is not None
-    assert batch.source_BL.shape[1] % 2 == batch.tokens_BS.shape[1] % 2 == 0
+    assert length_multiple(made.config) == multiple
+    assert batch.source_BL.shape[1] % multiple == batch.tokens_BS.shape[1] % multiple == 0
 
 
 def test_reserved_sentinels_are_used_if_there_are_enough() -> None:

@@ -38,6 +38,7 @@ from megamoe.train.resume import check_vocabulary
 
 KEY = "checkpoint"
 # Sections of a saved configuration that say how it was trained, not what was trained.
+FP8_KEYS = ("fp8", "fp8_format", "fp8_amax_history")
 FORGOTTEN = ("parallel", "checkpoint", "log", "output", "name")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -161,7 +162,7 @@ class Session:
         """Return what the checkpoint says of itself, and the checked run at this number of ranks."""
         intact = self.verified(path)
         meta = read_meta(intact, KEY)
-        config = configuration_of(meta, intact, [*self.overrides, *overrides], self.replays)
+        config = configuration_of(without_fp8(meta), intact, [*self.overrides, *overrides], self.replays)
         kind = config.model.architecture
         if kind not in architectures:
             raise UserError(
@@ -213,6 +214,15 @@ def session(
         yield Session(launch.find_world(), overrides, precision, replays)
     finally:
         launch.stop()
+
+
+def without_fp8(meta: Meta) -> Meta:
+    """Return a checkpoint's description with a model that computes in its weights' precision.
+
+    The tools read batches of any length, and FP8 products take multiples of 16 or 32 rows.
+    """
+    model = {key: value for key, value in meta["config"]["model"].items() if key not in FP8_KEYS}
+    return {**meta, "config": {**meta["config"], "model": model}}
 
 
 def configuration_of(meta: Meta, path: Path, overrides: Sequence[str], replays: bool = False) -> RunConfig:

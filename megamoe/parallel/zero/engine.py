@@ -115,7 +115,7 @@ class Engine:
         if config.optimizer.name == "muon":
             self._use_muon(config.optimizer.muon, of_muon)
         if self.layout.pipeline > 1:
-            self._replicas = ReplicatedWeights(model, self.groups.pipeline)
+            self._replicas = ReplicatedWeights(model)
             if self.stage > 0:
                 use_norm_of_all_stages(self._engine.optimizer, self.layout)
             # At ZeRO 2 the gradients are reduced in each backward pass.

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.moe.utils import is_moe_param
+from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megamoe.compat.deepspeed_pipeline import accumulated_gradient, replace_norm
@@ -25,33 +26,17 @@ class ReplicatedWeights:
     on the last stage `counted_elsewhere`: the norm counts them once.
     """
 
-    def __init__(self, model: nn.Module, pipeline: dist.ProcessGroup) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._parameters = [p for p in model.parameters() if getattr(p, "is_replicated", False)]
-        ranks = dist.get_process_group_ranks(pipeline)
-        self._first, self._last, self._group = ranks[0], ranks[-1], pipeline
+        # Of this rank's place in the first and in the last stage; None on the stages between.
+        self._group = parallel_state.get_embedding_group(check_initialized=False)
 
     def sum_gradients(self, optimizer: Any) -> None:
         """Sum the accumulated gradients of both copies, before they are averaged over the replicas."""
         for parameter in self._parameters:
             gradient = accumulated_gradient(optimizer, parameter)
-            self._exchange_and_add(gradient)
-
-    def _exchange_and_add(self, gradient: Tensor) -> None:
-        """Add the other stage's gradient; both add in the same order, so the sums are equal."""
-        rank = dist.get_rank()
-        other = self._last if rank == self._first else self._first
-        theirs = torch.empty_like(gradient)
-        works = [
-            dist.isend(gradient.contiguous(), other, group=self._group),
-            dist.irecv(theirs, other, group=self._group),
-        ]
-        for work in works:
-            assert work is not None
-            work.wait()
-        if rank == self._first:
-            gradient.copy_(gradient + theirs)
-        else:
-            gradient.copy_(theirs + gradient)
+            # Not a send and a receive: on NCCL each stage's receive would wait for its own send to end.
+            dist.all_reduce(gradient, group=self._group)
 
 
 def use_norm_of_all_stages(optimizer: Any, layout: Layout) -> None:

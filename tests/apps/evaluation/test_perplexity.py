@@ -244,6 +244,22 @@ def test_a_result_that_cannot_be_written_is_refused_and_nothing_is_touched(tmp_p
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
+def test_a_checkpoint_trained_in_fp8_is_read_without(tmp_path: Path) -> None:
+    """Batches of any length have rows that FP8 products do not take."""
+    from megamoe.apps.evaluation.trained_model import configuration_of, without_fp8
+    from megamoe.config import to_dict
+
+    config = tiny("model.fp8=delayed", "model.fp8_format=e4m3", "model.fp8_amax_history=16")
+    meta: Any = {"config": to_dict(config), "step": 3}
+    found = configuration_of(without_fp8(meta), Path("runs/a"), []).model
+    assert (found.fp8, found.fp8_format, found.fp8_amax_history) == ("none", None, None)
+    assert meta["config"]["model"]["fp8"] == "delayed"
+    assert (
+        configuration_of(without_fp8(meta), Path("runs/a"), ["model.fp8=tensorwise"]).model.fp8
+        == "tensorwise"
+    )
+
+
 def test_plugins_of_a_checkpoint_are_not_run_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from megamoe.apps.evaluation.trained_model import configuration_of
     from megamoe.config import to_dict

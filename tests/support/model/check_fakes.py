@@ -24,6 +24,7 @@ from megamoe.errors import UserError
 from megamoe.model import backends
 from megamoe.model.architectures.decoder import GPT
 from megamoe.model.modules import EngineProduct, transformer_engine_grouped_linear
+from megamoe.model.stage import StageBlocks
 from megamoe.moe.experts import grouped
 from megamoe.moe.experts.grouped import GroupedExperts, Products
 from megamoe.moe.router import Router
@@ -38,11 +39,16 @@ from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 from tests.support.tiny import check_on as refuse
 
 
-def loss_of(model: GPT, rows: int = 2) -> Tensor:
+def output_of(model: GPT, rows: int, **inputs: Any) -> Tensor:
+    """Return the losses [rows, 8], or a pipeline stage's hidden states [8, rows, H]."""
     generator = torch.Generator().manual_seed(3)
     words = torch.randint(0, VOCABULARY, (rows, 9), generator=generator)
     positions = torch.arange(8)[None].expand(rows, -1)
-    return model(words[:, :-1], positions, words[:, 1:]).mean()
+    return model(words[:, :-1], positions, words[:, 1:], **inputs)
+
+
+def loss_of(model: GPT, rows: int = 2) -> Tensor:
+    return output_of(model, rows).mean()
 
 
 def both(*overrides: str) -> tuple[GPT, GPT]:
@@ -232,6 +238,22 @@ def check_what_is_recomputed_is_in_fp8_again() -> None:
             with torch.no_grad():
                 loss_of(engine.eval(), rows=4)
             assert len(calls()) == 8
+
+
+def check_pipeline_stages_compute_in_fp8() -> None:
+    """Two stages of a block each have the whole model's loss; every block has its number in FP8."""
+    for fp8 in ("delayed", "tensorwise"):
+        whole, *stages = (in_bf16(both(*FP8_SIZES, f"model.fp8={fp8}")[1]) for _ in range(3))
+        expected = loss_of(whole, rows=4)
+        for number, stage in enumerate(stages):
+            stage.cut(StageBlocks(number, 2, (range(number, number + 1),)))
+        calls()
+        hidden_SBH = output_of(stages[0], 4)
+        assert len(calls()) == 4  # attention and a dense FFN
+        torch.testing.assert_close(
+            output_of(stages[1], 4, hidden_SBH=hidden_SBH).mean(), expected, rtol=0, atol=0
+        )
+        assert len(calls()) == 4  # attention and experts
 
 
 def check_the_options_of_fp8_reach_the_recipe() -> None:

@@ -20,6 +20,7 @@ from megamoe.apps.finetune.label_files import (
     read_lines,
 )
 from megamoe.config.schema import RunConfig
+from megamoe.config.shapes import length_multiple
 from megamoe.data.batches import Batch, Item, filled, positions
 from megamoe.data.datasets import VALID, Datasets, check_split
 from megamoe.data.tokenizers import Tokenizer, load_tokenizer
@@ -188,7 +189,7 @@ class Labelled(TrainingObjective, ABC):
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
         tokens_BS, lengths_B = filled(
-            [item["tokens"] for item in items], self._pad, self.config.parallel.tensor
+            [item["tokens"] for item in items], self._pad, length_multiple(self.config)
         )
         labels_BS = torch.zeros(tokens_BS.shape, dtype=items[0]["labels"].dtype)
         mask_BS = torch.zeros(tokens_BS.shape)

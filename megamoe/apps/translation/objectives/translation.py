@@ -20,6 +20,7 @@ from megamoe.apps.translation.dataset import (
 )
 from megamoe.apps.translation.pairs import select_languages
 from megamoe.config.schema import RunConfig
+from megamoe.config.shapes import length_multiple
 from megamoe.data.batches import Batch, Item, pair_batch
 from megamoe.data.card import is_pairs
 from megamoe.data.datasets import VALID, Datasets, check_split
@@ -128,8 +129,8 @@ class Translation(TrainingObjective):
         return len(self._batches(self._pairs, self.options.bucket).epoch(0)) * self.options.bucket
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
-        """Return the batch of pairs; under tensor parallelism their lengths are filled up."""
-        multiple = self.config.parallel.tensor
+        """Return the batch of pairs; their lengths are filled up to a `length_multiple`."""
+        multiple = length_multiple(self.config)
         return pair_batch(items, indices, start=self._end, pad=self._pad, multiple=multiple)
 
     def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
