@@ -2,8 +2,8 @@
 
 A read past the end of a mapped file that was truncated raises SIGBUS. So the sizes of a sample's files are
 checked before each sample, which takes a microsecond each. Replacing or deleting a mapped file has no effect:
-the map keeps the old one. Writing into a mapped file has: a token id outside of the vocabulary, or an index
-that points out of the file, is reported as well.
+the map keeps the old file. Writing into a mapped file has an effect, so a token id outside of the vocabulary,
+or an index that points out of the file, is reported as well.
 """
 
 import mmap

@@ -2,8 +2,8 @@
 
 A part is a dataset of its own (.bin, .idx, counts) in the folder of the unfinished preparation. Its record
 is written last, by renaming, with the key of what the part was made from. Finished parts are appended to the
-.bin one by one, and each is deleted when it lies there, so that the disk never holds all tokens twice. A
-record whose .bin is gone stands for a part that has been appended. The result depends on the parts alone, not
+.bin one by one, and each is deleted after it was appended, so that the disk never holds all tokens twice. A
+record whose own .bin is gone belongs to an appended part. The result depends on the parts alone, not
 on the number of processes or of interruptions.
 """
 

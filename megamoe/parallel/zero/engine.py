@@ -8,7 +8,7 @@ expert, and its rows already came from all ranks of its expert-parallel group, s
 data-parallel ranks. DeepSpeed (`_reduce_expert_gradients`) divides it by the data-parallel size, not by the
 number of copies;
 - the caller says which backward pass is the step's last, so the batch size may change between steps;
-- clipping covers dense and expert parameters together at every stage (see `optimizer`);
+- clipping covers dense and expert parameters together at every stage (see `megamoe.optim.optimizers`);
 - a step whose gradients are not finite, or that the caller skips, changes nothing (`step_skipped`);
 - the pipeline stages have an engine each. Weights that two stages hold (a tied embedding) get the sum of
 both gradients, and the norm is one of the whole model.

@@ -1,11 +1,11 @@
 """Muon's matrices between the ranks of a pipeline stage: each is gathered and orthogonalised by one of them.
 
 A rank holds a rectangle of a matrix under tensor or expert tensor parallelism, and at ZeRO 1 to 3 a flat
-slice of that. Every matrix has an owner among the ranks that hold parts of it. The holders send it their
-parts of D (see `megamoe.optim.muon`). It computes the orthogonal matrix, and sends each holder its part of
-that. A call takes two all-to-alls for all its matrices. Owners are chosen by FLOPs: the largest matrix first,
-to the rank with the least work so far. At ZeRO 0 replicas hold the same: the owner gathers from its own
-replica, and sends to all.
+slice of that rectangle. Every matrix has an owner among the ranks that hold parts of it. They send the owner
+their parts of D (see `megamoe.optim.muon`). The owner computes the orthogonal matrix, and sends each rank its
+part. A call takes two all-to-alls for all its matrices. Owners are chosen by FLOPs: the largest matrix first,
+to the rank with the least work so far. At ZeRO 0 all replicas hold the same parts: the owner gathers from its
+own replica, and sends to all.
 
 Every rank works out the whole plan from the layout alone, so nothing is sent for it.
 """

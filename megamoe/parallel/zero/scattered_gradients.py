@@ -2,8 +2,8 @@
 
 DeepSpeed sums all gradients on every rank, though each rank updates its own part alone. Here each rank gets
 the sum of its part (Rajbhandari et al. 2020, ZeRO, section 7.1): half the traffic, and norm, clipping and
-scaling on that part. Gradients are accumulated and reduced in fp32. Their division by the number of ranks and
-their clipping are one factor of the update.
+scaling on that part. Gradients are accumulated and reduced in fp32. The update multiplies them by one factor,
+which combines the division by the number of ranks and clipping.
 """
 
 import math

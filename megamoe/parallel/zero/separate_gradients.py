@@ -1,9 +1,9 @@
 """The gradients of two micro batches whose graphs one backward pass goes through.
 
-Autograd would sum both before it gives them to a parameter: in bf16, where one after the other they are
-summed in fp32, and with the parts of a weight that is used twice in another order. So each forward pass gets
-leaf tensors of its own that share the parameters' memory. When both gradients of a parameter have arrived,
-the parameter gets one after the other, as from two backward passes.
+Autograd would sum both gradients before it gives them to a parameter: in bf16, although two backward passes
+would sum them in fp32, and in another order where a weight is used twice. So each forward pass gets its own
+leaf tensors, which share the parameters' memory. When both gradients of a parameter have arrived, they are
+delivered one after the other, as from two backward passes.
 """
 
 import threading
