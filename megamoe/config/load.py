@@ -15,6 +15,7 @@ from megamoe import object_storage, registry
 from megamoe.config.files import as_mapping, read_run
 from megamoe.config.messages import first_problem, shown
 from megamoe.config.parts import DEFAULTS, PartChoice
+from megamoe.config.renamed import read_old_names
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
 from megamoe.errors import UserError
@@ -191,6 +192,7 @@ def configure(
     """
     for override in overrides:
         apply_override(tree, override)
+    tree = read_old_names(tree, source)
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")

@@ -7,7 +7,6 @@ from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
 
-from megamoe.config.renamed import RENAMED
 from megamoe.registry import nearest, unknown_name_message
 
 _EXPECTED = {
@@ -37,8 +36,6 @@ def first_problem(error: ValidationError, schema: Any) -> str:
     problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
     steps = [str(step) for step in problem["loc"] if step not in ("<word>", "<list>")]
     kind, context = problem["type"], problem.get("ctx", {})
-    if kind == "unexpected_keyword_argument" and ".".join(steps) in RENAMED:
-        return _at(steps, f"this key is named {RENAMED['.'.join(steps)]} now; rename it")
     if kind == "unexpected_keyword_argument":
         return _at(steps[:-1], unknown_name_message("key", steps[-1], _known_keys(schema, steps[:-1])))
     if kind == "part":

@@ -1,4 +1,4 @@
-"""Keys of earlier versions: refused in the YAML with the new name, read in an older configuration."""
+"""Keys of earlier versions: read under the new name, with a warning where a user wrote them."""
 
 from collections.abc import Callable
 
@@ -10,13 +10,36 @@ from megamoe.errors import UserError
 from tests.config.test_load import value_at
 from tests.support.tiny import tiny
 
-VALUES = {"moe.router.gate": "sigmoid", "moe.router.restrictions": [], "moe.router.system": "switch"}
+VALUES = {
+    "moe.router.gate": "sigmoid",
+    "moe.router.restrictions": [{"name": "expert_dropout", "rate": 0.25}],
+    "moe.router.system": "switch",
+}
 
 
 @pytest.mark.parametrize("old", RENAMED)
-def test_an_old_key_is_refused_with_the_new_one(load: Callable[..., RunConfig], old: str) -> None:
-    with pytest.raises(UserError, match=f"{old}: this key is named {RENAMED[old]} now; rename it$"):
-        load("name: x", f"{old}={VALUES.get(old, 0.5)}")
+def test_an_old_key_is_read_under_its_new_name(
+    load: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], old: str
+) -> None:
+    value = VALUES.get(old, 0.5)
+    found = load("name: x", f"{old}={value}")
+    warning = f": {old} is named {RENAMED[old]} now; it is read under this name\n"
+    assert capsys.readouterr().err.endswith(warning)
+    assert to_dict(found) == to_dict(load("name: x", f"{RENAMED[old]}={value}")) != to_dict(load("name: x"))
+    assert capsys.readouterr().err == ""
+
+
+def test_a_key_under_both_names_is_refused(load: Callable[..., RunConfig]) -> None:
+    with pytest.raises(UserError, match=r"moe\.router\.gate and moe\.router\.score_function are one key"):
+        load("moe: {router: {gate: sigmoid}}", "moe.router.score_function=softmax")
+
+
+def test_other_ranks_are_silent(
+    load: Callable[..., RunConfig], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    load("moe: {router: {gate: sigmoid}}")
+    assert capsys.readouterr().err == ""
 
 
 def test_every_new_name_is_a_key_or_a_shorthand() -> None:
