@@ -105,6 +105,20 @@ def test_the_jobset_starts_its_nodes_at_the_first_pod() -> None:
         assert set(re.findall(r"claimName: (\S+)", text.read_text(encoding="utf-8"))) == claims
 
 
+def test_torchrun_gives_the_ranks_almost_the_whole_time_after_sigterm() -> None:
+    """Its default is 30 s, after which it kills ranks that still save."""
+    (job,) = manifest("jobset")["spec"]["replicatedJobs"]
+    pod = job["template"]["spec"]["template"]["spec"]
+    trainjob = manifest("trainjob")["spec"]
+    (patch,) = trainjob["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
+    for arguments, spec in (
+        (pod["containers"][0]["args"], pod),
+        (trainjob["trainer"]["command"], patch["template"]["spec"]["template"]["spec"]),
+    ):
+        (timeout,) = [it for it in arguments if it.startswith("--shutdown-timeout=")]
+        assert 300 <= int(timeout.partition("=")[2]) < spec["terminationGracePeriodSeconds"] == 600
+
+
 def test_both_containers_take_the_steps_of_setup() -> None:
     docker = (CONTAINERS / "Dockerfile").read_text(encoding="utf-8")
     apptainer = (CONTAINERS / "apptainer.def").read_text(encoding="utf-8")

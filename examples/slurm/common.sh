@@ -213,8 +213,10 @@ requeue_if_warned() {
 #   then the job goes back into the queue, for which this script must still be running.
 # --kill-on-bad-exit, the default of some sites, would not let the other nodes finish saving, so it is 0.
 # --cpus-per-task is repeated: since Slurm 22.05 srun does not inherit it from sbatch, and would use one core.
+# ulimit: a process has a socket to each other rank, and srun passes this shell's limit of open files on.
 srun_ranks() {
   local timeout wait=300
+  ulimit -Sn "$(ulimit -Hn)"
   timeout=$(scontrol show config | sed -n 's/^SlurmdTimeout *= *\([0-9]*\).*/\1/p')
   timeout=$((${timeout:-300} * 3 / 2))
   srun --kill-on-bad-exit=0 --wait=$((timeout > wait ? timeout : wait)) \

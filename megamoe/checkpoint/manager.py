@@ -233,9 +233,18 @@ class Checkpoints:
         if self._deletion is not None:
             self._deletion.join()
 
+    @property
+    def are_uploaded(self) -> bool:
+        """Whether no upload of this rank is under way; only the first rank uploads."""
+        return self.uploads is None or self.uploads.are_done
+
     def finish_uploads(self) -> str | None:
         """Wait for the uploads; return why the newest checkpoint is not in the object storage, or None."""
         return None if self.uploads is None else self.uploads.close()
+
+    def abandon_uploads(self) -> None:
+        """Let the process end without waiting for an upload; the next launch repeats it."""
+        self.uploads = None
 
     def _raise_any_error(self, problem: str | None, temporary: Path) -> None:
         """Raise UserError on every rank if any rank has a problem. Collective."""

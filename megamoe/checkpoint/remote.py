@@ -36,6 +36,7 @@ from megamoe.resilience.processes import Launch
 
 KEY = "checkpoint.remote"
 WRITER = "writer"
+LOCK_POLL_S = 2.0  # seconds between two tries of each waiting rank for the lock of the one that fetches
 FETCHING = ".fetching_"  # prefix of a checkpoint that is being fetched
 STREAMS = 4  # files that are sent or fetched at a time
 LONGEST_NAME = 200  # bytes that are read of `latest` and `writer`
@@ -215,7 +216,8 @@ def fetch_newest(remote: RemoteFolder, run_folder: Path, say: Callable[[str], No
         return
     try:
         run_folder.parent.mkdir(parents=True, exist_ok=True)
-        with told(remote), FileLock(run_folder.with_name(f".{run_folder.name}.fetch.lock")):
+        lock = FileLock(run_folder.with_name(f".{run_folder.name}.fetch.lock"), poll_interval=LOCK_POLL_S)
+        with told(remote), lock:
             if not candidates(checkpoints):
                 _fetch(remote, run_folder, say)
     except OSError as error:

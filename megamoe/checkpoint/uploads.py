@@ -4,7 +4,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from multiprocessing.pool import ThreadPool
 from pathlib import Path
 
 from megamoe.checkpoint.format import files
@@ -83,6 +83,12 @@ class Uploads:
         with self._changed:
             return checkpoint in (self._waiting, self._current)
 
+    @property
+    def are_done(self) -> bool:
+        """Whether every checkpoint that was added is in the storage, or could not be uploaded."""
+        with self._changed:
+            return self._waiting is None and self._current is None
+
     def close(self) -> str | None:
         """Wait for the uploads; return why the newest checkpoint is not in the storage, or None."""
         with self._changed:
@@ -123,8 +129,8 @@ class Uploads:
         if latest and self.remote.read(latest, SUMS, most=files.LARGEST_JSON) == listed:
             return  # this is where the run goes on
         name = f"{checkpoint.name}-{self.launch}"
-        with ThreadPoolExecutor(STREAMS) as pool:
-            list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
+        with ThreadPool(STREAMS) as pool:  # its threads are daemons: the process may end without them
+            pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums, chunksize=1)
         self._check_writer()
         self.remote.put(checkpoint / SUMS, name, SUMS)
         self.remote.write(name.encode(), LATEST)

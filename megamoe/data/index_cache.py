@@ -10,6 +10,7 @@ import contextlib
 import copy
 import json
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -25,7 +26,7 @@ from megamoe.compat.megatron_datasets import BarrierFreeBuilder, CachedGPTDatase
 from megamoe.data.batches import warn
 from megamoe.data.byte_files import is_stored, open_bytes
 from megamoe.data.card import DataFiles
-from megamoe.data.ranks import first_ranks, raise_any_error, rank
+from megamoe.data.ranks import first_ranks, in_thread, raise_any_error, rank
 from megamoe.data.verify import ScanCache, scan
 from megamoe.errors import UserError
 from megamoe.io import TEMPORARY, read_plain, replace_file, replacing
@@ -136,28 +137,35 @@ def build_cached(
     # Megatron-Core warns that it does not save the indices.
     logging.getLogger("megatron.core.datasets").setLevel(logging.ERROR)
     firsts = first_ranks()
-    built: list[Any] = []
+    builds = rank() in (firsts if on_each_machine else [0])
+    built: list[Any] | None = None
     problem = None
-    builders = firsts if on_each_machine else [0]
     with contextlib.ExitStack() as stack:
-        if rank() in builders:
-            try:
-                stack.enter_context(_locked(folder))
-                built = _build(config, sizes, IndexCache(folder, builds=True, reads_whole=True))
-                if on_each_machine:
-                    stack.close()  # machines that share it after all would wait for each other
-            except OSError as error:
-                problem = f"data.cache {str(folder)!r}: {error.strerror}; name a folder that can be written"
-            except UserError as error:
-                problem = str(error)
+
+        def build(stop: threading.Event) -> list[Any]:
+            stack.enter_context(_locked(folder))
+            made = _build(config, sizes, IndexCache(folder, builds=True, reads_whole=True))
+            if on_each_machine:
+                stack.close()  # machines that share it after all would wait for each other
+            return made
+
+        def read(stop: threading.Event) -> list[Any]:
+            return _build(config, sizes, IndexCache(folder, builds=False, reads_whole=rank() in firsts))
+
+        try:
+            built = in_thread(build if builds else None)
+        except OSError as error:
+            problem = f"data.cache {str(folder)!r}: {error.strerror}; name a folder that can be written"
+        except UserError as error:
+            problem = str(error)
         raise_any_error(problem)
-        if rank() not in builders:
-            try:
-                cache = IndexCache(folder, builds=False, reads_whole=rank() in firsts)
-                built = _build(config, sizes, cache)
-            except (OSError, UserError) as error:
-                problem = str(error)
+        try:
+            found = in_thread(None if builds else read)
+        except (OSError, UserError) as error:
+            problem = str(error)
         raise_any_error(problem)
+    built = built if builds else found
+    assert built is not None
     return built
 
 
@@ -171,7 +179,7 @@ def _build(config: CachedConfig, sizes: list[int], cache: IndexCache) -> list[An
 def _locked(folder: Path) -> Iterator[None]:
     """Make and lock the folder for this process, and remove incomplete files of killed processes."""
     folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".lock"):
+    with FileLock(folder / ".lock", thread_local=False):  # entered in one thread and left in another
         for path in folder.glob(f".*{TEMPORARY}"):
             path.unlink(missing_ok=True)
         yield

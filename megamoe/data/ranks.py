@@ -53,36 +53,43 @@ def first_ranks() -> list[int]:
 def once_per_machine(action: Callable[[threading.Event], Value]) -> dict[int, Value]:
     """Call `action` on the first rank of each machine; return its results by rank, on every rank.
 
-    The action runs in a thread. Meanwhile the ranks run a collective every POLL_S seconds, so that the
-    timeout of collectives does not end a long action. Its argument is an event that is set when the ranks no
-    longer wait.
+    It may take long, see `in_thread`. Its argument is an event that is set when the ranks no longer wait.
 
     Raises:
         UserError: on every rank, if an action raises one.
     """
-    if not dist.is_initialized():
-        return {0: action(threading.Event())}
     firsts = first_ranks()
+    value, problem = None, None
+    try:
+        value = in_thread(action if rank() in firsts else None)
+    except UserError as error:
+        problem = str(error)
+    raise_any_error(problem)
+    values: list[Any] = gather(value)
+    return {first: values[first] for first in firsts}
+
+
+def in_thread(action: Callable[[threading.Event], Value] | None) -> Value | None:
+    """Call `action` in a thread and return its result; raise its error on this rank alone. Collective.
+
+    Meanwhile the ranks, those without an action (None) too, run a collective every POLL_S seconds, so that
+    the timeout of collectives does not end a long action. Its argument is an event that is set when the ranks
+    no longer wait.
+    """
     stop = threading.Event()
+    if not dist.is_initialized():
+        return None if action is None else action(stop)
     future: Future[Value] = Future()
-    if rank() in firsts:
-        threading.Thread(target=_run, args=(action, stop, future), daemon=True).start()
-    else:
+    if action is None:
         future.cancel()
+    else:
+        threading.Thread(target=_run, args=(action, stop, future), daemon=True).start()
     try:
         while not all(gather(_is_done(future))):
             pass
     finally:
         stop.set()
-    value, problem = None, None
-    if rank() in firsts:
-        try:
-            value = future.result()
-        except UserError as error:
-            problem = str(error)
-    raise_any_error(problem)
-    values: list[Any] = gather(value)
-    return {first: values[first] for first in firsts}
+    return None if action is None else future.result()
 
 
 def _run(action: Callable[[threading.Event], Value], stop: threading.Event, future: "Future[Value]") -> None:

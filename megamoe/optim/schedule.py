@@ -74,6 +74,12 @@ class BatchSchedule:
         done = consumed_samples * increments // self.ramp_samples
         return min(self.final, self.start + done * self.increment)
 
+    def sizes(self) -> range:
+        """Return every global batch size that a step may have, in ascending order."""
+        if self.ramp_samples == 0 or self.start >= self.final:
+            return range(self.final, self.final + 1)
+        return range(self.start, self.final + 1, self.increment)
+
     def accumulation_at(self, consumed_samples: int) -> int:
         """Return the micro batches per rank of that step."""
         return self.size_at(consumed_samples) // self.unit

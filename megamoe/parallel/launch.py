@@ -3,6 +3,7 @@
 import ipaddress
 import os
 import random
+import resource
 import socket
 import sys
 import threading
@@ -20,6 +21,7 @@ from megamoe.errors import UserError
 from megamoe.parallel.parent_death import end_with_launcher
 
 LATE_S = 30.0  # without rank 0, after which a rank tells what it waits for
+MOST_OPEN_FILES = 65_536
 SILENT_S = 5.0  # beyond its timeout, after which PyTorch's client is taken to wait for ever
 
 _store: Store | None = None  # of the rendezvous
@@ -58,6 +60,7 @@ def find_world() -> World:
         UserError: if the variables are incomplete.
     """
     variables = os.environ
+    refuse_restarts_on_nodes()
     if "RANK" in variables:
         rank, size, local = _numbers("RANK", "WORLD_SIZE", "LOCAL_RANK")
     elif variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in variables:
@@ -74,6 +77,24 @@ def find_world() -> World:
     if torch.cuda.is_available():
         return World(rank, size, local, torch.device("cuda", _device_index(local)), "nccl")
     return World(rank, size, local, torch.device("cpu"), "gloo")
+
+
+def refuse_restarts_on_nodes() -> None:
+    """Refuse torchrun's restarts on several nodes.
+
+    Each node's agent counts its own restarts. Ranks of different nodes may then have different numbers, and
+    neither meet in the store nor choose the same folder.
+
+    Raises:
+        UserError: for `--max-restarts` above 0 on more than one node.
+    """
+    nodes = os.environ.get("GROUP_WORLD_SIZE", "1")
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
+    if nodes != "1" and restarts != "0":
+        raise UserError(
+            f"torchrun: --max-restarts {restarts} on {nodes} nodes; its restarts work on one node: leave it "
+            "out, and let the scheduler start the job again with checkpoint.resume=auto"
+        )
 
 
 def ranks_of_machine() -> int | None:
@@ -216,6 +237,7 @@ def start(world: World, timeout_minutes: float, select_device: bool = True) -> N
     from megamoe.compat.deepspeed_compat import skip_shared_memory_op
 
     skip_shared_memory_op()
+    allow_open_files()
     end_with_launcher()
     _export(world)
     if select_device:
@@ -235,6 +257,17 @@ def start(world: World, timeout_minutes: float, select_device: bool = True) -> N
         rank=world.rank,
         world_size=world.size,
     )
+
+
+def allow_open_files() -> None:
+    """Raise this process' limit of open files to MOST_OPEN_FILES, or as far as it may.
+
+    A rank has a socket to each other rank, and the usual limit is 1,024.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = MOST_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_OPEN_FILES)
+    if resource.RLIM_INFINITY != soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def use_device(world: World) -> None:

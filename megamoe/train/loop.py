@@ -1,5 +1,7 @@
 """The training loop: step, evaluate, record and save, until the end or a reason to stop."""
 
+import math
+import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -8,6 +10,7 @@ import torch.distributed as dist
 
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import ExitCode
+from megamoe.io import METRICS_FILE
 from megamoe.metrics import ProgressLine, Recorder, names, print_summary
 from megamoe.moe.timers import LocalComputeTimer
 from megamoe.parallel import launch
@@ -31,6 +34,10 @@ from megamoe.train.speed import ProfilerWindow
 from megamoe.train.step import num_rollouts
 from megamoe.train.summary import muon_rows, summary_record, summary_rows
 from megamoe.train.trainer import Trainer
+
+UPLOAD_POLL_S = 1.0
+UPLOAD_AFTER_SIGNAL_S = 300.0  # half of what the sbatch files leave a job after a signal
+MOST_REPORT_BYTES = 256 << 20  # of metrics.jsonl: half a minute's reading
 
 
 def train(config: RunConfig, leaves: bool = True) -> ExitCode:
@@ -78,11 +85,19 @@ class Loop:
             with self._status() as status, Watchdog(folder, rank, hang_minutes, stage):
                 status.reason = self._run_steps()
         if self.is_first and self.config.log.report:
-            print(f"report: {application('report')(self.trainer.folder.path)}")
+            self._write_report()
         if not self.stopped_by_signal:
             return ExitCode.FINISHED
         dist.barrier()  # a launcher ends the other ranks as soon as one rank exits with this code
         return ExitCode.STOPPED
+
+    def _write_report(self) -> None:
+        """Write the report; after a signal only if that takes seconds: a scheduler ends the job soon."""
+        folder = self.trainer.folder.path
+        if self.stopped_by_signal and (folder / METRICS_FILE).stat().st_size > MOST_REPORT_BYTES:
+            print(f"report: not written, the run has a long record; python tools/report.py {folder}")
+        else:
+            print(f"report: {application('report')(folder)}")
 
     def _status(self) -> RunStatus:
         world, progress = self.trainer.world, self.trainer.progress
@@ -119,8 +134,30 @@ class Loop:
             self._begin_save()
         self._finish_save()
         trainer.callbacks.call("on_train_end", trainer)
-        raise_any_error(trainer.checkpoints.finish_uploads())
+        self._finish_uploads()
         return reason
+
+    def _finish_uploads(self) -> None:
+        """Wait until the newest checkpoint is in the object storage; all ranks show progress meanwhile.
+
+        After a signal they wait for at most UPLOAD_AFTER_SIGNAL_S, because a scheduler ends the job soon. The
+        next launch uploads the checkpoint then.
+        """
+        checkpoints, begun = self.trainer.checkpoints, time.monotonic()
+        most = UPLOAD_AFTER_SIGNAL_S if self.stopped_by_signal else math.inf
+        while True:
+            is_late = time.monotonic() - begun > most
+            (waits,) = largest_of_ranks([float(not checkpoints.are_uploaded and not is_late)])
+            if not waits:
+                break
+            tick()
+            time.sleep(UPLOAD_POLL_S)
+        if checkpoints.are_uploaded:
+            raise_any_error(checkpoints.finish_uploads())
+        else:
+            raise_any_error(None)
+            checkpoints.abandon_uploads()
+            self._say("checkpoint.remote: the newest checkpoint is not uploaded yet; --resume uploads it")
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step

@@ -34,11 +34,12 @@ def pipeline_problems(
         return
     yield from _block_problems(config)
     yield from _zero_problems(config, plan)
-    for size in () if schedule is None else sorted({schedule.size_at(0), schedule.final}):
+    for size in () if schedule is None else schedule.sizes():
         chunks, micro_batches = parallel.pipeline_chunks, size // schedule.unit  # type: ignore[union-attr]
         problem = rounds_problem(parallel.pipeline, chunks, micro_batches)
         if problem is not None:
             yield Problem("parallel.pipeline_chunks", f"{chunks}: {problem}")
+            return  # other sizes of a growing batch have the same problem
 
 
 def in_flight_problems(

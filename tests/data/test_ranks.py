@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.multiprocessing
 
-from megamoe.data import ranks
+from megamoe.data import index_cache, ranks
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
 from megamoe.data.stored import localized
 from megamoe.errors import UserError
@@ -36,8 +36,8 @@ def fail_on(number: int) -> Callable[[threading.Event], None]:
     return fail
 
 
-def meetings_during_long_work() -> int:
-    """How often this rank takes part in a collective operation while rank 2 works for 0.5 s."""
+def meetings_during(work: Callable[[], object]) -> int:
+    """How often this rank takes part in a collective operation while a rank works for 0.5 s."""
     times = []
     gather, ranks.POLL_S = ranks.gather, 0.05
 
@@ -46,9 +46,27 @@ def meetings_during_long_work() -> int:
         return gather(value)
 
     ranks.gather = note
-    ranks.once_per_machine(lambda _: time.sleep(0.5 if ranks.rank() == 2 else 0))
+    work()
     ranks.gather = gather
     return len(times)
+
+
+def work_long() -> None:
+    ranks.once_per_machine(lambda _: time.sleep(0.5 if ranks.rank() == 2 else 0))
+
+
+def build_long(folder: Path) -> None:
+    """The first rank makes the sample index for 0.5 s, and the others wait."""
+    build = index_cache._build
+
+    def slow(*arguments: Any) -> list[Any]:
+        time.sleep(0.5 if ranks.rank() == 0 else 0)
+        return build(*arguments)
+
+    index_cache._build = slow  # type: ignore[assignment]
+    data = config(str(folder / "c"), cache=str(folder / "shared"))
+    build_datasets(data, resolve_vocabulary(data, None), seed=1, train_samples=3, validation_samples=0)
+    index_cache._build = build
 
 
 def build_own(folder: Path) -> None:
@@ -80,7 +98,8 @@ def be_a_rank(rank: int, folder: Path) -> None:
         "firsts": ranks.first_ranks(),
         "values": found_by(lambda: sorted(ranks.once_per_machine(lambda _: ranks.rank() * 10).items())),
         "one fails": found_by(lambda: ranks.once_per_machine(fail_on(2))),
-        "meetings": meetings_during_long_work(),
+        "meetings": meetings_during(work_long),
+        "meetings of a build": meetings_during(lambda: build_long(folder)),
         "differs": found_by(lambda: build_own(folder)).replace(str(folder), ""),
         "storage": found_by(lambda: build_from_storage(folder)),
         "not shared": found_by(lambda: build_without_a_shared_cache(folder)).replace(str(folder), ""),
@@ -119,6 +138,7 @@ def test_an_error_of_one_rank_is_raised_by_all(found: list[dict[str, Any]]) -> N
 def test_long_work_is_not_one_long_collective_operation(found: list[dict[str, Any]]) -> None:
     """A single collective would end at `parallel.timeout_minutes`."""
     assert found[0]["meetings"] >= 6
+    assert found[0]["meetings of a build"] >= 12
 
 
 def test_machines_without_a_shared_disk_read_from_object_storage(found: list[dict[str, Any]]) -> None:

@@ -1,10 +1,12 @@
-"""Which device a rank takes, and what DeepSpeed is told of it."""
+"""Which device a rank takes, what DeepSpeed is told of it, and what a launch on several nodes needs."""
 
 import os
+import resource
 
 import pytest
 import torch
 
+from megamoe.errors import UserError
 from megamoe.parallel import launch
 
 
@@ -22,3 +24,30 @@ def test_a_task_that_is_shown_one_device_takes_it(
     assert (world.local_rank, world.device) == (3, torch.device("cuda", index))
     launch._export(world)
     assert os.environ["LOCAL_RANK"] == str(index)  # by which DeepSpeed chooses its device
+
+
+def test_restarts_of_torchrun_are_for_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each node's agent counts its own, so the ranks of two nodes would not meet."""
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "1")
+    launch.find_world()
+    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="^torchrun: --max-restarts 3 on 2 nodes; .*checkpoint.resume=auto$"):
+        launch.find_world()
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    launch.find_world()
+
+
+def test_a_rank_may_open_as_many_files_as_its_hard_limit_allows(monkeypatch: pytest.MonkeyPatch) -> None:
+    for limits, expected in (
+        ((1024, 4096), [(4096, 4096)]),
+        ((1024, resource.RLIM_INFINITY), [(launch.MOST_OPEN_FILES, resource.RLIM_INFINITY)]),
+        ((4096, 4096), []),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), []),
+        ((1 << 20, 1 << 20), []),
+    ):
+        made: list[tuple[int, int]] = []
+        monkeypatch.setattr(launch.resource, "getrlimit", lambda _, limits=limits: limits)
+        monkeypatch.setattr(launch.resource, "setrlimit", lambda _, new, made=made: made.append(new))
+        launch.allow_open_files()
+        assert made == expected, limits

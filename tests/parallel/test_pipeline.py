@@ -1,6 +1,8 @@
 """The order of a pipeline's passes: PyTorch's own, what is alive, and the idle time on a simulated clock."""
 
+from dataclasses import astuple
 from fractions import Fraction
+from itertools import product
 from typing import Any
 
 import pytest
@@ -101,6 +103,18 @@ def test_rounds_of_interleaved_stages() -> None:
     assert rounds_problem(4, 1, 9) is None
     problem = rounds_problem(4, 2, 9)
     assert problem is not None and "multiple of 4" in problem
+    with pytest.raises(ValueError, match="9 micro batches do not divide into 2 equal rounds over 4 stages"):
+        training_order(0, 4, 2, 9)
+
+
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_every_pass_is_there_once(stages: int, chunks: int) -> None:
+    for micro_batches in range(1, 20):
+        if rounds_problem(stages, chunks, micro_batches) is None:
+            for stage in range(stages):
+                order = map(astuple, training_order(stage, stages, chunks, micro_batches))
+                assert sorted(order) == [*product((False, True), range(micro_batches), range(chunks))]
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,18 @@ REFUSALS: dict[str, tuple[str, str, int, tuple[str, ...]]] = {
         2,
         (*TWO, "parallel.pipeline_chunks=2", "train.micro_batch_size=1", "train.global_batch_size=5"),
     ),
+    "a size within a growing batch": (
+        "parallel.pipeline_chunks",
+        "2: 5 micro batches do not divide into 2 equal rounds over 2 stages",
+        2,
+        (
+            *TWO,
+            "parallel.pipeline_chunks=2",
+            "train.micro_batch_size=1",
+            "train.global_batch_size=6",
+            "train.batch_rampup={start: 4, increment: 1, samples: 100}",
+        ),
+    ),
     "ZeRO 3": (
         "parallel.pipeline",
         "legal stages: 0, 1, 2",

@@ -19,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 GIB = 1 << 30
-LEAST_FILES, LEAST_PROCESSES = 1024, 1024  # ulimit -n, -u: sockets of a rank, threads and loader processes
+LEAST_FILES, LEAST_PROCESSES = 1024, 1024  # ulimit -n, -u: files, threads and loader processes
+# Sockets: a rank has one to each other rank (gloo), and the first node's store two of each rank.
+FILES_OF_RANK = 3
 LEAST_SHM = 64 << 20  # bytes of /dev/shm, through which loader processes and NCCL pass tensors
 LEAST_LOCAL = GIB  # bytes of the temporary folder: compiled kernels
 IDLE_GPU_MIB = 1024  # more memory in use: another process has the GPU
@@ -29,14 +31,15 @@ SMI_FIELDS = ("index", "name", "memory.used", "ecc.errors.uncorrected.volatile.t
 TRIAL_WIDTH = 1024  # of the matrices that each GPU multiplies
 
 
-def node_problems(output: Path, checkpoint_bytes: int) -> list[str]:
+def node_problems(output: Path, checkpoint_bytes: int, ranks: int) -> list[str]:
     """Return what is wrong with this node, one line each.
 
     output: the folder of the runs. checkpoint_bytes: the size of one checkpoint; there must be room for two.
+    ranks: of the run.
     """
     problems = [*_disk_problems("output", output, 2 * checkpoint_bytes, "two checkpoints")]
     problems += _disk_problems("local", Path(tempfile.gettempdir()), LEAST_LOCAL, "compiled kernels")
-    return [*problems, *limit_problems(), *gpu_problems()]
+    return [*problems, *limit_problems(ranks), *gpu_problems()]
 
 
 def _disk_problems(what: str, folder: Path, needed: int, purpose: str) -> Iterator[str]:
@@ -58,9 +61,13 @@ def _disk_problems(what: str, folder: Path, needed: int, purpose: str) -> Iterat
         yield f"{what} disk {folder}: {has} for {purpose}"
 
 
-def limit_problems() -> Iterator[str]:
-    """Yield the limits of this process that are too low."""
-    wanted = {"-n": (resource.RLIMIT_NOFILE, LEAST_FILES), "-u": (resource.RLIMIT_NPROC, LEAST_PROCESSES)}
+def limit_problems(ranks: int) -> Iterator[str]:
+    """Yield the limits of this process that are too low for a run of so many ranks."""
+    files = LEAST_FILES // 2 + FILES_OF_RANK * ranks
+    wanted = {
+        "-n": (resource.RLIMIT_NOFILE, max(LEAST_FILES, files)),
+        "-u": (resource.RLIMIT_NPROC, LEAST_PROCESSES),
+    }
     for option, (number, least) in wanted.items():
         soft, _ = resource.getrlimit(number)
         if soft != resource.RLIM_INFINITY and soft < least:

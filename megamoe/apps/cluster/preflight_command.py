@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
     world = find_world()
     size = model_size(config, config.model.vocab_size or 0)
     output = Path(config.output).absolute()
-    problems = [*node_problems(output, BYTES_OF_PARAMETER * size.total), *compute_problems()]
+    problems = [*node_problems(output, BYTES_OF_PARAMETER * size.total, world.size), *compute_problems()]
     facts = facts_of_start(config, world)
     outcome = Preflight(world, facts, problems, output, options.rounds, options.slow).run()
     if world.is_first:

@@ -24,7 +24,12 @@ def training_order(stage: int, stages: int, chunks: int, micro_batches: int) -> 
     (Narayanan et al. 2021, section 2.2): a stage takes the micro batches in rounds through its chunks. Both
     work with any number of micro batches; interleaved needs one that divides into equal rounds, see
     `rounds_problem`.
+
+    Raises:
+        ValueError: if the micro batches do not divide so.
     """
+    if problem := rounds_problem(stages, chunks, micro_batches):
+        raise ValueError(problem)
     if chunks == 1:
         warmup = min(stages - stage - 1, micro_batches)
         order = [Pass(True, place) for place in range(warmup)]

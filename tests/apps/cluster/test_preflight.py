@@ -3,6 +3,7 @@
 import errno
 import itertools
 import os
+import resource
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -72,8 +73,8 @@ def test_a_problem_of_one_node_is_the_nodes_and_one_of_all_is_a_mistake() -> Non
 
 
 def test_a_disk_without_space_or_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert node_problems(tmp_path / "not/yet/there", 0) == [*limit_problems(), *gpu_problems()]
-    (line,) = [it for it in node_problems(tmp_path, 1 << 60) if it.startswith("output")]
+    assert node_problems(tmp_path / "not/yet/there", 0, 2) == [*limit_problems(2), *gpu_problems()]
+    (line,) = [it for it in node_problems(tmp_path, 1 << 60, 2) if it.startswith("output")]
     assert line.endswith("GiB for two checkpoints") and "expected 2147483648.0 GiB" in line
 
     def fail(handle: int) -> None:
@@ -81,8 +82,16 @@ def test_a_disk_without_space_or_with_an_error(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "fsync", fail)
     expected = f"output disk {tmp_path}: Read-only file system; free some space or name another folder"
-    assert expected in node_problems(tmp_path, 0)
+    assert expected in node_problems(tmp_path, 0, 2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_many_ranks_need_many_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank has a socket to each other rank, and the store's host two of each."""
+    limits = {resource.RLIMIT_NOFILE: (1024, 1 << 20)}
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda number: limits.get(number, (1 << 40, 1 << 40)))
+    assert [line for line in limit_problems(64) if "-n" in line] == []
+    assert "ulimit -n is 1024, expected at least 6656" in list(limit_problems(2048))
 
 
 def smi(monkeypatch: pytest.MonkeyPatch, answer: Callable[..., Any]) -> list[str]:

@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from megamoe.checkpoint.remote import RemoteFolder
 from megamoe.errors import ExitCode
+from megamoe.train import loop
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.entry_script import Fault, run_entry_script
 from tests.support.ranks.pool import Pool
@@ -58,6 +60,45 @@ def test_a_stopped_rank_is_named_shown_and_ended(pool: Pool, tmp_path: Path) -> 
     assert sorted(path.name for path in folder.iterdir()) == [f"rank_{rank:05d}.txt" for rank in range(3)]
     # Woken to show its stacks, it may have got some steps further before it was killed.
     assert (tmp_path / "runs/a/checkpoints/latest").read_text() >= "step_00000002"
+
+
+def upload_slowly(trainer: Trainer) -> None:
+    """Each file of a checkpoint takes longer to upload than ranks may be without progress."""
+    put = RemoteFolder.put
+
+    def slow(self: RemoteFolder, local: Path, *names: str) -> None:
+        time.sleep(7 if names[0].startswith("step_") else 0)
+        put(self, local, *names)
+
+    if trainer.progress.step == 1:
+        RemoteFolder.put = slow  # type: ignore[method-assign]
+
+
+def upload_for_ever_and_stop(trainer: Trainer) -> None:
+    if trainer.progress.step == 1:
+        loop.UPLOAD_AFTER_SIGNAL_S, loop.MOST_REPORT_BYTES = 0.5, 0
+        RemoteFolder.put = lambda *unused: time.sleep(600)  # type: ignore[method-assign]
+    if trainer.progress.step == 2 and trainer.world.rank == 1:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.full
+def test_ranks_that_wait_for_an_upload_do_not_hang(pool: Pool, tmp_path: Path) -> None:
+    remote = f"checkpoint.remote=file://{tmp_path}/storage"
+    found = run_entry_script(pool, tmp_path, HANG, remote, fault=upload_slowly)
+    assert found.codes == [ExitCode.FINISHED, ExitCode.FINISHED], found.outputs
+    assert (tmp_path / "storage/a/latest").read_text().startswith("step_")
+
+
+def test_after_a_signal_nobody_waits_for_a_long_upload_or_report(pool: Pool, tmp_path: Path) -> None:
+    """A scheduler ends the job soon; the checkpoint is on the disk."""
+    remote = f"checkpoint.remote=file://{tmp_path}/storage"
+    found = run_entry_script(pool, tmp_path, remote, "log.report=true", fault=upload_for_ever_and_stop)
+    assert found.codes == [ExitCode.STOPPED, ExitCode.STOPPED], found.outputs
+    assert "is not uploaded yet; --resume uploads it" in found.outputs[0]
+    assert "report: not written, the run has a long record; python tools/report.py" in found.outputs[0]
+    assert (tmp_path / "runs/a/checkpoints/latest").read_text().startswith("step_")
+    assert not (tmp_path / "storage/a/latest").exists()
 
 
 @pytest.mark.full
