@@ -20,9 +20,9 @@ class SpanCorruption(TrainingObjective):
     """Replace spans of the source by sentinels, and write the spans behind their sentinels.
 
     Of a sequence a b c d e f the source may be `a <0> d <1> <end>` and the target `<0> b c <1> e f <end>`.
-    The sentinels, one for each span, are those that the tokenizer reserves or, if these are too few, ids behind
-    the data's vocabulary; <end>, with which the decoder also begins, is the end-of-document token.
-    All samples have the same lengths.
+    The sentinels, one for each span, are those that the tokenizer reserves or, if these are too few, ids
+    behind the data's vocabulary; <end>, with which the decoder also begins, is the end-of-document token. All
+    samples have the same lengths.
 
     Source: Raffel et al. 2020 (T5), section 3.1.4.
     """

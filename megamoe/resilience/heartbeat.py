@@ -7,7 +7,7 @@ _count = 0
 
 
 def tick() -> None:
-    """Record progress, such as a micro batch, a callback or a part of a checkpoint. Takes 0.1 microseconds."""
+    """Record progress, such as a micro batch, a callback or a part of a checkpoint. Takes 0.1 us."""
     global _last_s, _count
     _last_s = time.monotonic()
     _count += 1
