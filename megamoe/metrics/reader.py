@@ -8,6 +8,7 @@ NULs inside and a torn last line are skipped. Any other broken line is an error.
 import json
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -19,6 +20,7 @@ from megamoe.metrics import names
 
 NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 LONGEST_LINE = 1 << 26  # bytes; a step of 1,000 layers of 1,000 experts has some ten million
+TAIL_BYTES = 1 << 26  # of a long record, which a run that continues reads
 LARGEST_STEP = 1 << 53  # exact as a float, which charts make of it
 BLANK = b"\0 \t\r\n"
 MEASURED = ("train/", "val/", "test/", "perf/", "moe/")  # keys that begin so hold numbers
@@ -46,12 +48,35 @@ class Line:
         return step
 
 
+def tail_start(path: Path, step: int) -> int:
+    """Return the byte from which a run that continues after `step` reads its record: the beginning of a line.
+
+    It lies TAIL_BYTES before the end, or further where the steps there are later ones. What lies before has
+    earlier steps, for a run that continues removes the later ones; it is neither read nor changed, because a
+    long run's record takes many minutes to parse.
+    """
+    back = TAIL_BYTES
+    with suppress(OSError, ValueError):  # `whole_lines` says what is wrong
+        size = path.stat().st_size
+        while back < size:
+            with open_plain(path) as file:
+                file.seek(size - back)
+                file.readline(LONGEST_LINE)  # the rest of a line
+                start = file.tell()
+                record = _parse(file.readline(LONGEST_LINE).strip(BLANK))
+            if record is not None and record[names.STEP] <= step:
+                return start
+            back *= 2
+    return 0
+
+
 def whole_lines(
-    path: Path, keep_until: int | None = None, start: int = 0, first_number: int = 1
+    path: Path, keep_until: int | None = None, start: int = 0, first_number: int | None = 1
 ) -> Iterator[Line]:
     """Return the whole records of a `metrics.jsonl` in order, without those of steps after `keep_until`.
 
-    start: the byte to begin at, and first_number the number of its line.
+    start: the byte to begin at, and first_number the number of its line; None: it is counted for an error
+    alone, and the records' numbers begin with 1.
 
     Raises:
         UserError: if the file cannot be read; if a line before one of those is broken, and not by NULs.
@@ -65,12 +90,13 @@ def whole_lines(
     broken: UserError | None = None
     with file:
         file.seek(start)
-        for number, at, raw in _lines(file, first_number, start):
+        for number, at, raw in _lines(file, first_number or 1, start):
             text = raw.strip(BLANK)
             record = _parse(text)
             if record is None:
                 if broken is None and text and b"\0" not in raw:
-                    broken = _broken(path, number, text)
+                    before = 0 if first_number else _count_lines(path, start)
+                    broken = _broken(path, before + number, text)
                 continue
             if keep_until is not None and record[names.STEP] > keep_until:
                 continue
@@ -91,6 +117,13 @@ def _lines(file: BinaryIO, number: int, start: int) -> Iterator[tuple[int, int, 
         yield number, start, raw
         number += raw.endswith(b"\n")
         start += len(raw)
+
+
+def _count_lines(path: Path, end: int) -> int:
+    """Return the number of newlines in the first `end` bytes."""
+    with open_plain(path) as file:
+        blocks = iter(lambda: file.read(min(1 << 20, end - file.tell())), b"")
+        return sum(block.count(b"\n") for block in blocks)
 
 
 def _parse(text: bytes) -> dict[str, Any] | None:

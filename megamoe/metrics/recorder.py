@@ -13,7 +13,7 @@ from typing import IO, Any
 from megamoe.config.schema import LogConfig
 from megamoe.errors import UserError
 from megamoe.io import METRICS_FILE, replacing
-from megamoe.metrics.reader import whole_lines
+from megamoe.metrics.reader import tail_start, whole_lines
 from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
 from megamoe.metrics.sinks.wandb_sink import WandbSink
@@ -90,7 +90,7 @@ class Recorder:
 
 
 def check_record(run_folder: Path, resumed_step: int) -> None:
-    """Check that a run can continue its record; nothing is changed.
+    """Check that a run can continue its record, of a long one the end (`tail_start`); nothing is changed.
 
     Raises:
         UserError: if metrics.jsonl cannot be read, or if a line to be kept is broken, and not by a power
@@ -98,7 +98,7 @@ def check_record(run_folder: Path, resumed_step: int) -> None:
     """
     path = run_folder / METRICS_FILE
     if path.exists():
-        for _ in whole_lines(path, resumed_step):
+        for _ in whole_lines(path, resumed_step, tail_start(path, resumed_step), None):
             pass
 
 
@@ -106,7 +106,7 @@ def _repeats(path: Path, resumed_step: int) -> int:
     """Return how many steps after `resumed_step` a record has; it is read as far as it is whole."""
     last = resumed_step
     with suppress(UserError):
-        for line in whole_lines(path):
+        for line in whole_lines(path, None, tail_start(path, resumed_step), None):
             last = max(last, line.step)
     return last - resumed_step
 
@@ -127,12 +127,15 @@ def _keep_whole(path: Path, step: int) -> None:
     Raises:
         UserError: as `whole_lines`.
     """
-    kept = 0  # bytes, as long as the lines follow each other
-    for line in whole_lines(path, step):
+    start = tail_start(path, step)
+    kept = start  # bytes, as long as the lines follow each other
+    for line in whole_lines(path, step, start, None):
         kept = line.end if line.start == kept and line.ended else -1
     if kept == path.stat().st_size:
         return
     with path.open("rb") as source, replacing(path) as target:
-        for line in whole_lines(path, step):
+        while (left := start - source.tell()) > 0:
+            target.write(source.read(min(left, 1 << 20)))
+        for line in whole_lines(path, step, start, None):
             source.seek(line.start)
             target.write(source.read(line.end - line.start) + (b"" if line.ended else b"\n"))

@@ -228,7 +228,7 @@ def test_a_killed_loader_process_may_have_held_the_lock() -> None:
         iterator: Any = iter(DataLoader(NUMBERS, num_workers=2, multiprocessing_context="fork"))
     loader_processes(iterator)[0].kill()
     loader_processes(iterator)[0].join()
-    iterator._workers_done_event._cond.acquire()
+    iterator._workers_done_event._cond.acquire(timeout=2.0)  # else the killed process has it
     shut_down_loader(iterator)
     assert not any(process.is_alive() for process in loader_processes(iterator))
 

@@ -91,6 +91,41 @@ def test_a_resumed_run_keeps_the_whole_lines_up_to_its_step(tmp_path: Path, case
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+EARLIER = b'{"step": 0}\n' * 1000
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_of_a_long_record_the_end_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None:
+    """What a run keeps is the same; parsing the whole record of a long run takes many minutes."""
+    parse, parsed = reader._parse, []
+
+    def note(text: bytes) -> dict[str, Any] | None:
+        parsed.append(text)
+        return parse(text)
+
+    monkeypatch.setattr(reader, "_parse", note)
+    monkeypatch.setattr(reader, "TAIL_BYTES", 32)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(EARLIER + LEFT[case])
+    check_record(tmp_path, resumed_step=2)
+    record(tmp_path, [{"step": 3}], resumed_step=2)
+    assert path.read_bytes() == EARLIER + KEPT
+    assert len(parsed) < 2000 if case == "NULs at the end" else len(parsed) < 100
+
+
+def test_a_broken_line_at_the_end_of_a_long_record_has_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader, "TAIL_BYTES", 40)
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(EARLIER + b'{"step": 1}\nbroken\n{"step": 2}\n')
+    with pytest.raises(UserError, match="line 1002 is no record: 'broken'"):
+        check_record(tmp_path, resumed_step=2)
+    path.write_bytes(EARLIER.replace(b"0", b"9") + b'{"step": 1}\n')  # of later steps: read to the beginning
+    record(tmp_path, [{"step": 2}], resumed_step=1)
+    assert path.read_bytes() == WHOLE
+
+
 BROKEN_LINES = {
     "torn": b'{"step": 2, "tra',
     "not UTF-8": b'{"step": 2, "a": "\xff"}',
