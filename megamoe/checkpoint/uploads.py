@@ -130,7 +130,9 @@ class Uploads:
             return  # this is where the run goes on
         name = f"{checkpoint.name}-{self.launch}"
         with ThreadPool(STREAMS) as pool:  # its threads are daemons: the process may end without them
-            pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums, chunksize=1)
+            puts = pool.imap_unordered(lambda file: self.remote.put(checkpoint / file, name, file), sums)
+            for _ in puts:  # the first error ends it; files that wait are not tried
+                pass
         self._check_writer()
         self.remote.put(checkpoint / SUMS, name, SUMS)
         self.remote.write(name.encode(), LATEST)

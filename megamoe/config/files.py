@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from megamoe.config.messages import shown
+from megamoe.config.renamed import read_old_names
 from megamoe.config.yaml_text import parse_yaml, problem_of
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
@@ -46,6 +47,7 @@ def _read(path: Path, above: list[Path], count: list[int], option: str) -> dict[
     if count[0] > MOST_FILES:
         raise UserError(f"{option}: {path}: more than {MOST_FILES} files of bases; merge some of them")
     tree = read_mapping(path, f"{option}: {above[-1]}: base" if above else option)
+    tree = read_old_names(tree, str(path))
     bases = tree.pop("base", None)
     if bases is None:
         return tree

@@ -15,7 +15,7 @@ from megamoe import object_storage, registry
 from megamoe.config.files import as_mapping, read_run
 from megamoe.config.messages import first_problem, shown
 from megamoe.config.parts import DEFAULTS, PartChoice
-from megamoe.config.renamed import read_old_names
+from megamoe.config.renamed import read_old_key, read_old_names
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
 from megamoe.errors import UserError
@@ -185,14 +185,15 @@ def configure(
 ) -> RunConfig:
     """Apply overrides to a plain mapping, load the plugins that it names, and check it against the schema.
 
-    The mapping is changed. base: the folder that paths of plugins are relative to.
+    base: the folder that paths of plugins are relative to.
 
     Raises:
         UserError: as `load_config`.
     """
+    tree = read_old_names(tree, source)
     for override in overrides:
         apply_override(tree, override)
-    tree = read_old_names(tree, source)
+    tree = read_old_names(tree, source)  # of an override that is a mapping
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")
@@ -296,6 +297,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         UserError: if it has another form, or its value is no YAML.
     """
     dotted, equals, text = override.partition("=")
+    dotted = read_old_key(dotted, "override")
     keys = dotted.split(".")
     if not equals or not all(keys) or len(keys) > DEEPEST or not dotted.isprintable():
         raise UserError(f"override {shown(override)}: expected section.key=value, such as optimizer.lr=1e-4")

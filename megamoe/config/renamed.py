@@ -40,10 +40,23 @@ def read_old_names(tree: dict[str, Any], source: str) -> dict[str, Any]:
     for old, node, _, new in _old_keys(tree):
         if new in node:
             raise UserError(f"{source}: {old} and {RENAMED[old]} are one key; give {RENAMED[old]} alone")
-        if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
-            line = f"warning: {source}: {old} is named {RENAMED[old]} now; it is read under this name"
-            print(line, file=sys.stderr, flush=True)
+        _warn(old, source)
     return with_new_names(tree)
+
+
+def read_old_key(dotted: str, source: str) -> str:
+    """Return the dotted key of an override under its new name, after a warning if it has an old one."""
+    for old, new in RENAMED.items():
+        if f"{dotted}.".startswith(f"{old}."):
+            _warn(old, source)
+            return new + dotted[len(old) :]
+    return dotted
+
+
+def _warn(old: str, source: str) -> None:
+    if os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0":
+        line = f"warning: {source}: {old} is named {RENAMED[old]} now; it is read under this name"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _old_keys(tree: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any], str, str]]:

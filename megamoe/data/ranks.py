@@ -73,8 +73,8 @@ def in_thread(action: Callable[[threading.Event], Value] | None) -> Value | None
     """Call `action` in a thread and return its result; raise its error on this rank alone. Collective.
 
     Meanwhile the ranks, those without an action (None) too, run a collective every POLL_S seconds, so that
-    the timeout of collectives does not end a long action. Its argument is an event that is set when the ranks
-    no longer wait.
+    the timeout of collectives does not end a long action; it limits a single call that holds the
+    interpreter's lock. Its argument is an event that is set when the ranks no longer wait.
     """
     stop = threading.Event()
     if not dist.is_initialized():

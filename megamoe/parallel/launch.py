@@ -138,6 +138,7 @@ def open_store(world: World, timeout_s: float) -> Store:
     """
     global _store
     if _store is None:
+        allow_open_files()  # the store's host has a socket to each rank
         _export(world)
         store = _connect(world, os.environ["MASTER_ADDR"], _port(), timeout_s)
         _store = PrefixStore(f"megamoe/attempt_{_attempt()}", store)

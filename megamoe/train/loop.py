@@ -143,12 +143,14 @@ class Loop:
         After a signal they wait for at most UPLOAD_AFTER_SIGNAL_S, because a scheduler ends the job soon. The
         next launch uploads the checkpoint then.
         """
-        checkpoints, begun = self.trainer.checkpoints, time.monotonic()
-        most = UPLOAD_AFTER_SIGNAL_S if self.stopped_by_signal else math.inf
+        checkpoints, signalled_s = self.trainer.checkpoints, math.inf
         while True:
-            is_late = time.monotonic() - begun > most
-            (waits,) = largest_of_ranks([float(not checkpoints.are_uploaded and not is_late)])
-            if not waits:
+            is_late = time.monotonic() - signalled_s > UPLOAD_AFTER_SIGNAL_S
+            waits = not checkpoints.are_uploaded and not is_late
+            waiting, signalled = largest_of_ranks([float(waits), float(self.stop_rule.signalled)])
+            if signalled:
+                signalled_s = min(signalled_s, time.monotonic())
+            if not waiting:
                 break
             tick()
             time.sleep(UPLOAD_POLL_S)
@@ -157,7 +159,8 @@ class Loop:
         else:
             raise_any_error(None)
             checkpoints.abandon_uploads()
-            self._say("checkpoint.remote: the newest checkpoint is not uploaded yet; --resume uploads it")
+            line = "the newest checkpoint is on the disk and not uploaded yet; --resume uploads it"
+            self._say(f"checkpoint.remote: {line}")
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step

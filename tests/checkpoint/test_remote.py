@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -177,6 +178,28 @@ def test_a_failed_upload_is_one_line_and_training_goes_on(
     with pytest.raises(UserError, match="step_00000004 is not in file://"):
         run(tmp_path / "second", storage, "overwrite=true")
     assert (tmp_path / "second/a/checkpoints/step_00000004" / SUMS).is_file()
+
+
+def test_after_a_failed_file_the_others_are_not_tried(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A checkpoint has a file of each rank, and a request to a storage that is away takes a minute."""
+    place, tried = RemoteFolder(f"file://{storage}", "a"), list[str]()
+    uploads = Uploads(place, tmp_path, 1, print)
+    uploads.take_over()
+    checkpoint = made(tmp_path / "step_00000002")
+    names = ["checkpoint.json", *(f"rank_{number:05d}.safetensors" for number in range(200))]
+    (checkpoint / SUMS).write_text("".join(f"{'0' * 64}  {name}\n" for name in names))
+
+    def fails(self: RemoteFolder, local: Path, *parts: str) -> None:
+        tried.append(parts[-1])
+        time.sleep(0.01)
+        raise remote.RemoteError("away")
+
+    monkeypatch.setattr(RemoteFolder, "put", fails)
+    uploads.add(checkpoint)
+    problem = uploads.close()
+    assert problem is not None and problem.endswith("away") and len(tried) < 100
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Keys of earlier versions: read under the new name, with a warning where a user wrote them."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -29,9 +30,24 @@ def test_an_old_key_is_read_under_its_new_name(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize(("old", "new"), [("gate", "score_function"), ("score_function", "gate")])
+def test_an_override_counts_whatever_name_the_file_has(
+    load: Callable[..., RunConfig], tmp_path: Path, old: str, new: str
+) -> None:
+    (tmp_path / "base.yaml").write_text(f"moe: {{router: {{{old}: sigmoid}}}}")
+    for text, override in (
+        (f"moe: {{router: {{{old}: sigmoid}}}}", f"moe.router.{new}=softmax"),
+        (f"base: base.yaml\nmoe: {{router: {{{new}: softmax}}}}", "seed=1234"),
+        ("name: x", "moe.router={gate: softmax}"),
+    ):
+        assert to_dict(load(text, override))["moe"]["router"]["score_function"]["name"] == "softmax"
+    router = to_dict(load("name: x", f"moe.router.{old}.name=sigmoid"))["moe"]["router"]
+    assert router["score_function"]["name"] == "sigmoid"
+
+
 def test_a_key_under_both_names_is_refused(load: Callable[..., RunConfig]) -> None:
     with pytest.raises(UserError, match=r"moe\.router\.gate and moe\.router\.score_function are one key"):
-        load("moe: {router: {gate: sigmoid}}", "moe.router.score_function=softmax")
+        load("moe: {router: {gate: sigmoid, score_function: softmax}}")
 
 
 def test_other_ranks_are_silent(

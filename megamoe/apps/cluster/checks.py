@@ -62,16 +62,14 @@ def _disk_problems(what: str, folder: Path, needed: int, purpose: str) -> Iterat
 
 
 def limit_problems(ranks: int) -> Iterator[str]:
-    """Yield the limits of this process that are too low for a run of so many ranks."""
-    files = LEAST_FILES // 2 + FILES_OF_RANK * ranks
-    wanted = {
-        "-n": (resource.RLIMIT_NOFILE, max(LEAST_FILES, files)),
-        "-u": (resource.RLIMIT_NPROC, LEAST_PROCESSES),
-    }
-    for option, (number, least) in wanted.items():
-        soft, _ = resource.getrlimit(number)
-        if soft != resource.RLIM_INFINITY and soft < least:
-            yield f"ulimit {option} is {soft}, expected at least {least}"
+    """Yield the limits of this process that are too low for a run of so many ranks, which raises that of open
+    files to its hard limit.
+    """
+    files = max(LEAST_FILES, LEAST_FILES // 2 + FILES_OF_RANK * ranks)
+    (_, most_files), (processes, _) = map(resource.getrlimit, (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    for option, found, least in (("-Hn", most_files, files), ("-u", processes, LEAST_PROCESSES)):
+        if found != resource.RLIM_INFINITY and found < least:
+            yield f"ulimit {option} is {found}, expected at least {least}"
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if Path("/dev/infiniband").exists() and locked != resource.RLIM_INFINITY:
         yield f"ulimit -l is {locked} bytes, expected unlimited: InfiniBand needs pinned memory"

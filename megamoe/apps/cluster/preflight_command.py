@@ -48,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     configure_libraries()
+    import torch
+
     from megamoe.apps.cluster.checks import compute_problems, node_problems
     from megamoe.apps.cluster.preflight import Preflight
     from megamoe.model.size import model_size
@@ -63,7 +65,8 @@ def _run(options: argparse.Namespace) -> int:
     world = find_world()
     size = model_size(config, config.model.vocab_size or 0)
     output = Path(config.output).absolute()
-    problems = [*node_problems(output, BYTES_OF_PARAMETER * size.total, world.size), *compute_problems()]
+    ranks = world.size * max(1, torch.cuda.device_count())  # here one process of each node
+    problems = [*node_problems(output, BYTES_OF_PARAMETER * size.total, ranks), *compute_problems()]
     facts = facts_of_start(config, world)
     outcome = Preflight(world, facts, problems, output, options.rounds, options.slow).run()
     if world.is_first:

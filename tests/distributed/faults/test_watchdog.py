@@ -95,7 +95,7 @@ def test_after_a_signal_nobody_waits_for_a_long_upload_or_report(pool: Pool, tmp
     remote = f"checkpoint.remote=file://{tmp_path}/storage"
     found = run_entry_script(pool, tmp_path, remote, "log.report=true", fault=upload_for_ever_and_stop)
     assert found.codes == [ExitCode.STOPPED, ExitCode.STOPPED], found.outputs
-    assert "is not uploaded yet; --resume uploads it" in found.outputs[0]
+    assert "is on the disk and not uploaded yet; --resume uploads it" in found.outputs[0]
     assert "report: not written, the run has a long record; python tools/report.py" in found.outputs[0]
     assert (tmp_path / "runs/a/checkpoints/latest").read_text().startswith("step_")
     assert not (tmp_path / "storage/a/latest").exists()
