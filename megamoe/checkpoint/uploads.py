@@ -4,7 +4,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from multiprocessing.pool import ThreadPool
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megamoe.checkpoint.format import files
@@ -129,10 +129,8 @@ class Uploads:
         if latest and self.remote.read(latest, SUMS, most=files.LARGEST_JSON) == listed:
             return  # this is where the run goes on
         name = f"{checkpoint.name}-{self.launch}"
-        with ThreadPool(STREAMS) as pool:  # its threads are daemons: the process may end without them
-            puts = pool.imap_unordered(lambda file: self.remote.put(checkpoint / file, name, file), sums)
-            for _ in puts:  # the first error ends it; files that wait are not tried
-                pass
+        with ThreadPoolExecutor(STREAMS) as pool:  # after an error the files that wait are not tried
+            list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
         self._check_writer()
         self.remote.put(checkpoint / SUMS, name, SUMS)
         self.remote.write(name.encode(), LATEST)

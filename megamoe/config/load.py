@@ -185,15 +185,14 @@ def configure(
 ) -> RunConfig:
     """Apply overrides to a plain mapping, load the plugins that it names, and check it against the schema.
 
-    base: the folder that paths of plugins are relative to.
+    Overrides change the mapping. base: the folder that paths of plugins are relative to.
 
     Raises:
         UserError: as `load_config`.
     """
-    tree = read_old_names(tree, source)
     for override in overrides:
         apply_override(tree, override)
-    tree = read_old_names(tree, source)  # of an override that is a mapping
+    tree = read_old_names(tree, source)  # files and the keys of overrides have been read so before
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")

@@ -21,8 +21,8 @@ from megamoe.errors import UserError
 from megamoe.parallel.parent_death import end_with_launcher
 
 LATE_S = 30.0  # without rank 0, after which a rank tells what it waits for
-MOST_OPEN_FILES = 65_536
 SILENT_S = 5.0  # beyond its timeout, after which PyTorch's client is taken to wait for ever
+MOST_OPEN_FILES = 65_536
 
 _store: Store | None = None  # of the rendezvous
 _backend: str | None = None  # of the present world's collectives on the device

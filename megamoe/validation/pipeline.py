@@ -39,7 +39,7 @@ def pipeline_problems(
         problem = rounds_problem(parallel.pipeline, chunks, micro_batches)
         if problem is not None:
             yield Problem("parallel.pipeline_chunks", f"{chunks}: {problem}")
-            return  # other sizes of a growing batch have the same problem
+            return  # one of a growing batch's sizes is enough
 
 
 def in_flight_problems(

@@ -1,5 +1,6 @@
 """A wrong address of rank 0, a port in use, and a rank 0 that does not come are told."""
 
+import resource
 import socket
 from pathlib import Path
 
@@ -45,6 +46,18 @@ def test_a_port_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(UserError, match=f"MASTER_PORT: {port} is in use on"):
             open_store(HOST, 60)
+
+
+def test_the_stores_host_may_open_many_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has a socket to each rank, and the usual limit is 1,024."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    monkeypatch.setenv("MASTER_PORT", str(launch.free_port()))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (512, before[1]))
+    try:
+        open_store(HOST, 60)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] > 512
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_a_rank_that_waits_tells_for_whom(
