@@ -150,7 +150,7 @@ def test_a_run_and_its_resume(
             places += [f"data.remote_cache={tmp_path / output / 'cache'}"]
             assert train(tiny(*own, *places, *overrides)) == ExitCode.FINISHED
         lines = (tmp_path / output / "a/metrics.jsonl").read_text().splitlines()
-        return [(row["train/loss"], row.get("val/valid/lm_loss")) for row in map(json.loads, lines)]
+        return [(row["train/loss"], row.get("val/lm_loss")) for row in map(json.loads, lines)]
 
     url = f"file://{corpus}"
     expected = losses("disk", corpus)

@@ -60,7 +60,7 @@ def run(output: Path, source: str, *overrides: str) -> list[Any]:
     with restored_process():
         assert train(tiny(*own, *overrides)) == ExitCode.FINISHED
     lines = (output / "a/metrics.jsonl").read_text().splitlines()
-    return [(row["train/loss"], row.get("val/valid/lm_loss")) for row in map(json.loads, lines)]
+    return [(row["train/loss"], row.get("val/lm_loss")) for row in map(json.loads, lines)]
 
 
 @pytest.mark.parametrize(

@@ -191,7 +191,7 @@ def _tell(plan: Any, choices: dict[str, Any]) -> None:
             for value, loss in zip(choice.values, choice.losses, strict=True)
         )
         chosen = "not tuned, so not trained" if choice.index is None else choice.values[choice.index]
-        print(f"{row}: {rule.key} {chosen} ({', '.join(rule.metrics)} of {shown})", flush=True)
+        print(f"{row}: {rule.key} {chosen} ({rule.by} of {shown})", flush=True)
 
 
 def _run_chain(plan: Any, output: Path, options: argparse.Namespace) -> None:

@@ -130,26 +130,25 @@ def consistency(runs: Sequence[Rows], window: int) -> list[tuple[int, float]]:
 
 
 def lowest_by(
-    keys: Sequence[str], runner: Runner, tasks: Sequence[Sequence[Task]]
+    key: str, runner: Runner, tasks: Sequence[Sequence[Task]]
 ) -> tuple[int | None, list[float | None]]:
     """Return for which value the runs ended with the lowest metric, and every value's (None: a run failed).
 
-    keys: of metrics; the first that a run has recorded counts. tasks: the runs of each value, whose mean
-    counts. If no value has all of its runs, none is the lowest.
+    key: of the metric. tasks: the runs of each value, whose mean counts. If no value has all of its runs,
+    none is the lowest.
     """
     found: list[float | None] = []
     for of_value in tasks:
-        ended = [last_of(keys, runner, task) for task in of_value]
+        ended = [last_of(key, runner, task) for task in of_value]
         losses = [loss for loss in ended if loss is not None]
         found.append(statistics.fmean(losses) if len(losses) == len(ended) else None)
     known = [(loss, number) for number, loss in enumerate(found) if loss is not None]
     return (min(known)[1] if known else None), found
 
 
-def last_of(keys: Sequence[str], runner: Runner, task: Task) -> float | None:
-    """Return the last value of the first of these metrics that a run has recorded; None if it failed."""
-    rows = read_run(task.folder).rows if runner.is_done(task) else []
-    recorded = next((it for it in (series(rows, key)[1] for key in keys) if it), [])
+def last_of(key: str, runner: Runner, task: Task) -> float | None:
+    """Return the last value of a metric that a run has recorded; None if it failed."""
+    _, recorded = series(read_run(task.folder).rows if runner.is_done(task) else [], key)
     return recorded[-1] if recorded and math.isfinite(recorded[-1]) else None
 
 

@@ -69,8 +69,8 @@ def results_of(
 
 def tuned_by(plan: Plan) -> list[str]:
     """Return the measures whose metric is one that the rows are tuned by."""
-    by = plan.size.tuning.metrics if plan.size.tuning else []
-    return [name for name, measure in plan.study.measures.items() if measure.metric in by]
+    by = plan.size.tuning.by if plan.size.tuning else ""
+    return [name for name, measure in plan.study.measures.items() if measure.metric == by]
 
 
 def _from_control(plan: Plan, found: Found) -> dict[str, Any] | None:

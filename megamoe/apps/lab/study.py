@@ -175,22 +175,17 @@ class Curve:
 class Tuning:
     """One rule for all rows: each is trained with every value, and takes the one with the lowest `by`.
 
-    key: of the configuration. by: a metric of validation data that the study does not report; of several, the
-    first that a run has recorded. seed: of these runs. set: keys over the size's. A study with `tuned_rows`
-    trains these alone, and all rows take the value with the lowest mean over them.
+    key: of the configuration. by: a metric of validation data that the study does not report. seed: of these
+    runs. set: keys over the size's. A study with `tuned_rows` trains these alone, and all rows take the value
+    with the lowest mean over them.
     """
 
     __pydantic_config__ = STRICT
     key: str
     values: Annotated[list[Any], Field(min_length=2)]
-    by: str | list[str] = VAL_LM_LOSS
+    by: str = VAL_LM_LOSS
     seed: Seed = 0
     set: Settings = field(default_factory=dict)
-
-    @property
-    def metrics(self) -> list[str]:
-        """The keys of `by`, in order."""
-        return [self.by] if isinstance(self.by, str) else self.by
 
 
 @dataclass

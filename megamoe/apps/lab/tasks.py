@@ -16,9 +16,11 @@ from typing import Any
 from megamoe.apps.lab.study import Plan, Stage, digest
 from megamoe.config.files import LARGEST_FILE, merge, read_mapping
 from megamoe.config.load import apply_override, configure
+from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
+from megamoe.metrics.names import of_validation_set
 
 COMMANDS = ("-m", "megamoe.cli")
 RESULT = {  # of a stage, in its folder
@@ -82,7 +84,9 @@ def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[list[T
         for number, value in enumerate(tuning.values):
             tree = merge(config, tuning.set)
             apply_override(tree, f"{tuning.key}={json.dumps(value)}")
-            task = tasks.add(_training(plan, output, row, f"tuning-{row}-{number}", tree, tuning.seed))
+            task = tasks.add(
+                _training(plan, output, row, f"tuning-{row}-{number}", tree, tuning.seed, tuning.by)
+            )
             of_rows[row].append([task])
     if plan.study.tuned_rows is not None:
         together = [[task for [task] in of_value] for of_value in zip(*of_rows.values(), strict=True)]
@@ -121,8 +125,10 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collec
     return tasks
 
 
-def _training(plan: Plan, output: Path, row: str, name: str, tree: dict[str, Any], seed: int) -> Task:
-    """Return the task of a run, after a check of its configuration."""
+def _training(
+    plan: Plan, output: Path, row: str, name: str, tree: dict[str, Any], seed: int, by: str | None = None
+) -> Task:
+    """Return the task of a run, after a check of its configuration. by: a metric that it should record."""
     runs = output / "runs"
     tree = merge(DEFAULTS, tree)
     unnamed = tree
@@ -131,6 +137,8 @@ def _training(plan: Plan, output: Path, row: str, name: str, tree: dict[str, Any
         config = configure(merge(tree, {}), [])
     except UserError as error:
         raise UserError(f"{plan.path}: row {row}: {str(error).removeprefix('configuration: ')}") from None
+    if by is not None:
+        _check_recorded(plan, row, config, by)
     # A run without a DeepSpeed file has the identity that it had before such files counted.
     deepspeed = config.parallel.deepspeed
     files = [] if deepspeed is None else [_text(Path(deepspeed), f"{plan.path}: row {row}")]
@@ -146,6 +154,16 @@ def _training(plan: Plan, output: Path, row: str, name: str, tree: dict[str, Any
         configuration=(path, dump(tree)),
         steps=config.train.steps or 0,
     )
+
+
+def _check_recorded(plan: Plan, row: str, config: RunConfig, by: str) -> None:
+    """Refuse to tune by a metric of data on which the run is not evaluated: it would show after the run."""
+    sets = {name for name, share in zip(("val", "test"), config.data.split[1:], strict=False) if share > 0}
+    sets |= {of_validation_set(name) for name in config.data.validation}
+    of_set, _, metric = by.rpartition("/")
+    if by.startswith(("val/", "test/")) and of_set not in sets:
+        known = ", ".join(f"{each}/{metric}" for each in sorted(sets)) or "none: the run has no such data"
+        raise UserError(f"{plan.path}: tuning.by: row {row} does not record {by!r}; expected {known}")
 
 
 def _text(path: Path, where: str) -> str:

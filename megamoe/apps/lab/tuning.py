@@ -54,8 +54,8 @@ def tune(plan: Plan, output: Path, runner: Runner, run: bool = True) -> dict[str
     for row, tasks in tuning_tasks(plan, output)[1].items():
         identity = _identity(plan, tasks)
         if identity not in known:
-            index, losses = lowest_by(rule.metrics, runner, tasks)
-            failed = [it for it in chain(*tasks) if last_of(rule.metrics, runner, it) is None]
+            index, losses = lowest_by(rule.by, runner, tasks)
+            failed = [it for it in chain(*tasks) if last_of(rule.by, runner, it) is None]
             problems = [
                 f"{task.name}: {runner.problem_of(task) or f'no {rule.by} was recorded'}" for task in failed
             ]
@@ -99,7 +99,7 @@ def _steps_after(plan: Plan, output: Path, runner: Runner) -> int:
 def _identity(plan: Plan, tasks: list[list[Task]]) -> str:
     rule = plan.size.tuning
     assert rule is not None
-    return digest(rule.key, rule.values, rule.metrics, [task.identity for task in chain(*tasks)])
+    return digest(rule.key, rule.values, [rule.by], [task.identity for task in chain(*tasks)])
 
 
 def _by_identity(choices: dict[str, Choice]) -> dict[str, Choice]:

@@ -171,6 +171,24 @@ def test_of_rows_tuned_together_a_value_counts_if_all_its_runs_ended(lab: Lab, t
     assert found["one"]["tuning_failed"] == ["tuning-two-0: error: no memory (exit code 1)"]
 
 
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"by": "val/valid/lm_loss"}, "val/lm_loss"),  # the set `valid` has the short name
+        ({"by": "test/lm_loss"}, "val/lm_loss"),
+        ({"by": "test/lm_loss", "set": {"data": {"split": [1, 0, 0]}}}, "none: the run has no such data"),
+    ],
+)
+def test_a_metric_that_the_runs_do_not_record(
+    changed: dict[str, Any], expected: str, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Otherwise it would show when all tuning runs have ended."""
+    study(tmp_path, TUNING | changed)
+    assert lab({}) == 2
+    line = f"tuning.by: row one does not record {changed['by']!r}; expected {expected}\n"
+    assert capsys.readouterr().err.endswith(line)
+
+
 def test_an_unknown_row_of_the_tuning(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     study(tmp_path, tuned_rows=["one", "tow"])
     assert lab({}) == 2
