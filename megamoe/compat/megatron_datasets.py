@@ -93,8 +93,12 @@ class CachedBlend(BlendedDataset):
 class BarrierFreeBuilder(BlendedMegatronDatasetBuilder):
     """Builds on the calling rank, without barriers; blends are `CachedBlend`s.
 
-    Reason: Megatron-Core builds on rank 0, and the other ranks wait in a barrier.
-    Without it: where rank 0 fails, the others hang in the barrier until its timeout.
+    config.samples_by_source: the samples to index of each source and split of a blend.
+
+    Reason: Megatron-Core builds on rank 0, and the other ranks wait in a barrier. It indexes the same surplus
+    in all sources and splits.
+    Without it: where rank 0 fails, the others hang in the barrier until its timeout. A small validation set
+    would need a large surplus, so a training set would be indexed for more epochs, in another order.
     Canary: test_megatron_datasets.py::test_the_builder
     """
 
@@ -106,7 +110,7 @@ class BarrierFreeBuilder(BlendedMegatronDatasetBuilder):
     def _build_megatron_datasets_parallel(self, prefixes: Any, split: Any, sizes_per_dataset: Any) -> Any:
         datasets = [
             self._build_megatron_dataset_splits(prefix, split, sizes, False)
-            for prefix, sizes in zip(prefixes, sizes_per_dataset, strict=True)
+            for prefix, sizes in zip(prefixes, self.config.samples_by_source, strict=True)
         ]
         return [list(of_split) for of_split in zip(*datasets, strict=True)]
 

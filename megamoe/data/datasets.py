@@ -78,7 +78,7 @@ __all__ = ["Datasets", "Vocabulary", "build_datasets", "resolve_vocabulary"]
 SPLIT_NAMES = ("train", "valid", "test")
 VALID = "valid"
 WHOLE_AS_VALIDATION = [0.0, 1.0, 0.0]
-# Samples per source beyond its exact share: Megatron-Core's default.
+# Samples of a source beyond its share, at least: Megatron-Core's default.
 MIN_SURPLUS = 0.005
 MOST_EPOCHS = 100_000  # Megatron-Core counts them one by one
 
@@ -191,7 +191,7 @@ def _build(
         reset_attention_mask=False,
         eod_mask_loss=False,
         create_attention_mask=False,
-        mid_level_dataset_surplus=_surplus(weights, sizes),
+        samples_by_source=_samples_by_source(weights, sizes) if len(paths) > 1 else None,
     )
     config.split_matrix = [
         part if size > 0 else None for part, size in zip(config.split_matrix, sizes, strict=True)
@@ -216,7 +216,8 @@ def _build(
             )
             for name, share, size in zip(SPLIT_NAMES, config.split_matrix, sizes, strict=True)
         ]
-    raise_any_error(_index_problem(paths, weights, config, sizes) if rank() == 0 else None)
+    by_source = config.samples_by_source or [sizes]
+    raise_any_error(_index_problem(paths, by_source, config) if rank() == 0 else None)
     is_own = not data.cache and is_stored(DataFiles(Path(paths[0])).bin)  # the folder may be on each machine
     built = build_cached(config, sizes, cache_folder(data, paths[0]), on_each_machine=is_own)
     return [None if dataset is None else CheckedDataset(dataset, vocabulary.size, eod) for dataset in built]
@@ -243,16 +244,16 @@ def _wanted_splits(path: str, config: GPTDatasetConfig) -> Iterator[tuple[str, i
             yield name, place, last - first, of, tokens_before(idx, last) - tokens_before(idx, first)
 
 
-def _index_problem(paths: list[str], weights: list[float], config: GPTDatasetConfig, sizes: list[int]) -> str:
-    """Return why the index of this many samples cannot be built, or None.
+def _index_problem(paths: list[str], by_source: list[list[int]], config: GPTDatasetConfig) -> str:
+    """Return why the index of this many samples, by source and split, cannot be built; "" if it can.
 
     Megatron-Core holds in memory the documents of every epoch (int64, twice) and, for every sample, two int32
     for its position and one for the order.
     """
     available = available_bytes()
-    for path, weight in zip(paths, weights, strict=True):
+    for path, sizes in zip(paths, by_source, strict=True):
         for name, place, documents, _, tokens in _wanted_splits(path, config):
-            samples = math.ceil(sizes[place] * weight)
+            samples = sizes[place]
             epochs = -(-samples * config.sequence_length // tokens)
             needed = 16 * epochs * documents + 12 * samples
             asked = (
@@ -285,16 +286,17 @@ class _TokenFacts:
         return {"data": list(self.identities), "versions": VERSIONS}
 
 
-def _surplus(weights: list[float], sizes: list[int]) -> float:
-    """Return the samples to index per source beyond its share, so that rounding never exhausts the blend.
+def _samples_by_source(weights: list[float], sizes: list[int]) -> list[list[int]]:
+    """Return the samples to index of each source and split, so that rounding never exhausts the blend.
 
-    The blend is as long as the sum of the rounded-up shares, at most one more per source, and gives
-    each source its share of that to within one.
+    weights: of the sources, which sum to 1; sizes: of the splits. The blend is as long as the sum of the
+    rounded-up shares, at most one more per source, and gives each source its share of that to within one.
+    No number depends on another split, or on another source's weight: the order of a source's samples
+    depends on how many epochs its number is.
     """
-    needed = [
-        ((size + len(weights)) * weight + 1) / math.ceil(size * weight) - 1
-        for size in sizes
-        for weight in weights
-        if size > 0
-    ]
-    return max([MIN_SURPLUS, *needed])
+
+    def samples(weight: float, size: int) -> int:
+        usual = math.ceil(math.ceil(size * weight) * (1 + MIN_SURPLUS))
+        return max(usual, math.ceil((size + len(weights)) * weight + 1)) if size > 0 else 0
+
+    return [[samples(weight, size) for size in sizes] for weight in weights]

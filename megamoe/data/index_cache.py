@@ -112,9 +112,13 @@ class IndexCache:
 
 @dataclass
 class CachedConfig(GPTDatasetConfig):
-    """Megatron-Core's configuration, with this cache in place of its own."""
+    """Megatron-Core's configuration, with this cache in place of its own.
+
+    samples_by_source: of a blend, the samples to index of each source and split.
+    """
 
     index_cache: IndexCache | None = None
+    samples_by_source: list[list[int]] | None = None
 
     @staticmethod
     def remote_reader(path: str) -> Callable[[int, int], bytes] | None:

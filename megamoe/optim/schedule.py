@@ -84,9 +84,8 @@ class BatchSchedule:
         """Return the micro batches per rank of that step."""
         return self.size_at(consumed_samples) // self.unit
 
-    def total_samples(self, steps: int) -> int:
-        """Return the samples of the first `steps` steps."""
-        consumed = 0
+    def total_samples(self, steps: int, consumed: int = 0) -> int:
+        """Return `consumed` and the samples of the `steps` steps after them."""
         while steps > 0:
             size = self.size_at(consumed)
             count = min(steps, self._steps_of_this_size(consumed, size) or steps)
@@ -94,9 +93,9 @@ class BatchSchedule:
             steps -= count
         return consumed
 
-    def whole_steps(self, samples: int) -> int:
-        """Return the number of steps whose batches fit into that many samples."""
-        steps = consumed = 0
+    def whole_steps(self, samples: int, consumed: int = 0) -> int:
+        """Return the number of steps after `consumed` samples whose batches fit into that many in all."""
+        steps = 0
         while consumed < self.ramp_samples:
             size = self.size_at(consumed)
             if consumed + size > samples:
@@ -114,27 +113,31 @@ class BatchSchedule:
         return -(-(changes_at - consumed) // size)
 
 
-def run_steps(config: RunConfig, schedule: BatchSchedule, samples_per_epoch: Callable[[], int]) -> int:
+def run_steps(
+    config: RunConfig,
+    schedule: BatchSchedule,
+    samples_per_epoch: Callable[[], int],
+    *,
+    step: int = 0,
+    consumed: int = 0,
+) -> int:
     """Return `train.steps`, or the number of whole batches in `train.epochs` of the training data.
 
     All epochs form one stream, so less than one batch is left out at the end. An epoch of a blend has as many
     samples as all its sources together; the weights decide how often each source occurs in it.
 
     samples_per_epoch: called if the length is given in epochs; the data must already be checked.
+    step, consumed: the steps that are done and the samples of their batches, which may have had another size.
 
     Raises:
         UserError: if there are fewer samples than one batch.
     """
-    steps = config.train.steps
-    if config.train.epochs is not None:
-        steps = _steps_of_epochs(config.train.epochs, samples_per_epoch(), schedule)
-    assert steps is not None
-    return steps
-
-
-def _steps_of_epochs(epochs: float, per_epoch: int, schedule: BatchSchedule) -> int:
+    if config.train.epochs is None:
+        assert config.train.steps is not None
+        return config.train.steps
+    epochs, per_epoch = config.train.epochs, samples_per_epoch()
     samples = math.floor(round(epochs * per_epoch, 6))  # rounded first: 0.29 * 100 is under 29 in binary
-    steps = schedule.whole_steps(samples)
+    steps = step + schedule.whole_steps(samples, consumed)
     if steps == 0:
         raise UserError(
             f"train.epochs: {epochs:g} of {per_epoch} training samples are {samples}, fewer than the first "

@@ -164,10 +164,11 @@ class Loop:
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
+        done = trainer.progress.samples
         cleanup.enter_context(locked(folder.path))
         record = summary_record(trainer.run)
         prepare_run_folder(folder, self.config, record, this_launch)
-        rows = summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step)
+        rows = summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step, done)
         rows["ranks"] += muon_rows(trainer.engine.muon_costs())
         print_summary(rows)
         resumed_step = first_step if folder.continues else None

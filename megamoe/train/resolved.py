@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -51,6 +51,12 @@ class ResolvedRun:
     filled_json: str
     objective: TrainingObjective
     data_source: str = ""
+
+    def continued(self, step: int, samples: int) -> "ResolvedRun":
+        """Return the run after `step` steps of `samples` samples in all: `train.epochs` counts those."""
+        per_epoch = self.objective.samples_per_epoch
+        steps = run_steps(self.config, self.schedule, per_epoch, step=step, consumed=samples)
+        return replace(self, steps=steps)
 
     @cached_property
     def sample_tokens(self) -> int:
@@ -131,7 +137,7 @@ def _resolved(
 ) -> ResolvedRun:
     schedule = BatchSchedule.from_config(config.train, plan.layout.data)
     objective = build_objective(config, vocabulary)
-    steps = run_steps(config, schedule, objective.samples_per_epoch)
     filled = fill_in(config, plan, schedule.accumulation_at(0))
     source = source_line(named, config.data)
-    return ResolvedRun(config, plan, vocabulary, schedule, steps, json.dumps(filled), objective, source)
+    run = ResolvedRun(config, plan, vocabulary, schedule, 0, json.dumps(filled), objective, source)
+    return run.continued(step=0, samples=0)

@@ -64,24 +64,25 @@ def summary_record(run: ResolvedRun) -> dict[str, Any]:
     }
 
 
-def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int) -> Rows:
+def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int, samples: int) -> Rows:
     """Return the rows of the start-up table.
 
-    rollouts: how many times each sequence is routed, see `num_rollouts`. first_step: the last completed step.
+    rollouts: how many times each sequence is routed, see `num_rollouts`. first_step: the last completed step;
+    samples: those of the completed steps.
     """
     config = run.config
     size = model_size(config, run.vocabulary.size)
     return {
-        "run": _run_rows(run, first_step),
+        "run": _run_rows(run, first_step, samples),
         "model": _model_rows(config, run.vocabulary, size),
         "ranks": _rank_rows(run, world, rollouts),
         "backends": list(backend_rows(config, run.plan.precision).items()),
     }
 
 
-def _run_rows(run: ResolvedRun, first_step: int) -> list[tuple[str, object]]:
+def _run_rows(run: ResolvedRun, first_step: int, done: int) -> list[tuple[str, object]]:
     config, schedule, steps = run.config, run.schedule, run.steps
-    samples = schedule.total_samples(steps)
+    to_come = schedule.total_samples(max(0, steps - first_step), done) - done
     length = f"{steps:,}" if config.train.epochs is None else f"{steps:,} ({config.train.epochs:g} epochs)"
     batch = f"{schedule.final} sequences of {run.sample_tokens} tokens"
     if schedule.start < schedule.final:
@@ -92,7 +93,7 @@ def _run_rows(run: ResolvedRun, first_step: int) -> list[tuple[str, object]]:
         ("steps", f"{length}, {begin}"),
         ("batch", batch),
         ("data", run.data_source),
-        ("tokens to come", f"{(samples - schedule.total_samples(first_step)) * run.sample_tokens:,}"),
+        ("tokens to come", f"{to_come * run.sample_tokens:,}"),
         ("optimiser", _optimizer(config.optimizer, steps)),
         *([] if config.model.mup is None else [("muP", _mup(config.model))]),
         *[("parameters by name", _group(group)) for group in config.optimizer.groups],

@@ -103,11 +103,12 @@ class Trainer:
         launch.start(self.world, config.parallel.timeout_minutes, select_device=False)
         self._check_record()
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
-        self.datasets: Datasets = self._build_datasets()
         saves = config.checkpoint
         self.checkpoints = Checkpoints(self.folder.checkpoints, saves.keep, saves.background, self._uploads())
         saved = self._open_checkpoint()
         self.progress = Progress() if saved is None else Progress.of(saved.meta)
+        self.run = self.run.continued(self.progress.step, self.progress.samples)
+        self.datasets: Datasets = self._build_datasets()
         # The loader processes are forked here, before this process has CUDA and the model's memory.
         self._stream = self._stream_of(self.datasets.train, self.progress.samples, config.data.workers)
         try:
@@ -374,9 +375,10 @@ class Trainer:
         return found[0]
 
     def _build_datasets(self) -> Datasets:
-        schedule = self.run.schedule
+        schedule, done = self.run.schedule, self.progress
+        to_come = max(0, self.run.steps - done.step)
         return self.run.objective.datasets(
-            train_samples=schedule.total_samples(self.run.steps),
+            train_samples=schedule.total_samples(to_come, done.samples),
             validation_samples=self.config.evaluation.batches * schedule.final,
         )
 

@@ -73,3 +73,25 @@ def test_a_run_of_an_epoch_stops_and_resumes_at_its_end(tmp_path: Path) -> None:
     assert [row["train/lr"] for row in rows] == pytest.approx(
         [3e-4 * share for share in (0.5, 1, 0.75, 0.5, 0.25, 0)], abs=1e-12
     )
+
+
+def test_a_smaller_batch_after_a_resume_has_enough_samples(tmp_path: Path) -> None:
+    """The mock data are exactly as long as the run: 2 steps of 4, then 4 of 2."""
+    for more in (["train.global_batch_size=4", "train.exit_after_steps=2"], ["train.global_batch_size=2"]):
+        with restored_process():
+            config = tiny(
+                "train.steps=6", "name=a", f"output={tmp_path}/runs", "checkpoint.resume=auto", *more
+            )
+            assert train(config) == ExitCode.FINISHED
+    rows = [json.loads(line) for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()]
+    assert [row["tokens"] // 8 for row in rows] == [4, 8, 10, 12, 14, 16]
+
+
+def test_epochs_count_the_samples_of_the_batches_before(tmp_path: Path) -> None:
+    """An epoch is 12 samples: 2 steps of 2 and 2 of 4, where 3 steps of 4 would end after 8 samples."""
+    for more in (["train.global_batch_size=2", "train.exit_after_steps=2"], ["train.global_batch_size=4"]):
+        with restored_process():
+            config = run_of(tmp_path, "train.epochs=1", "name=a", "checkpoint.resume=auto", *more)
+            assert train(config) == ExitCode.FINISHED
+    rows = [json.loads(line) for line in (tmp_path / "runs/a/metrics.jsonl").read_text().splitlines()]
+    assert [row["tokens"] // 8 for row in rows] == [2, 4, 8, 12]

@@ -28,7 +28,7 @@ def run_of(config: RunConfig, steps: int = 4) -> ResolvedRun:
 
 
 def rows_of(*overrides: str) -> dict[str, Any]:
-    rows = summary_rows(run_of(tiny(*overrides)), find_world(), rollouts=1, first_step=0)
+    rows = summary_rows(run_of(tiny(*overrides)), find_world(), rollouts=1, first_step=0, samples=0)
     return dict(rows["model"])
 
 
@@ -52,7 +52,9 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
 
 def test_the_run_is_given_in_steps(one_rank: None) -> None:
     config = tiny("train.steps=null", "train.epochs=1.5", "optimizer.warmup_share=0.1", "optimizer.name=adam")
-    rows = dict(summary_rows(run_of(config, steps=1234), find_world(), rollouts=1, first_step=0)["run"])
+    rows = dict(
+        summary_rows(run_of(config, steps=1234), find_world(), rollouts=1, first_step=0, samples=0)["run"]
+    )
     assert rows["data"] == "mock data"
     assert rows["steps"] == "1,234 (1.5 epochs), from the start"
     assert rows["tokens to come"] == f"{1234 * 2 * 8:,}"
