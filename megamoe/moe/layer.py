@@ -26,7 +26,7 @@ from megamoe.moe.experts.shared import SharedExperts
 from megamoe.moe.experts.stack import ExpertStack, NormKind
 from megamoe.moe.experts.without_computation import ZeroExperts
 from megamoe.moe.objective import Objective
-from megamoe.moe.observation import Observation, measure_gradients, observe
+from megamoe.moe.observation import Observation, kept_to_measure, measure_gradients, observe
 from megamoe.moe.part import Constraint, Dims, Part, StepContext
 from megamoe.moe.process_groups import ParallelGroups, rank_in, size_of
 from megamoe.moe.recompute import recomputed
@@ -212,7 +212,8 @@ class MoELayer(nn.Module):
         if self.shared is not None and shared_TH is not None:
             output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
         self._probe_experts(hidden_TH.dtype, routing, context)
-        output_TH = self._with_losses(output_TH, routing, real, context)
+        with kept_to_measure(context):
+            output_TH = self._with_losses(output_TH, routing, real, context)
         self.context.compute_timer.resume()
         return output_TH
 

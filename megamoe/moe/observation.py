@@ -2,7 +2,9 @@
 gradient.
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -74,11 +76,11 @@ def measure_gradients(
     Each is the squared L2 norm of a gradient of the scores: of every auxiliary loss with its weight, by name,
     and of everything together (`WHOLE`), with the language-model loss. All have the scale of the backward
     pass, which cancels in their ratios. weighted: the losses times their weights, with gradient.
-    The training gradient does not change.
+    The training gradient does not change. What the losses saved should be kept, see `kept_to_measure`.
     """
     scores_TE = routing.scores_TE
     if not (torch.is_grad_enabled() and scores_TE.requires_grad):
-        return  # nothing learns here, or a block's first pass before its recomputation
+        return  # nothing learns here
     own = token_sharding.local_slice(context, len(scores_TE))
     factor = context.aux_scale * token_sharding.size  # every rank adds the same share of a loss
     by_name: dict[str, Tensor] = {}
@@ -97,6 +99,17 @@ def measure_gradients(
         observation.gradient_squares[WHOLE] = _square(whole)
 
     scores_TE.register_hook(keep)
+
+
+def kept_to_measure(context: StepContext) -> AbstractContextManager[Any]:
+    """Return what keeps the tensors that are saved for backward inside it, if this step measures gradients.
+
+    Recomputation drops them. Each loss's gradient would then compute the whole block again, in the forward
+    pass, and hold it until the backward pass. It is for what follows the scores: tensors of [T, E].
+    """
+    if not context.measure_gradients:
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
 
 
 def _square(gradient: Tensor) -> Tensor:

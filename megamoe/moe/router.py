@@ -1,6 +1,7 @@
 """The router: the stages from the hidden states to the Routing."""
 
 import functools
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from megamoe.config.schema import MoELayerConfig, RouterConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import UserError
 from megamoe.moe.capabilities import capabilities
+from megamoe.moe.observation import kept_to_measure
 from megamoe.moe.part import Candidates, Dims, Part, Residual, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
 from megamoe.moe.token_sharding import TokenSharding
@@ -104,8 +106,10 @@ class Router(nn.Module):
 
         before_TE: their scores in the layer before, see `Residual`.
         """
-        with torch.autocast(hidden_TH.device.type, enabled=False):
-            scored = self._score(hidden_TH, context, before_TE)
+        with torch.autocast(hidden_TH.device.type, enabled=False), ExitStack() as stack:
+            scores_TE, extras = self._scores(hidden_TH, context, before_TE)
+            stack.enter_context(kept_to_measure(context))
+            scored = self._scored(scores_TE, extras)
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)
             kept = self.capacity(wanted, scored, context)
@@ -129,7 +133,10 @@ class Router(nn.Module):
             return pairs
         return self.choices.select(self.selector, scored, context)
 
-    def _score(self, hidden_TH: Tensor, context: StepContext, before_TE: Tensor | None) -> Scored:
+    def _scores(
+        self, hidden_TH: Tensor, context: StepContext, before_TE: Tensor | None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the scores of the whole micro batch, and what else the scorer shows."""
         whole = functools.partial(self.token_sharding.all_gather, context=context)
         if not self.scorer.takes_any_dtype:
             hidden_TH = hidden_TH.float()
@@ -139,7 +146,9 @@ class Router(nn.Module):
         if self.residual.reads_before:
             scores_TE = self.residual(scores_TE, before_TE, own)
         scores_TE = whole(scores_TE)
-        extras = {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}
+        return scores_TE, {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}
+
+    def _scored(self, scores_TE: Tensor, extras: dict[str, Tensor]) -> Scored:
         affinities_TE = self.score_function(scores_TE, None)
         scored = Scored(
             scores_TE,

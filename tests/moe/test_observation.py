@@ -12,6 +12,7 @@ from megamoe.kernels.router import SMALLEST, gate_sums
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.observation import WHOLE, observe
 from megamoe.moe.part import StepContext
+from megamoe.moe.recompute import recomputed
 from megamoe.moe.routing import Pairs, Routing
 from tests.support.moe.build import make_hidden, make_layer, moe_config, observed
 
@@ -112,6 +113,24 @@ def test_measuring_does_not_change_the_gradients() -> None:
         found.append([weight.grad for weight in layer.parameters()])
     for without, measured in zip(*found, strict=True):
         assert without is not None and measured is not None and torch.equal(without, measured)
+
+
+def test_measuring_a_recomputed_layer_computes_it_twice() -> None:
+    """Once in the forward and once in the backward pass, not once more for each loss."""
+    passes, squares = [], []
+    for is_recomputed in (False, True):
+        context = StepContext(aux_scale=0.7, measure_gradients=True)
+        layer = make_layer(moe_config(num_experts=4, **CASES["softmax"]), context)
+        calls: list[Any] = []
+        layer.router.scorer.register_forward_hook(lambda *call, kept=calls: kept.append(call))
+        hidden_TH = make_hidden(24)
+        output_TH = recomputed(layer, [layer], hidden_TH) if is_recomputed else layer(hidden_TH)
+        in_forward = len(calls)
+        output_TH.square().sum().backward()
+        passes.append((in_forward, len(calls)))
+        squares.append(observed(layer).gradient_squares)
+    assert passes == [(1, 1), (1, 2)]
+    assert squares[0] == squares[1]
 
 
 def test_parts_declare_their_numbers() -> None:

@@ -55,7 +55,7 @@ class ExpertRecord:
             pairs = routing.pairs
             columns = (pairs.token_N.tolist(), pairs.expert_N.tolist(), pairs.weight_N.tolist())
             for token, expert, weight in zip(*columns, strict=True):
-                if positions[token] >= 0:
+                if token < len(positions) and positions[token] >= 0:  # else an empty place, or padding
                     self.by_token[token % batch][positions[token]][name].append((expert, weight))
 
 

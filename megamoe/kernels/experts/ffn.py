@@ -32,9 +32,10 @@ def add_expert_bias(rows_NG: Tensor, bias_EG: Tensor, expert_N: Tensor) -> Tenso
 
 
 class _ExpertBias(Function):
-    """PyTorch's own backward of a row lookup adds atomically on CUDA, in an order that varies.
+    """PyTorch's own backward of a row lookup adds atomically on CUDA, in the rows' dtype and in an order that
+    varies. In bf16 a sum of some thousand rows then misses much of itself.
 
-    Here the biases' gradient is a product, [E, N] of zeros and ones times [N, G].
+    Here the biases' gradient is a product, [E, N] of zeros and ones times [N, G], which adds in fp32.
     """
 
     @staticmethod
@@ -47,9 +48,32 @@ class _ExpertBias(Function):
     @once_differentiable
     def backward(ctx: Any, gradient_NG: Tensor) -> tuple[Tensor, Tensor, None]:
         (expert_N,) = ctx.saved_tensors
-        expert_E1 = torch.arange(ctx.num_experts, device=expert_N.device)[:, None]
-        is_of_EN = (expert_N == expert_E1).to(gradient_NG.dtype)
-        return gradient_NG, is_of_EN @ gradient_NG, None
+        return gradient_NG, _sum_of_experts(gradient_NG, expert_N, ctx.num_experts), None
+
+
+def expert_rows(weight_EG: Tensor, expert_N: Tensor) -> Tensor:
+    """Return the row of each row's expert, [N, G], with a gradient like that of `add_expert_bias`."""
+    weight_NG: Tensor = _ExpertRows.apply(weight_EG, expert_N)
+    return weight_NG
+
+
+class _ExpertRows(Function):
+    @staticmethod
+    def forward(ctx: Any, weight_EG: Tensor, expert_N: Tensor) -> Tensor:
+        ctx.save_for_backward(expert_N)
+        ctx.num_experts = len(weight_EG)
+        return weight_EG.index_select(0, expert_N)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient_NG: Tensor) -> tuple[Tensor, None]:
+        (expert_N,) = ctx.saved_tensors
+        return _sum_of_experts(gradient_NG, expert_N, ctx.num_experts), None
+
+
+def _sum_of_experts(rows_NG: Tensor, expert_N: Tensor, num_experts: int) -> Tensor:
+    expert_E1 = torch.arange(num_experts, device=expert_N.device)[:, None]
+    return (expert_N == expert_E1).to(rows_NG.dtype) @ rows_NG
 
 
 LIMIT = 7.0

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from megamoe.kernels.experts.ffn import add_expert_bias, expert_rows
 from megamoe.kernels.experts.grouped_gemm import LaterGradients
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import GroupedExperts
@@ -84,8 +85,8 @@ class ExpertNorm(nn.Module):
 
     def forward(self, rows_NH: Tensor, expert_N: Tensor) -> Tensor:
         """[N, H], and each row's local expert, int64 [N] -> [N, H]."""
-        weight_NH = self.weight.index_select(0, expert_N)
+        weight_NH = expert_rows(self.weight, expert_N)
         if self.bias is None:
             return functional.rms_norm(rows_NH, rows_NH.shape[1:], eps=self.eps) * weight_NH
         normed_NH = functional.layer_norm(rows_NH, rows_NH.shape[1:], eps=self.eps)
-        return normed_NH * weight_NH + self.bias.index_select(0, expert_N)
+        return add_expert_bias(normed_NH * weight_NH, self.bias, expert_N)

@@ -34,9 +34,12 @@ class AdaptiveLoss(Part):
             return
         if self._step != context.step:
             self._step, self._counts = context.step, {}
-        device = self.coefficient.device
+        kind: dict[str, Any] = {"dtype": torch.int64, "device": self.coefficient.device}
         self._counts[context.micro_batch] = torch.stack(
-            [torch.as_tensor(count, dtype=torch.int64, device=device) for count in counts]
+            [  # `full` of a number: a copy from the host would wait for the device
+                count.to(**kind) if isinstance(count, Tensor) else torch.full((), count, **kind)
+                for count in counts
+            ]
         )
 
     def after_step(self, load_E: Tensor, context: StepContext) -> None:

@@ -25,7 +25,8 @@ class Clustering(Part):
 
     Source: Xie et al. 2022 (MoEC), eq. 6; the difference: equation 6 of its Vietnamese rendering.
 
-    Scope: a mean over tokens, so it does not depend on how the global batch is cut into micro batches.
+    Scope: a mean over tokens, so it does not depend on how the global batch is cut into micro batches of
+    equally many tokens.
 
     Caveats: the paper's beta is this loss's weight. E counts dropped experts too. The paper does not say
     clearly whether p belongs to one token or is a mean over tokens; ours belongs to one token.

@@ -63,9 +63,10 @@ class DropRateBalance(AdaptiveLoss):
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Return a scalar, fp32; 0 if there are no tokens."""
-        num_wanted = len(routing.wanted.token_N)
-        self.remember([num_wanted - len(routing.pairs.token_N), num_wanted], context)
-        loss = balance(shares(routing.probs_TE), routing.wanted_counts_E(), self.dims.kernels)
+        wanted_E = routing.wanted_counts_E()
+        wanted = wanted_E.sum()  # counted: with fixed shares the pairs include empty places
+        self.remember([wanted - routing.counts_E().sum(), wanted], context)
+        loss = balance(shares(routing.probs_TE), wanted_E, self.dims.kernels)
         return loss * self.coefficient.float().clone()  # a copy: the buffer changes in place
 
     def adapted(self, coefficient: Tensor, total: Tensor) -> Tensor:

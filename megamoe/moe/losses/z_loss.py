@@ -16,7 +16,8 @@ class ZLoss(Part):
 
     Source: Zoph et al. 2022 (ST-MoE) eq. 5.
 
-    Scope: a mean over tokens, so it does not depend on how the global batch is cut into micro batches.
+    Scope: a mean over tokens, so it does not depend on how the global batch is cut into micro batches of
+    equally many tokens.
     """
 
     @dataclass

@@ -1,14 +1,16 @@
 """Sampling by hand, its draws against their probabilities; the experts' lines and page."""
 
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megamoe.apps.generation.experts import Experts, lines_of, page_of
+from megamoe.apps.generation.experts import ExpertRecord, Experts, lines_of, page_of
 from megamoe.apps.generation.sampling import Sampling
 from megamoe.errors import UserError
+from megamoe.moe.routing import Pairs
 
 LOGITS = torch.tensor([[0.1, 0.4, 0.2, 0.3], [1.0, 1.0, 1.0, 1.0]]).log()
 
@@ -82,3 +84,13 @@ def test_experts_as_lines_and_page() -> None:
     assert "<b>" not in page and "&lt;b&gt;" in page and "a &amp; b" in page
     assert "3 (0.75)" in page and page.count('class="generated"') == 1
     assert "http" not in page and "prefers-color-scheme: dark" in page
+
+
+def test_places_that_stay_empty_belong_to_no_token() -> None:
+    """`capacity.pad` gives each expert as many rows; an empty one has the number after the last token."""
+    record = ExpertRecord()
+    token_N, expert_N = torch.tensor([[0, 2, 1, 2], [0, 0, 1, 1]])
+    pairs = Pairs(token_N, expert_N, torch.tensor([0.5, 0.0, 0.25, 0.0]), torch.zeros_like(token_N))
+    record._last = {"2": SimpleNamespace(pairs=pairs)}  # type: ignore[dict-item]
+    record.take(torch.tensor([[0, 1]]))
+    assert record.by_token[0] == {0: {"2": [(0, 0.5)]}, 1: {"2": [(1, 0.25)]}}

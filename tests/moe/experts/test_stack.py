@@ -50,6 +50,21 @@ def test_the_stack_is_the_loop_over_its_sub_layers(
         torch.testing.assert_close(gradient.double(), expected, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("norm", ["rmsnorm", "layernorm"])
+def test_the_norms_gradients_are_not_added_by_a_row_lookup(norm: NormKind) -> None:
+    """Its backward adds atomically on CUDA, in the weights' dtype: in bf16 8,192 ones would make 256."""
+    stack = make_stack(2, norm)
+    output_NH = stack(make_hidden(8).requires_grad_(), torch.tensor([3, 0, 1, 4]))
+    found, seen = [output_NH.grad_fn], set()
+    while found:
+        node = found.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found += [before for before, _ in node.next_functions]
+    names = {node.name() for node in seen}
+    assert "_ExpertRowsBackward" in names and not {name for name in names if name.startswith("Index")}
+
+
 def test_the_identity_counts_once() -> None:
     """A token at weight w gets x + w (S(x) - x); with sub-layers that write nothing, x itself."""
     tree = {"num_experts": 4, "expert_sublayers": 2, "router": {"selector": {"k": 1, "weights": "raw"}}}

@@ -9,7 +9,7 @@ import torch
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
-from tests.support.moe.build import make_pairs, make_part, make_routing, moe_config
+from tests.support.moe.build import make_hidden, make_layer, make_pairs, make_part, make_routing, moe_config
 
 PROBS = torch.tensor([[0.5, 2.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
 LOAD = torch.zeros(4, dtype=torch.int64)
@@ -46,6 +46,21 @@ def test_a_recomputed_micro_batch_counts_once_and_others_add() -> None:
         loss(routing, StepContext(step=3, micro_batch=number))
     loss.after_step(LOAD, StepContext(step=3))
     assert loss.metrics()["coefficient"].item() == pytest.approx(3 / 8)  # 3 of 8 pairs dropped
+
+
+@pytest.mark.parametrize("pad", [False, True])
+def test_places_that_stay_empty_are_not_dropped_pairs(pad: bool) -> None:
+    """With fixed shares each expert has as many rows as its capacity, some of them empty."""
+    capacity = {"name": "per_expert", "factor": 1.25, "pad": pad}
+    router = {"scorer": "linear", "selector": {"name": "top_k", "k": 2}, "capacity": capacity}
+    layer = make_layer(moe_config(num_experts=4, router=router, losses={"drop_rate_balance": 0.01}))
+    layer(make_hidden(24))
+    found = layer.observation
+    assert found is not None
+    loss: Any = layer.losses["drop_rate_balance"]
+    (counts,) = loss._counts.values()
+    dropped = int((found.wanted_E - found.load_E).sum())
+    assert counts.tolist() == [dropped, 48] and dropped > 0
 
 
 def test_the_drop_rate_moves_the_coefficient_by_hand() -> None:
