@@ -10,7 +10,7 @@ from pathlib import Path
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import LATEST
-from megamoe.checkpoint.remote import KEY, STREAMS, WRITER, RemoteFolder, told
+from megamoe.checkpoint.remote import KEY, STREAMS, WRITER, RemoteFolder, step_of, told
 from megamoe.config import RunConfig
 from megamoe.io import METRICS_FILE
 from megamoe.object_storage import RemoteError, reason_of
@@ -129,6 +129,9 @@ class Uploads:
         if latest and self.remote.read(latest, SUMS, most=files.LARGEST_JSON) == listed:
             return  # this is where the run goes on
         name = f"{checkpoint.name}-{self.launch}"
+        if step_of(latest) > step_of(name):
+            line = f"of a later step than {checkpoint.name}; it stays there until this run has passed its step"
+            self._say(f"{KEY}: {self.remote.url}/{latest} is {line}")
         with ThreadPoolExecutor(STREAMS) as pool:  # after an error the files that wait are not tried
             list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
         self._check_writer()
@@ -150,10 +153,14 @@ class Uploads:
             raise RemoteError(f"another launch ({writer or 'unknown'}), which started later, writes there")
 
     def _delete_old(self, newest: str) -> None:
-        """Delete complete checkpoints but the newest `keep`, and what ended launches have left incomplete."""
+        """Delete complete checkpoints but the newest `keep`, and what ended launches have left incomplete.
+
+        Those of later steps stay, and are not counted: another machine's, or of before the user went back.
+        """
         found = self.remote.folders()
         complete = sorted(
-            (name for name in found if found[name]), key=lambda name: (name != newest, -found[name])
+            (name for name in found if found[name] and step_of(name) <= step_of(newest)),
+            key=lambda name: (name != newest, -found[name]),
         )
         old = [*complete[self.keep :], *(name for name in found if not found[name])]
         for name in old:
