@@ -17,13 +17,10 @@ from megamoe.object_storage import RemoteError, reason_of
 from megamoe.resilience.heartbeat import tick
 
 
-def open_uploads(
-    config: RunConfig, last: Path | None, say: Callable[[str], None], *, continues: bool
-) -> "Uploads | None":
+def open_uploads(config: RunConfig, say: Callable[[str], None], *, continues: bool) -> "Uploads | None":
     """Return the uploads of a run that is about to start, on the first rank, or None without a storage.
 
-    last: the newest checkpoint on this machine, which is uploaded if the storage lacks it. continues: the run
-    goes on; otherwise `overwrite` deletes the earlier run's checkpoints in the storage.
+    continues: the run goes on; otherwise `overwrite` deletes the earlier run's checkpoints in the storage.
 
     Raises:
         UserError: if the storage does not answer.
@@ -38,8 +35,6 @@ def open_uploads(
         if not continues and config.overwrite:
             for name in remote.folders():
                 remote.delete(name)
-    if continues and last is not None:
-        uploads.add(last)
     return uploads
 
 
@@ -130,8 +125,9 @@ class Uploads:
             return  # this is where the run goes on
         name = f"{checkpoint.name}-{self.launch}"
         if step_of(latest) > step_of(name):
-            line = f"of a later step than {checkpoint.name}; it stays there until this run has passed its step"
-            self._say(f"{KEY}: {self.remote.url}/{latest} is {line}")
+            place = f"{self.remote.url}/{latest}"
+            line = f"{place} is of a later step than {checkpoint.name}; it stays until this run has passed it"
+            self._say(f"{KEY}: {line}")
         with ThreadPoolExecutor(STREAMS) as pool:  # after an error the files that wait are not tried
             list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
         self._check_writer()

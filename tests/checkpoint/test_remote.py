@@ -105,7 +105,7 @@ def test_going_back_deletes_no_later_checkpoint(
     last = (storage / "a/latest").read_text()
     run(tmp_path / "first", storage, "train.steps=8", back, "train.exit_after_steps=2", "checkpoint.keep=1")
     assert (storage / "a" / last / SUMS).exists() and "step_00000004" in (storage / "a/latest").read_text()
-    assert f"{last} is of a later step than step_00000002; it stays there" in capfd.readouterr().out
+    assert f"{last} is of a later step than step_00000002; it stays until this run" in capfd.readouterr().out
     run(tmp_path / "first", storage, "train.steps=8", "checkpoint.resume=auto", "checkpoint.keep=1")
     assert steps(storage) == ["step_00000008"] and (storage / "a/latest").read_text() != last
 
@@ -164,6 +164,17 @@ def test_a_storage_that_is_away_ends_the_first_rank_alone(
         fetched(tmp_path / "first/a", storage, [])
     with pytest.raises(UserError, match="does not answer as expected: away"):
         fetched(tmp_path / "second/a", storage, [], is_first=False)
+
+
+def test_a_damaged_local_checkpoint_is_not_uploaded(tmp_path: Path, storage: Path) -> None:
+    """The storage lacks both checkpoints, as after a job whose uploads did not arrive."""
+    run(tmp_path / "first", storage, "checkpoint.remote=null")
+    shard = next((tmp_path / "first/a/checkpoints/step_00000004").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    run(tmp_path / "first", storage, "checkpoint.resume=auto", "train.exit_after_steps=1")
+    assert steps(storage)[0] == "step_00000002" and "step_00000004" not in steps(storage)
 
 
 def test_what_is_there_is_not_replaced_unasked(tmp_path: Path, storage: Path) -> None:
