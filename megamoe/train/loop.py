@@ -204,7 +204,9 @@ class Loop:
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == trainer.run.steps
         reason = self._agreed_reason()
-        evaluates = last or _is_due(step, self.config.evaluation.every)
+        # After a signal the launcher kills the ranks soon.
+        due = _is_due(step, self.config.evaluation.every) and not self.stopped_by_signal
+        evaluates = last or due
         if evaluates:
             metrics.update(self._evaluate(at_end=last))
         if evaluates or reason is not None or _is_due(step, self.config.log.every):

@@ -131,6 +131,25 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     assert without_times(rows) == without_times(whole[1])
 
 
+def test_after_a_signal_a_due_evaluation_does_not_delay_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun kills the ranks 30 s after a signal. The last step's evaluation is the run's result."""
+    step = Trainer.step
+
+    def step_and_signal(self: Trainer) -> Any:
+        if self.progress.step in (1, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", step_and_signal)
+    common = ["name=a", "evaluation={every: 1, batches: 1}", "checkpoint.resume=auto"]
+    rows = run(tmp_path, *common, code=ExitCode.STOPPED)
+    assert ["val/lm_loss" in row for row in rows] == [True, False]
+    rows = run(tmp_path, *common)
+    assert ["val/lm_loss" in row for row in rows] == [True, False, True, True]
+
+
 def test_nothing_is_left_to_do_in_a_finished_run(tmp_path: Path) -> None:
     before = run(tmp_path, "train.steps=1")
     assert run(tmp_path, "train.steps=1", "checkpoint.resume=auto") == before
