@@ -164,6 +164,25 @@ def test_record_at_intervals_and_where_something_happened(tmp_path: Path) -> Non
     assert [row["step"] for row in rows] == [2]
 
 
+def test_a_measured_step_and_a_skipped_one_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = Engine.forward, iter(range(1, 99))
+    monkeypatch.setattr(
+        Engine,
+        "forward",
+        lambda *args, **inputs: forward(*args, **inputs) * (math.nan if next(calls) == 3 else 1),
+    )
+    every = "log={every: 9, noise_scale_every: 3, attention_logits_every: 5, gradient_shares_every: 7}"
+    options = ("train.steps=8", "train.global_batch_size=4", "evaluation.batches=0")
+    rows = {row["step"]: row for row in run(tmp_path, every, *options, "moe.losses={switch_balance: 0.01}")}
+    assert list(rows) == [2, 3, 5, 6, 7, 8]
+    assert rows[2]["train/lm_loss"] == "NaN"
+    assert "train/noise_scale/dense" in rows[3] and "train/noise_scale/dense" in rows[6]
+    assert "attention/largest_logit" in rows[5]
+    assert any("/gradient_share/" in key for key in rows[7])
+
+
 def test_a_dense_run_that_saves_and_evaluates_nothing(tmp_path: Path) -> None:
     rows = run(tmp_path, "moe.layers=none", "checkpoint.save_at_end=false", "evaluation.batches=0")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
