@@ -225,7 +225,7 @@ def fetch_newest(
     checkpoints = run_folder / "checkpoints"
     fetches = not candidates(checkpoints)
     with told(remote) if fetches or is_first else contextlib.suppress(RemoteError):
-        fetches = fetches or bool(_later(remote, _intact(checkpoints)))
+        fetches = fetches or bool(_later(remote, checkpoints))
     if not fetches:
         return
     try:
@@ -244,33 +244,34 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step_").partition("-")[0]) if OWN_NAME.fullmatch(name) else -1
 
 
-def _intact(checkpoints: Path) -> list[Path]:
-    """Return the local checkpoints as `candidates` does, without those whose small files are damaged."""
-    return [path for path in candidates(checkpoints) if next(files.problems(path, shares=0), None) is None]
+def _intact(checkpoints: Path) -> Iterator[Path]:
+    """Yield the local checkpoints as `candidates` does, without those whose small files are damaged."""
+    return (path for path in candidates(checkpoints) if next(files.problems(path, shares=0), None) is None)
 
 
-def _later(remote: RemoteFolder, own: list[Path]) -> list[str]:
-    """Return the remote checkpoints of later steps than the first of `own`, in the order of `complete`.
+def _later(remote: RemoteFolder, checkpoints: Path) -> list[str]:
+    """Return the remote checkpoints of later steps than the newest local one, in the order of `complete`.
 
-    None if the newest is not of a later step, or is among `own`: then the user has gone back from it.
+    Empty if the newest is not of a later step, or is a local one too: then the user has gone back from it.
     """
-    step = read_meta(own[0])["step"] if own else -1
+    own = _intact(checkpoints)
+    newest = next(own, None)
+    step = -1 if newest is None else read_meta(newest)["step"]
     if 0 <= step_of(remote.read_name(LATEST)) <= step:
         return []
     names = remote.complete()
     if not names or step_of(names[0]) <= step:
         return []
     listed = remote.read(names[0], SUMS, most=files.LARGEST_JSON)
-    if any(files.read_bytes(path / SUMS) == listed for path in own):
+    if any(files.read_bytes(path / SUMS) == listed for path in own):  # the others
         return []
     return [name for name in names if step_of(name) > step]
 
 
 def _fetch(remote: RemoteFolder, run_folder: Path, say: Callable[[str], None]) -> None:
     checkpoints, problem = run_folder / "checkpoints", ""
-    own = _intact(checkpoints)
-    known = _known_damages(checkpoints)
-    for name in _later(remote, own):
+    own, known = next(_intact(checkpoints), None), _known_damages(checkpoints)
+    for name in _later(remote, checkpoints):
         step_name = name.partition("-")[0]
         final, temporary = checkpoints / step_name, checkpoints / f"{FETCHING}{step_name}"
         for left in checkpoints.glob(f"{FETCHING}*"):
@@ -294,7 +295,7 @@ def _fetch(remote: RemoteFolder, run_folder: Path, say: Callable[[str], None]) -
         os.replace(temporary, final)
         sync(checkpoints)
         replace_file(checkpoints / LATEST, step_name.encode(), synced=True)
-        later = f", of a later step than {own[0]}" if own else ""
+        later = f", of a later step than {own}" if own else ""
         say(f"{KEY}: fetched {remote.url}/{name}{later}")
         return
     if problem and not own:
