@@ -36,10 +36,17 @@ from megamoe.checkpoint.writer import Save, Staging
 from megamoe.errors import UserError
 from megamoe.io import replace_file, sync
 from megamoe.parallel.chunks import LocalChunk
-from megamoe.parallel.consensus import catch_error, first_problem, gather_from_ranks, raise_any_error
+from megamoe.parallel.consensus import (
+    catch_error,
+    first_problem,
+    gather_from_ranks,
+    largest_of_ranks,
+    raise_any_error,
+)
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.placements import shardings
 from megamoe.parallel.zero.engine import Engine
+from megamoe.resilience.heartbeat import tick
 
 RESUME_ELSEWHERE = (
     "name another one in checkpoint.resume, or start from scratch with checkpoint.resume=never and another "
@@ -139,10 +146,9 @@ class Checkpoints:
         self._raise_any_error(problem, temporary)
         texts = self._texts(engine, step, state)
         self._save = Save(temporary, final, engine.world.rank)
-        if self.background:
-            self._save.start(copied, texts)
-        else:
-            self._save.run(copied, texts)
+        self._save.start(copied, texts)
+        if not self.background:
+            self._wait(self._save)
             self._staging = Staging()
 
     def finish(self) -> Path:
@@ -153,7 +159,7 @@ class Checkpoints:
         """
         save = self._save
         assert save is not None
-        save.wait()
+        self._wait(save)
         self._save = None
         self._raise_any_error(save.problem, save.folder)
         sums = {name: digest for own in gather_from_ranks(save.sums) for name, digest in own.items()}
@@ -162,6 +168,18 @@ class Checkpoints:
         if self.uploads is not None:
             self.uploads.add(save.final)
         return save.final
+
+    def _wait(self, save: Save) -> None:
+        """Wait until every rank has written, in short collectives.
+
+        The watchdogs of all ranks are told while the files of one that writes grow. Collective.
+        """
+        waits = True
+        while waits:
+            writes, grows = save.wait()
+            waits, grows = map(bool, largest_of_ranks([float(writes), float(grows)]))
+            if grows:
+                tick()
 
     def _planned(self, local_chunks: list[LocalChunk]) -> Plan:
         """Return the last plan, or a new one if any rank's chunks have changed. Collective."""

@@ -10,8 +10,10 @@ launches ever write the same object. Everything goes through fsspec, whose packa
 """
 
 import contextlib
+import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -20,6 +22,7 @@ from typing import TypeVar
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import LATEST, candidates, remove
+from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
 from megamoe.io import METRICS_FILE, replace_file, sync
@@ -38,6 +41,8 @@ KEY = "checkpoint.remote"
 WRITER = "writer"
 LOCK_POLL_S = 2.0  # seconds between two tries of each waiting rank for the lock of the one that fetches
 FETCHING = ".fetching_"  # prefix of a checkpoint that is being fetched
+DAMAGES = ".damaged_in_storage"  # in the folder of checkpoints: what was found damaged in the storage
+DAMAGES_HOLD_S = 3600.0  # how long the ranks and launches that follow believe it
 STREAMS = 4  # files that are sent or fetched at a time
 LONGEST_NAME = 200  # bytes that are read of `latest` and `writer`
 NAME = re.compile(r"[a-z0-9_-]+")
@@ -162,7 +167,7 @@ class RemoteFolder:
 
 
 def prepare(config: RunConfig, say: Callable[[str], None], is_first: bool) -> None:
-    """Fetch what `checkpoint.resume: auto` goes on from, if this machine has no checkpoint of the run.
+    """Fetch what `checkpoint.resume: auto` goes on from, if this machine's checkpoints are of earlier steps.
 
     A run that begins refuses a place where another one's checkpoints are (on the first rank).
 
@@ -175,7 +180,7 @@ def prepare(config: RunConfig, say: Callable[[str], None], is_first: bool) -> No
     check_url(saves.remote)
     remote, folder = RemoteFolder(saves.remote, config.name), Path(config.output) / config.name
     if saves.resume == "auto":
-        fetch_newest(remote, folder, say)
+        fetch_newest(remote, folder, say, is_first)
         return
     goes_on = Launch.restarted(folder) is not None or candidates(folder / "checkpoints")
     if is_first and not config.overwrite and not goes_on:
@@ -200,62 +205,124 @@ def told(remote: RemoteFolder) -> Iterator[None]:
         ) from None
 
 
-def fetch_newest(remote: RemoteFolder, run_folder: Path, say: Callable[[str], None]) -> None:
-    """Fetch the newest intact remote checkpoint into a run's folder that has none; do nothing otherwise.
+def fetch_newest(
+    remote: RemoteFolder, run_folder: Path, say: Callable[[str], None], is_first: bool = True
+) -> None:
+    """Fetch the newest intact remote checkpoint if it is of a later step than those in the run's folder.
 
     One process of those that see the folder does it, the others wait. A damaged one is reported, and the next
-    taken. The run's record is fetched with it.
+    taken. The run's record is fetched with it. What is in the folder stays there; a record, or a checkpoint
+    of the same step, under another name.
+
+    is_first: whether this is the first rank. Another rank whose machine has checkpoints does not need the
+    storage; the ranks compare later where they go on.
 
     Raises:
-        UserError: if the storage does not answer, or has checkpoints but no intact one.
+        UserError: if the storage does not answer, or, without a checkpoint in the folder, if none is intact.
     """
     from filelock import FileLock
 
     checkpoints = run_folder / "checkpoints"
-    if candidates(checkpoints):
+    fetches = not candidates(checkpoints)
+    with told(remote) if fetches or is_first else contextlib.suppress(RemoteError):
+        fetches = fetches or bool(_later(remote, checkpoints))
+    if not fetches:
         return
     try:
         run_folder.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(run_folder.with_name(f".{run_folder.name}.fetch.lock"), poll_interval=LOCK_POLL_S)
         with told(remote), lock:
-            if not candidates(checkpoints):
-                _fetch(remote, run_folder, say)
+            _fetch(remote, run_folder, say)
     except OSError as error:
         raise UserError(
             f"{KEY}: {error.filename or run_folder} cannot be written: {error.strerror}"
         ) from None
 
 
+def step_of(name: str) -> int:
+    """Return the step of a checkpoint in the storage; -1 for another name."""
+    return int(name.removeprefix("step_").partition("-")[0]) if OWN_NAME.fullmatch(name) else -1
+
+
+def _intact(checkpoints: Path) -> Iterator[Path]:
+    """Yield the local checkpoints as `candidates` does, without those whose small files are damaged."""
+    return (path for path in candidates(checkpoints) if next(files.problems(path, shares=0), None) is None)
+
+
+def _later(remote: RemoteFolder, checkpoints: Path) -> list[str]:
+    """Return the remote checkpoints of later steps than the newest local one, in the order of `complete`.
+
+    Empty if the newest is not of a later step, or is a local one too: then the user has gone back from it.
+    """
+    own = _intact(checkpoints)
+    newest = next(own, None)
+    step = -1 if newest is None else read_meta(newest)["step"]
+    if 0 <= step_of(remote.read_name(LATEST)) <= step:
+        return []
+    names = remote.complete()
+    if not names or step_of(names[0]) <= step:
+        return []
+    listed = remote.read(names[0], SUMS, most=files.LARGEST_JSON)
+    if any(files.read_bytes(path / SUMS) == listed for path in own):  # the others
+        return []
+    return [name for name in names if step_of(name) > step]
+
+
 def _fetch(remote: RemoteFolder, run_folder: Path, say: Callable[[str], None]) -> None:
     checkpoints, problem = run_folder / "checkpoints", ""
-    for name in remote.complete():
+    own, known = next(_intact(checkpoints), None), _known_damages(checkpoints)
+    for name in _later(remote, checkpoints):
         step_name = name.partition("-")[0]
         final, temporary = checkpoints / step_name, checkpoints / f"{FETCHING}{step_name}"
         for left in checkpoints.glob(f"{FETCHING}*"):
             remove(left)
         temporary.mkdir(parents=True)
-        found = _fetch_files(remote, name, temporary)
+        found = known.get(name) or _fetch_files(remote, name, temporary)
         if found is not None:
             problem = f"{name}: {found}"
             say(f"{KEY}: damaged: {problem}")
             remove(temporary)
+            known[name] = found
+            replace_file(checkpoints / DAMAGES, json.dumps(known).encode())
             continue
         record = run_folder / METRICS_FILE
-        if not record.exists():
-            partial = record.with_name(f"{FETCHING}{METRICS_FILE}")
-            with contextlib.suppress(FileNotFoundError):
-                remote.get(partial, METRICS_FILE)
-                os.replace(partial, record)
+        partial = record.with_name(f"{FETCHING}{METRICS_FILE}")
+        with contextlib.suppress(FileNotFoundError):
+            remote.get(partial, METRICS_FILE)
+            _set_aside(record, say)
+            os.replace(partial, record)
+        _set_aside(final, say)
         os.replace(temporary, final)
         sync(checkpoints)
         replace_file(checkpoints / LATEST, step_name.encode(), synced=True)
-        say(f"{KEY}: fetched {remote.url}/{name}")
+        later = f", of a later step than {own}" if own else ""
+        say(f"{KEY}: fetched {remote.url}/{name}{later}")
         return
-    if problem:
+    if problem and not own:
         raise UserError(
             f"{KEY}: {remote.url} has no intact checkpoint: {problem}; begin anew by overwrite=true "
             "checkpoint.resume=never, or choose another name"
         )
+
+
+def _known_damages(checkpoints: Path) -> dict[str, str]:
+    """Return what another rank has just found damaged in the storage, so that it is not fetched again."""
+    path = checkpoints / DAMAGES
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        if time.time() - path.stat().st_mtime < DAMAGES_HOLD_S:
+            return {name: str(problem) for name, problem in files.read_json(path).items()}
+    return {}
+
+
+def _set_aside(path: Path, say: Callable[[str], None]) -> None:
+    """Rename what is there, if anything is; no run deletes it under its new name."""
+    if not path.exists():
+        return
+    number = 1
+    while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
+        number += 1
+    os.replace(path, aside)
+    say(f"{KEY}: {path} is {aside.name} now")
 
 
 def _fetch_files(remote: RemoteFolder, name: str, folder: Path) -> str | None:

@@ -10,20 +10,17 @@ from pathlib import Path
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import LATEST
-from megamoe.checkpoint.remote import KEY, STREAMS, WRITER, RemoteFolder, told
+from megamoe.checkpoint.remote import KEY, STREAMS, WRITER, RemoteFolder, step_of, told
 from megamoe.config import RunConfig
 from megamoe.io import METRICS_FILE
 from megamoe.object_storage import RemoteError, reason_of
 from megamoe.resilience.heartbeat import tick
 
 
-def open_uploads(
-    config: RunConfig, last: Path | None, say: Callable[[str], None], *, continues: bool
-) -> "Uploads | None":
+def open_uploads(config: RunConfig, say: Callable[[str], None], *, continues: bool) -> "Uploads | None":
     """Return the uploads of a run that is about to start, on the first rank, or None without a storage.
 
-    last: the newest checkpoint on this machine, which is uploaded if the storage lacks it. continues: the run
-    goes on; otherwise `overwrite` deletes the earlier run's checkpoints in the storage.
+    continues: the run goes on; otherwise `overwrite` deletes the earlier run's checkpoints in the storage.
 
     Raises:
         UserError: if the storage does not answer.
@@ -38,8 +35,6 @@ def open_uploads(
         if not continues and config.overwrite:
             for name in remote.folders():
                 remote.delete(name)
-    if continues and last is not None:
-        uploads.add(last)
     return uploads
 
 
@@ -129,6 +124,10 @@ class Uploads:
         if latest and self.remote.read(latest, SUMS, most=files.LARGEST_JSON) == listed:
             return  # this is where the run goes on
         name = f"{checkpoint.name}-{self.launch}"
+        if step_of(latest) > step_of(name):
+            place = f"{self.remote.url}/{latest}"
+            line = f"{place} is of a later step than {checkpoint.name}; it stays until this run has passed it"
+            self._say(f"{KEY}: {line}")
         with ThreadPoolExecutor(STREAMS) as pool:  # after an error the files that wait are not tried
             list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
         self._check_writer()
@@ -150,10 +149,14 @@ class Uploads:
             raise RemoteError(f"another launch ({writer or 'unknown'}), which started later, writes there")
 
     def _delete_old(self, newest: str) -> None:
-        """Delete complete checkpoints but the newest `keep`, and what ended launches have left incomplete."""
+        """Delete complete checkpoints but the newest `keep`, and what ended launches have left incomplete.
+
+        Those of later steps stay, and are not counted: another machine's, or of before the user went back.
+        """
         found = self.remote.folders()
         complete = sorted(
-            (name for name in found if found[name]), key=lambda name: (name != newest, -found[name])
+            (name for name in found if found[name] and step_of(name) <= step_of(newest)),
+            key=lambda name: (name != newest, -found[name]),
         )
         old = [*complete[self.keep :], *(name for name in found if not found[name])]
         for name in old:

@@ -23,9 +23,9 @@ from megamoe.checkpoint.planning import Plan, chunk_id
 from megamoe.io import sync
 from megamoe.parallel.chunks import LocalChunk
 from megamoe.parallel.consensus import catch_error
-from megamoe.resilience.heartbeat import tick
 
-LOOK_EVERY_S = 1.0  # while the main thread waits for a save, at how much is written
+LOOK_EVERY_S = 1.0  # between two looks at how much is written, while the main threads wait for a save
+BLOCK_BYTES = 512  # of `st_blocks`, whatever the file system's
 PIECE_BYTES = 64 << 20  # of pinned memory, a power of two, in which PyTorch allocates it
 NUM_PIECES = 2
 IDLE_PRIORITY_S = 60  # for so long the thread runs on otherwise idle cores alone (Linux)
@@ -107,7 +107,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 class Save:
     """Writes a rank's tensors, and on the first rank the JSON files.
 
-    After `wait`, `problem` is an error or None.
+    When `is_done`, `problem` is an error or None.
     """
 
     def __init__(self, folder: Path, final: Path, rank: int) -> None:
@@ -118,21 +118,18 @@ class Save:
         self._shard = folder / shard_file(rank)
         self._thread: threading.Thread | None = None
         self._started = 0.0
+        self._written = -1
 
     def start(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
-        """Start to write in a thread."""
+        """Start to write in a thread. texts: the contents of the JSON files, by file name."""
         self._started = time.monotonic()
 
         def run() -> None:
             _schedule(threading.get_native_id(), "SCHED_IDLE")
-            self.run(tensors, texts)
+            self.problem = catch_error(lambda: self._write(tensors, texts))
 
         self._thread = threading.Thread(target=run, name="checkpoint", daemon=True)
         self._thread.start()
-
-    def run(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:
-        """Write. texts: the contents of the JSON files, by file name."""
-        self.problem = catch_error(lambda: self._write(tensors, texts))
 
     @property
     def is_done(self) -> bool:
@@ -143,22 +140,27 @@ class Save:
             _schedule(self._thread.native_id, "SCHED_OTHER")
         return False
 
-    def wait(self) -> None:
-        """Block until this rank has written, or failed to. The watchdog is told of what is written."""
-        if self._thread is None:
-            return
+    def wait(self) -> tuple[bool, bool]:
+        """Wait a moment for this rank's writing.
+
+        Returns:
+            Whether it still writes, and whether the folder's files have grown since the last call.
+        """
+        if self._thread is None or not self._thread.is_alive():
+            return False, False
         _schedule(self._thread.native_id, "SCHED_OTHER")  # nothing else is to be done
-        written = -1
-        while self._thread.is_alive():
-            now = self._bytes_written()
-            if now != written:
-                tick()
-            written = now
-            self._thread.join(LOOK_EVERY_S)
+        self._thread.join(LOOK_EVERY_S)
+        before, self._written = self._written, self._bytes_written()
+        return self._thread.is_alive(), self._written != before
 
     def _bytes_written(self) -> int:
+        """Return the bytes of the folder's files, by their sizes and on the disk.
+
+        safetensors gives its file the final size before it writes.
+        """
         with suppress(OSError):
-            return sum(entry.stat().st_size for entry in os.scandir(self.folder))
+            found = [entry.stat() for entry in os.scandir(self.folder)]
+            return sum(file.st_size + file.st_blocks * BLOCK_BYTES for file in found)
         return 0
 
     def _write(self, tensors: dict[str, Tensor], texts: dict[str, object]) -> None:

@@ -194,11 +194,15 @@ def watching_overflow(optimizer: Any, report: Callable[[int, Tensor], None]) -> 
                     report(group_of.get(number, number), gradient)
         return plain() if in_bf16 else plain(has_overflow)
 
+    own = vars(optimizer).get(name)  # `give_gradients_to` sets one
     setattr(optimizer, name, watched)
     try:
         yield
     finally:
-        delattr(optimizer, name)
+        if own is None:
+            delattr(optimizer, name)
+        else:
+            setattr(optimizer, name, own)
 
 
 def forget_gradients(optimizer: Any) -> None:

@@ -359,7 +359,7 @@ class CheckpointConfig(Section):
     """`never`, `auto` (this run's latest checkpoint, if there is one), or a checkpoint's folder"""
     remote: str | None = None
     """URL of a folder in object storage, such as s3://bucket/runs: each checkpoint is also uploaded to its
-    subfolder `name`, and `resume: auto` fetches the newest one on a machine that has none
+    subfolder `name`, and `resume: auto` fetches the newest one if this machine has none as late
     """
     allow_changes: bool = False
     """resume although the router's parts or options changed, so that the weights compute another function"""

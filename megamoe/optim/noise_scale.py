@@ -6,6 +6,7 @@ tr(S) of the covariance of one sequence's gradient; the noise scale is their rat
 batch and the whole batch of a step.
 """
 
+import math
 import re
 from collections.abc import Iterable
 
@@ -75,7 +76,8 @@ class NoiseScale:
     def finish(self, micro_batches: int, micro_batch_size: int) -> dict[str, float]:
         """Return the noise scale by part after a step of so many micro batches of all ranks, if it is due.
 
-        It is infinite where the mean of |G|^2 is not above 0. Collective if it is due. The gradients are
+        It is infinite where the mean of |G|^2 is not above 0. A step whose gradients are not finite is left
+        out. Collective if it is due. The gradients are
         shares of the step's: a micro batch's own gradient is its share times their number.
         """
         if not self._is_due:
@@ -93,6 +95,8 @@ class NoiseScale:
         if micro_batches < 2 or not found:
             return {}
         values = torch.stack(found).view(-1, 2).tolist()
+        if not all(math.isfinite(value) for pair in values for value in pair):
+            return {}  # the means would never be finite again
         scales: dict[str, float] = {}
         for part, (small, big) in zip(self._parts, values, strict=True):
             sizes = micro_batch_size, micro_batch_size * micro_batches

@@ -32,6 +32,7 @@ from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.run_folder import prepare_run_folder
 from megamoe.train.speed import ProfilerWindow
 from megamoe.train.step import num_rollouts
+from megamoe.train.step_record import StepRecord
 from megamoe.train.summary import muon_rows, summary_record, summary_rows
 from megamoe.train.trainer import Trainer
 
@@ -205,10 +206,12 @@ class Loop:
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == trainer.run.steps
         reason = self._agreed_reason()
-        evaluates = last or _is_due(step, self.config.evaluation.every)
+        # After a signal the launcher kills the ranks soon.
+        due = _is_due(step, self.config.evaluation.every) and not self.stopped_by_signal
+        evaluates = last or due
         if evaluates:
             metrics.update(self._evaluate(at_end=last))
-        if evaluates or reason is not None or _is_due(step, self.config.log.every):
+        if evaluates or reason is not None or self._is_recorded(step, step_record):
             self._record(metrics)
         self.save_is_due |= _is_due(step, self.config.checkpoint.every)
         # Not while steps are skipped: bad weights may be the cause, and would replace good checkpoints.
@@ -216,6 +219,12 @@ class Loop:
             self._begin_save()
         self.stopped_by_signal = self.stopped_by_signal and not last
         return None if last else reason
+
+    def _is_recorded(self, step: int, record: StepRecord) -> bool:
+        """Return whether a step is recorded by itself: at its turn, measured, or skipped."""
+        log = self.config.log
+        measured = (log.noise_scale_every, log.attention_logits_every, log.gradient_shares_every)
+        return record.problem is not None or any(_is_due(step, every) for every in (log.every, *measured))
 
     def _agreed_reason(self) -> str | None:
         """Return the reason to stop, the same on all ranks; a signal takes precedence over a planned stop.

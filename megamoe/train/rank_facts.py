@@ -26,7 +26,14 @@ MAY_DIFFER = {
     "parallel.deepspeed": "the file's content is compared, of which each machine may have a copy",
     "data.tokenizer": "the tokenizer's fingerprint is compared",
     "data.workers": "a rank's own loader processes; the batches are the same with any number",
-    "log": "rank 0 alone writes",
+    **dict.fromkeys(
+        ("log.every", "log.wandb", "log.tensorboard", "log.report", "log.heat_map_every"),
+        "rank 0 alone writes",
+    ),
+    **dict.fromkeys(
+        ("log.dead_window", "log.timers", "log.peak_tflops", "log.straggler_factor"),
+        "a rank's own numbers, of which those of rank 0 are written",
+    ),
     "train.profiler": "a rank traces itself, and one may be enough",
 }
 VERSIONS = ("torch", "numpy", "megatron-core", "deepspeed", "transformer-engine")

@@ -62,6 +62,8 @@ class RoutingHistory:
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Go on from a checkpoint; from one without this state, or of other sizes, begin anew."""
+        if not state:
+            return
         lists = [state.get(key, []) for key in ("load", "unused")]
         sizes = [[len(of_layer) for of_layer in found] for found in lists]
         if not sizes[0] == sizes[1] == [len(of_layer) for of_layer in self._by_layer(self.loads)]:

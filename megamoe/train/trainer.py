@@ -368,7 +368,7 @@ class Trainer:
 
         def open_them() -> None:
             continues = self.folder.continues
-            found[0] = open_uploads(self.config, self.folder.resume_from, self.world.say, continues=continues)
+            found[0] = open_uploads(self.config, self.world.say, continues=continues)
 
         if self.config.checkpoint.remote is not None:
             raise_any_error(catch_error(open_them) if self.world.is_first else None)
@@ -404,7 +404,7 @@ class Trainer:
         raise_any_error(problem)
 
     def _open_checkpoint(self) -> CheckpointReader | None:
-        """Open the first intact candidate."""
+        """Open the first intact candidate; it is uploaded if the storage lacks it."""
         checked = self.folder.resume_from  # was found to fit this run
         if checked is None:
             return None
@@ -416,6 +416,8 @@ class Trainer:
             self.world.say(f"going on from {path}")
         for line in self._changes:
             self.world.say(line)
+        if self.checkpoints.uploads is not None and self.folder.continues:
+            self.checkpoints.uploads.add(path)
         return CheckpointReader(path)
 
     def _resume(self, saved: CheckpointReader) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from megamoe.checkpoint import remote
 from megamoe.checkpoint.format.files import SUMS
-from megamoe.checkpoint.remote import RemoteFolder, check_url
+from megamoe.checkpoint.remote import RemoteFolder, check_url, fetch_newest
 from megamoe.checkpoint.uploads import Uploads
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.loop import train
@@ -77,6 +77,104 @@ def test_a_damaged_checkpoint_is_told_and_the_next_is_taken(
         next(left.glob("*.safetensors")).unlink()
     with pytest.raises(UserError, match="no intact checkpoint: .*missing"):
         run(tmp_path / "third", storage, "checkpoint.resume=auto")
+
+
+def test_a_machine_with_older_checkpoints_fetches_the_newest(
+    tmp_path: Path, storage: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A machine that comes back must not go on from where it was, and delete what others have done since."""
+    whole = run(tmp_path / "whole", tmp_path / "other", "train.steps=8")
+    run(tmp_path / "first", storage, "train.steps=8", "train.exit_after_steps=3")
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    run(tmp_path / "second", storage, "train.steps=8", "checkpoint.resume=auto", "train.exit_after_steps=3")
+    capfd.readouterr()
+    rows = run(tmp_path / "first", storage, "train.steps=8", "checkpoint.resume=auto")
+    assert [row["train/loss"] for row in rows] == [row["train/loss"] for row in whole]
+    assert steps(storage) == ["step_00000006", "step_00000008"]
+    told = capfd.readouterr().out
+    assert f", of a later step than {tmp_path}/first/a/checkpoints/step_00000003" in told
+    aside = (tmp_path / "first/a/metrics.jsonl.before-1").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in aside] == [1, 2, 3]
+
+
+def test_going_back_deletes_no_later_checkpoint(
+    tmp_path: Path, storage: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    back = f"checkpoint.resume={tmp_path}/first/a/checkpoints/step_00000002"
+    run(tmp_path / "first", storage, "train.steps=8", "checkpoint.keep=9")
+    last = (storage / "a/latest").read_text()
+    run(tmp_path / "first", storage, "train.steps=8", back, "train.exit_after_steps=2", "checkpoint.keep=1")
+    assert (storage / "a" / last / SUMS).exists() and "step_00000004" in (storage / "a/latest").read_text()
+    assert f"{last} is of a later step than step_00000002; it stays until this run" in capfd.readouterr().out
+    run(tmp_path / "first", storage, "train.steps=8", "checkpoint.resume=auto", "checkpoint.keep=1")
+    assert steps(storage) == ["step_00000008"] and (storage / "a/latest").read_text() != last
+
+
+def fetched(folder: Path, storage: Path, told: list[str], is_first: bool = True) -> str:
+    """Fetch as a resume does; return the name of the newest local checkpoint."""
+    fetch_newest(RemoteFolder(f"file://{storage}", "a"), folder, told.append, is_first)
+    return (folder / "checkpoints/latest").read_text()
+
+
+def test_what_is_fetched_beside_local_checkpoints(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, told = tmp_path / "first/a", list[str]()
+    run(tmp_path / "first", storage, "train.steps=6", "checkpoint={every: 2, keep: 9}")
+    local, latest = first / "checkpoints", storage / "a/step_00000006-4f2a91c0"
+    for path in local.glob("step_*"):
+        shutil.copytree(path, storage / "a" / f"{path.name}-4f2a91c0")
+    (storage / "a/latest").write_text(latest.name)
+    (local / "latest").write_text("step_00000002")  # the user has gone back
+    assert fetched(first, storage, told) == "step_00000002" and not told
+    shutil.rmtree(latest)  # the storage lacks the newest
+    (storage / "a/latest").write_text("step_00000004-4f2a91c0")
+    (local / "latest").write_text("step_00000006")
+    assert fetched(first, storage, told) == "step_00000006" and not told
+    # Damaged ones do not count, and stay.
+    for path in (local / "step_00000006", local / "step_00000004"):
+        with (path / "checkpoint.json").open("a") as file:
+            file.write(" ")
+    assert fetched(first, storage, told) == "step_00000004"
+    assert (local / "step_00000004.before-1/checkpoint.json").read_text().endswith(" ")
+    assert any("step_00000004 is step_00000004.before-1 now" in line for line in told)
+    # What is damaged in the storage is fetched by one rank alone.
+    shutil.rmtree(local / "step_00000004")
+    (local / "latest").write_text("step_00000002")
+    next((storage / "a").glob("step_00000004-*/*.safetensors")).write_bytes(b"")
+    told.clear()
+    assert fetched(first, storage, told) == "step_00000002" and len(told) == 1
+    monkeypatch.setattr(RemoteFolder, "get", lambda *unused: pytest.fail("fetched again"))
+    assert fetched(first, storage, told) == "step_00000002" and told[0] == told[1]
+
+
+def test_a_storage_that_is_away_ends_the_first_rank_alone(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others may lack the way to it, as long as their machine has a checkpoint."""
+
+    def away(*unused: object, **also_unused: object) -> None:
+        raise remote.RemoteError("away")
+
+    run(tmp_path / "first", storage, "train.steps=2")
+    monkeypatch.setattr(RemoteFolder, "read", away)
+    monkeypatch.setattr(RemoteFolder, "folders", away)
+    assert fetched(tmp_path / "first/a", storage, [], is_first=False) == "step_00000002"
+    with pytest.raises(UserError, match="does not answer as expected: away"):
+        fetched(tmp_path / "first/a", storage, [])
+    with pytest.raises(UserError, match="does not answer as expected: away"):
+        fetched(tmp_path / "second/a", storage, [], is_first=False)
+
+
+def test_a_damaged_local_checkpoint_is_not_uploaded(tmp_path: Path, storage: Path) -> None:
+    """The storage lacks both checkpoints, as after a job whose uploads did not arrive."""
+    run(tmp_path / "first", storage, "checkpoint.remote=null")
+    shard = next((tmp_path / "first/a/checkpoints/step_00000004").glob("*.safetensors"))
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    run(tmp_path / "first", storage, "checkpoint.resume=auto", "train.exit_after_steps=1")
+    assert steps(storage)[0] == "step_00000002" and "step_00000004" not in steps(storage)
 
 
 def test_what_is_there_is_not_replaced_unasked(tmp_path: Path, storage: Path) -> None:

@@ -310,3 +310,18 @@ def test_gradients_that_are_not_finite_are_reported() -> None:
             optimizer._update_scale(overflow)
         assert optimizer.updated is overflow and list(found) == [0] * overflow
     assert "_update_scale" not in vars(optimizer)
+
+
+def test_watching_leaves_what_was_set_on_the_optimizer() -> None:
+    """`give_gradients_to` sets it once, and every step is watched."""
+
+    class Optimizer:
+        def _update_scale(self, has_overflow: bool = False) -> None:
+            pytest.fail("the class's own")
+
+    optimizer, called = Optimizer(), list[bool]()
+    optimizer._update_scale = called.append  # type: ignore[method-assign]
+    for _ in range(2):
+        with watching_overflow(optimizer, lambda number, gradient: None):
+            optimizer._update_scale(False)
+    assert called == [False, False] and vars(optimizer)["_update_scale"] == called.append

@@ -85,6 +85,15 @@ def test_summaries_by_hand() -> None:
     assert edges == list(range(34))
 
 
+def test_a_heat_map_comes_with_the_next_logged_step() -> None:
+    """Of the logged steps 3, 6, 9, ..., few are multiples of 4."""
+    heat_map, load_LE = HeatMap(every=4), [np.ones(4)]
+    assert [step for step in range(3, 22, 3) if heat_map.add(step, [1], load_LE)] == [6, 9, 12, 18, 21]
+    assert not heat_map.add(22, [1], load_LE) and heat_map.add(24, [1], load_LE)
+    resumed = HeatMap(every=4)
+    assert not resumed.add(6, [1], load_LE) and resumed.add(9, [1], load_LE)
+
+
 def test_heat_maps_come_at_intervals_in_at_most_four_groups() -> None:
     heat_map, layers = HeatMap(every=2), list(range(1, 11))
     relative_LE = np.ones((10, 4))

@@ -44,6 +44,19 @@ def test_by_hand(one_rank: None) -> None:
     assert scale.finish(1, 2) == {}  # one micro batch has nothing to compare with
 
 
+def test_a_step_that_is_not_finite_leaves_the_means(one_rank: None) -> None:
+    assert dist.group.WORLD is not None
+    weight = nn.Parameter(torch.zeros(2))
+    scale = NoiseScale([("a.weight", weight)], 1, dist.group.WORLD)
+    found = []
+    for step, factor in enumerate((1.0, math.inf, math.nan, 1.0), 1):
+        scale.begin(step)
+        for share in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
+            (factor * (weight @ torch.tensor(share))).backward()
+        found.append(scale.finish(3, 2))
+    assert found[1:3] == [{}, {}] and found[3] == pytest.approx(found[0]) and math.isfinite(found[0]["dense"])
+
+
 def test_the_estimates_have_no_bias() -> None:
     torch.manual_seed(1)
     true, draws, small, count = torch.tensor([1.0, -2.0, 0.5]), 20_000, 2, 4

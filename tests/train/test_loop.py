@@ -131,6 +131,25 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     assert without_times(rows) == without_times(whole[1])
 
 
+def test_after_a_signal_a_due_evaluation_does_not_delay_the_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torchrun kills the ranks 30 s after a signal. The last step's evaluation is the run's result."""
+    step = Trainer.step
+
+    def step_and_signal(self: Trainer) -> Any:
+        if self.progress.step in (1, 3):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", step_and_signal)
+    common = ["name=a", "evaluation={every: 1, batches: 1}", "checkpoint.resume=auto"]
+    rows = run(tmp_path, *common, code=ExitCode.STOPPED)
+    assert ["val/lm_loss" in row for row in rows] == [True, False]
+    rows = run(tmp_path, *common)
+    assert ["val/lm_loss" in row for row in rows] == [True, False, True, True]
+
+
 def test_nothing_is_left_to_do_in_a_finished_run(tmp_path: Path) -> None:
     before = run(tmp_path, "train.steps=1")
     assert run(tmp_path, "train.steps=1", "checkpoint.resume=auto") == before
@@ -143,6 +162,25 @@ def test_record_at_intervals_and_where_something_happened(tmp_path: Path) -> Non
     assert evaluated == {3: False, 5: True, 6: False, 7: True}
     rows = run(tmp_path / "stopped", *common, "train.exit_after_steps=2")
     assert [row["step"] for row in rows] == [2]
+
+
+def test_a_measured_step_and_a_skipped_one_are_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forward, calls = Engine.forward, iter(range(1, 99))
+    monkeypatch.setattr(
+        Engine,
+        "forward",
+        lambda *args, **inputs: forward(*args, **inputs) * (math.nan if next(calls) == 3 else 1),
+    )
+    every = "log={every: 9, noise_scale_every: 3, attention_logits_every: 5, gradient_shares_every: 7}"
+    options = ("train.steps=8", "train.global_batch_size=4", "evaluation.batches=0")
+    rows = {row["step"]: row for row in run(tmp_path, every, *options, "moe.losses={switch_balance: 0.01}")}
+    assert list(rows) == [2, 3, 5, 6, 7, 8]
+    assert rows[2]["train/lm_loss"] == "NaN"
+    assert "train/noise_scale/dense" in rows[3] and "train/noise_scale/dense" in rows[6]
+    assert "attention/largest_logit" in rows[5]
+    assert any("/gradient_share/" in key for key in rows[7])
 
 
 def test_a_dense_run_that_saves_and_evaluates_nothing(tmp_path: Path) -> None:

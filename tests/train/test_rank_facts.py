@@ -90,6 +90,12 @@ def test_any_key_that_differs_is_named(key: str) -> None:
         assert found[2] != found[3]
 
 
+def test_keys_of_the_log_by_which_ranks_exchange_something_are_compared() -> None:
+    """A rank with another value would wait for the others in a collective that they do not enter."""
+    compared = {"routing", "gradient_shares_every", "attention_logits_every", "noise_scale_every"}
+    assert rank_facts.configuration_facts(CONFIG)["log"].keys() == compared
+
+
 def facts_of(config: RunConfig, vocabulary: int = VOCABULARY, **more: Any) -> Any:
     known = {"deepspeed": {}, "resume_from": None, "vocabulary": Vocabulary(vocabulary, 0, None)} | more
     return facts_of_start(config, WORLD) | facts_of_files(config, config.data, **known)

@@ -116,6 +116,12 @@ def test_the_history_goes_on_from_its_state() -> None:
         assert resumed.state() == straight.state(), "a checkpoint of an earlier version changes nothing"
 
 
+def test_a_dense_model_goes_on_from_a_checkpoint_without_a_history() -> None:
+    history = RoutingHistory([], window=2)
+    history.restore({})
+    assert history.steps == 0
+
+
 def test_layers_of_several_sizes_have_the_metrics_of_layers_alone() -> None:
     """Layers 1 and 12 have 4 experts, layer 5 between them has 2: nobody's numbers change."""
     of_two = layer_of([3, 1], width=[0, 4, 0], entropy=1.0, top_1=2.0)

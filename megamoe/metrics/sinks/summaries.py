@@ -20,6 +20,7 @@ class HeatMap:
 
     def __init__(self, every: int) -> None:
         self._every = every
+        self._passed: int | None = None  # multiples of `every`; not each of them is a logged step
         self._steps: deque[tuple[int, list[NDArray[np.float32]]]] = deque(maxlen=COLUMNS)
 
     def add(
@@ -32,7 +33,9 @@ class HeatMap:
         if not self._every:
             return {}
         self._steps.append((step, [load_E.astype(np.float32) for load_E in relative]))
-        if step % self._every:
+        before = (step - 1) // self._every if self._passed is None else self._passed
+        self._passed = step // self._every
+        if self._passed == before:
             return {}
         pictures = {}
         for number, places in enumerate(np.array_split(np.arange(len(layers)), PICTURES), start=1):

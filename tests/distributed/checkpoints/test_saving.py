@@ -70,7 +70,8 @@ def steps_beside_a_slow_save(slow_rank: int, **changes: Any) -> list[tuple[bool,
                 go_on.set()
                 save = trainer.checkpoints._save
                 assert save is not None
-                save.wait()
+                while save.wait()[0]:
+                    pass
             shown.append((trainer.checkpoints.is_written, _names(trainer)))
     trainer.checkpoints.finish()
     trainer.checkpoints.close()
