@@ -217,6 +217,7 @@ def _parts(
         facts = [
             *(PARTS_VERSION, tokenizer.fingerprint, tokenizer.eod, tokenizer.vocab_size),
             *(asdict(preparation.selection(tokenizer)), preparation.shuffle_documents),
+            preparation.max_documents,
             [source.identity() for source in group],
         ]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()

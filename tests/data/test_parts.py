@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -260,3 +261,19 @@ def test_an_interrupted_shuffle_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(prepare_module, "_write_part", lambda *_: pytest.fail("tokenized again"))
     run(tmp_path / "out", inputs, shuffle_documents=7)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_an_interrupted_shuffle_goes_on_with_another_number_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def documents(most: int) -> int:
+        options = {"max_documents": most, "shuffle_documents": 1, "progress": False}
+        inputs = [str(tmp_path / "in.jsonl")]
+        return prepare(Preparation(str(tmp_path / "out"), inputs, **options)).documents  # type: ignore[arg-type]
+
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' * 9)
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_module, "shuffle_parts", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            documents(2)
+    assert documents(5) == 5
