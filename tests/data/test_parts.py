@@ -28,7 +28,7 @@ from megamoe.data.index_file import (
     tokens_before,
     write_index,
 )
-from megamoe.data.prepare import Preparation, prepare
+from megamoe.data.prepare import Preparation, loaded, prepare
 from megamoe.data.sources import Source
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
@@ -142,6 +142,22 @@ def test_parts_equal_one_piece_and_outlive_errors(tmp_path: Path, monkeypatch: p
     assert not {"00.jsonl", "01.jsonl"} & set(written)
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
     assert not (tmp_path / ".broken.partial").exists()
+
+
+def test_a_tokenizer_that_is_trained_again_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_sources(tmp_path / "in", 3)
+    monkeypatch.setattr(prepare_module, "PART_BYTES", 200)
+
+    def trained(output: Path, vocab_size: int) -> list[bytes]:
+        options: dict[str, Any] = {"tokenizer": "train", "vocab_size": vocab_size, "progress": False}
+        prepare(Preparation(str(output), inputs, overwrite=True, **options))
+        return contents(output)[:3]  # the card names the tokenizer's file
+
+    first, second = trained(tmp_path / "out", 260), trained(tmp_path / "out", 280)
+    assert first != second == trained(tmp_path / "other", 280)
+    assert loaded(f"{tmp_path}/out.tokenizer.json") is loaded(f"{tmp_path}/out.tokenizer.json")
 
 
 def test_a_kill_while_parts_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
