@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache, partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -217,6 +217,7 @@ def _parts(
         facts = [
             *(PARTS_VERSION, tokenizer.fingerprint, tokenizer.eod, tokenizer.vocab_size),
             *(asdict(preparation.selection(tokenizer)), preparation.shuffle_documents),
+            preparation.max_documents,
             [source.identity() for source in group],
         ]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -264,9 +265,20 @@ def _write_part(preparation: Preparation, reference: str, workers: int, part: Pa
     return asdict(corpus.counts)
 
 
-@cache
 def loaded(reference: str) -> Tokenizer:
-    """Return a tokenizer, which a process loads once for all of its parts."""
+    """Return a tokenizer, which a process loads once for all of its parts, and again if its files change.
+
+    Raises:
+        UserError: as `load_tokenizer`.
+    """
+    path = Path(reference)
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    statuses = [file.stat() for file in files if file.is_file()]
+    return _loaded(reference, tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in statuses))
+
+
+@lru_cache(maxsize=4)
+def _loaded(reference: str, state: tuple[tuple[int, int, int], ...]) -> Tokenizer:
     return load_tokenizer(reference)
 
 

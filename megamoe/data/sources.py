@@ -7,6 +7,7 @@ silently: unreadable text is a UserError with the file and the line, and what is
 reason; each file is read once, and hashed and counted meanwhile.
 """
 
+import codecs
 import glob
 import gzip
 import hashlib
@@ -14,6 +15,7 @@ import io
 import json
 import lzma
 import os
+import string
 import sysconfig
 import tarfile
 import zlib
@@ -338,8 +340,8 @@ def _decompressed(source: Source, tap: Tap) -> Iterator[IO[bytes]]:
 
 def _read_json_lines(source: Source, stream: IO[bytes], selection: Selection) -> Iterator[Document]:
     for number, line in enumerate(stream, start=1):
-        if line.strip():
-            text = _decode(source, line, first_line=number)
+        text = _decode(source, line, first_line=number)
+        if text.strip(string.whitespace):
             yield _of_json(text, f"{source.name}:{number}", selection, "write an object a line")
 
 
@@ -418,6 +420,8 @@ class _Tail:
 
 
 def _decode(source: Source, data: bytes, first_line: int) -> str:
+    """Return the text of a file from one of its lines on, without a byte order mark at the file's start."""
+    data = data.removeprefix(codecs.BOM_UTF8) if first_line == 1 else data
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:

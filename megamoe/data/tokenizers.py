@@ -142,6 +142,8 @@ class JsonTokenizer(Tokenizer):
         self.name = str(path)
         self.fingerprint = _sha256_of([path])
         self._backend = Backend.from_file(str(path))
+        self._backend.no_truncation()  # the file may turn both on, for the batches of another model
+        self._backend.no_padding()
         self._backend.encode_special_tokens = True
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         known = [vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary]

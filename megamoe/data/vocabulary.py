@@ -56,6 +56,11 @@ class Vocabulary:
         """The vocabulary without the ids that the data does not have."""
         return replace(self, size=self.size - self.added, added=0)
 
+    @property
+    def data_size(self) -> int:
+        """Every id that the data can have is smaller; `model.vocab_size` may be larger than needed."""
+        return self.in_data if self.in_data > 2 else self.of_data.size
+
 
 def resolve_vocabulary(data: DataConfig, model_vocab_size: int | None) -> Vocabulary:
     """Check the data's files and return the vocabulary. Reads only cards and index headers.

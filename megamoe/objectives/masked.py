@@ -24,7 +24,8 @@ class Masked(TrainingObjective):
     Of the chosen tokens, a share is replaced by the mask, a share by a random token, and the rest stays. The
     choice is new for each sample, so another one in each epoch. Sequences are full; with
     `data.document_aware` a token sees its own document only. End-of-document and reserved tokens are
-    never chosen. The mask is the one that the tokenizer reserves, or the id after the data's vocabulary.
+    never chosen. The mask is the one that the tokenizer reserves, or the vocabulary's last id. A random token
+    is one that the data can have.
 
     Source: Devlin et al. 2018 (BERT), section 3.1; dynamic: Liu et al. 2019 (RoBERTa), section 4.1; spans:
     Joshi et al. 2019 (SpanBERT), section 3.1.
@@ -81,7 +82,7 @@ class Masked(TrainingObjective):
         self.mask_id = vocabulary.of_data.size if reserved is None else reserved
         special = [*vocabulary.special.ids.values(), *([] if vocabulary.eod is None else [vocabulary.eod])]
         self.special = np.array(special, dtype=np.int64)
-        self.ordinary = np.setdiff1d(np.arange(vocabulary.of_data.size), self.special)
+        self.ordinary = np.setdiff1d(np.arange(vocabulary.data_size), self.special)
         self.starts: Any = None
         if options.unit == "word":
             if vocabulary.tokenizer is None:

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ from megamoe.data.index_file import (
     tokens_before,
     write_index,
 )
-from megamoe.data.prepare import Preparation, prepare
+from megamoe.data.prepare import Preparation, loaded, prepare
 from megamoe.data.sources import Source
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
@@ -141,6 +142,22 @@ def test_parts_equal_one_piece_and_outlive_errors(tmp_path: Path, monkeypatch: p
     assert not {"00.jsonl", "01.jsonl"} & set(written)
     assert contents(tmp_path / "broken") == contents(tmp_path / "whole")
     assert not (tmp_path / ".broken.partial").exists()
+
+
+def test_a_tokenizer_that_is_trained_again_is_loaded_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs = make_sources(tmp_path / "in", 3)
+    monkeypatch.setattr(prepare_module, "PART_BYTES", 200)
+
+    def trained(output: Path, vocab_size: int) -> list[bytes]:
+        options: dict[str, Any] = {"tokenizer": "train", "vocab_size": vocab_size, "progress": False}
+        prepare(Preparation(str(output), inputs, overwrite=True, **options))
+        return contents(output)[:3]  # the card names the tokenizer's file
+
+    first, second = trained(tmp_path / "out", 260), trained(tmp_path / "out", 280)
+    assert first != second == trained(tmp_path / "other", 280)
+    assert loaded(f"{tmp_path}/out.tokenizer.json") is loaded(f"{tmp_path}/out.tokenizer.json")
 
 
 def test_a_kill_while_parts_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,3 +277,19 @@ def test_an_interrupted_shuffle_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(prepare_module, "_write_part", lambda *_: pytest.fail("tokenized again"))
     run(tmp_path / "out", inputs, shuffle_documents=7)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_an_interrupted_shuffle_goes_on_with_another_number_of_documents(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def documents(most: int) -> int:
+        options = {"max_documents": most, "shuffle_documents": 1, "progress": False}
+        inputs = [str(tmp_path / "in.jsonl")]
+        return prepare(Preparation(str(tmp_path / "out"), inputs, **options)).documents  # type: ignore[arg-type]
+
+    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' * 9)
+    with monkeypatch.context() as patched:
+        patched.setattr(prepare_module, "shuffle_parts", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            documents(2)
+    assert documents(5) == 5

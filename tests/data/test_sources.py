@@ -1,5 +1,6 @@
 """Where documents come from: tables, packed lines, tars, URLs, ready tokens; what is left out is counted."""
 
+import codecs
 import gzip
 import hashlib
 import io
@@ -19,7 +20,7 @@ from megamoe.data import prepare as prepare_module
 from megamoe.data import remote
 from megamoe.data.card import DataCard
 from megamoe.data.prepare import Preparation, prepare
-from megamoe.data.sources import find_sources
+from megamoe.data.sources import Source, Tap, find_sources, read_lines
 from megamoe.data.tables import condition_of
 from megamoe.errors import UserError
 
@@ -232,6 +233,21 @@ def test_tars_that_end_early(tmp_path: Path, size: int) -> None:
     with pytest.raises(UserError, match=r"in\.tar: cannot be read"):
         run(tmp_path / "out", tmp_path / "in.tar")
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:
+    mark = codecs.BOM_UTF8
+    (tmp_path / "1.txt").write_bytes(mark + "one \ufeff".encode())
+    (tmp_path / "2.jsonl").write_bytes(mark + b'{"text": "two"}\n\n{"text": "three"}\n')
+    (tmp_path / "3.jsonl").write_bytes(mark + b'\n{"text": "four"}\n')
+    (tmp_path / "4.tar").write_bytes(tar_of({"4.txt": mark + b"five", "5.txt": mark + b"six"}))
+    (tmp_path / "5.txt").write_bytes(mark)
+    card = run(tmp_path / "out", *sorted(tmp_path.iterdir()))
+    assert documents_of(tmp_path / "out") == ["one \ufeff", "two", "three", "four", "five", "six"]
+    assert card.empty_documents == 1
+    source = Source("2.jsonl", tmp_path / "2.jsonl")
+    with Tap(source, lambda _: None) as tap:
+        assert next(read_lines(source, tap)) == '{"text": "two"}'
 
 
 def test_lines_packed_by_xz(tmp_path: Path) -> None:

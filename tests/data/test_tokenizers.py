@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+from tokenizers import Tokenizer as Backend
 
 from megamoe.data.tokenizers import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_bpe
 from megamoe.errors import UserError
@@ -73,6 +74,19 @@ def test_trained_bpe_holds_bytes_merges_and_end_of_document(references: dict[str
     assert tokenizer.decode(tokenizer.encode("ÿ\x01")) == "ÿ\x01"
     # 43 merges of so small a text make "one" or " two" a single token.
     assert len(tokenizer.encode("one two one two")) < 8
+
+
+def test_truncation_and_padding_of_a_file_are_off(tmp_path: Path, references: dict[str, str]) -> None:
+    backend = Backend.from_file(references["json"])
+    backend.enable_truncation(8)
+    backend.enable_padding(length=12, pad_id=5)
+    backend.save(str(tmp_path / "t.json"))
+    found, wanted = load_tokenizer(str(tmp_path / "t.json")), load_tokenizer(references["json"])
+    for text in (CODE * 100, "one"):  # longer than 8 tokens, and shorter than 12
+        assert found.encode(text) == wanted.encode(text)
+        assert found.encode_batch([text]) == [wanted.encode(text)]
+        assert found.encode_with_spans(text) == wanted.encode_with_spans(text)
+        assert found.decode(found.encode(text)) == text
 
 
 def test_training_is_deterministic(tmp_path: Path, references: dict[str, str]) -> None:

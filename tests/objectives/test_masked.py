@@ -74,6 +74,16 @@ def test_shares_of_mask_random_and_kept(unit: str) -> None:
     assert len(others.unique()) > 0.9 * WORDS
 
 
+def test_random_tokens_are_those_of_a_vocabulary_that_is_smaller_than_the_models() -> None:
+    special = SpecialTokens({"<pad>": 1})
+    data = Vocabulary(1024, EOD, None, special, in_data=WORDS)
+    made = objective(data.with_added(1, 1024), probability=1.0, mask=0.0, random=1.0)
+    _, after, chosen = samples(made, 100)
+    drawn = after[chosen].unique().tolist()
+    assert drawn == [number for number in range(WORDS) if number not in (EOD, 1)]
+    assert made.mask_id == 1023
+
+
 def test_every_place_is_chosen_as_often() -> None:
     _, _, chosen = samples(objective(), 2000)
     rate = chosen.float().mean(0)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.generate import Generated, tokenizer_of
+from megamoe.apps.generation.generate import Generated, tokenizer_of, without_text
 from megamoe.apps.generation.runner import Runner, runner_of
 from megamoe.errors import UserError
 
@@ -232,11 +232,9 @@ def continued(
 
 
 def never_written(trained: TrainedModel) -> list[int]:
-    """Return the tokens that are no text: padding, masks, sentinels, tags, and ids that no data has."""
+    """Return the tokens that are no text: all reserved ones, and ids that no data has."""
     vocabulary = trained.vocabulary
-    known = vocabulary.in_data if vocabulary.in_data > 2 else vocabulary.size  # 2: not known
-    unknown = range(known, vocabulary.size)
-    return sorted({*vocabulary.special.ids.values(), *unknown} - {vocabulary.eod})
+    return sorted({*vocabulary.special.ids.values(), *without_text(trained)} - {vocabulary.eod})
 
 
 def agreement(trained: TrainedModel) -> Callable[[Tensor], None]:

@@ -1,5 +1,6 @@
 """Generates text from prompts, in batches of prompts of different lengths."""
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -124,6 +125,7 @@ def _generate_batch(
     show_experts: bool,
 ) -> list[Generated]:
     results = [Generated(prompt) for prompt in prompts]
+    banned_N = torch.tensor(without_text(trained), dtype=torch.int64, device=trained.world.device)
     done = [False] * len(results)
     record = ExpertRecord()
     observe = record.take if show_experts else None
@@ -131,7 +133,8 @@ def _generate_batch(
     with record.watching(trained) if show_experts else nullcontext():
         logits_BV = runner.begin()
         for place in range(sampling.max_tokens):
-            new = _agreed(trained, sampling.choose(logits_BV, keys, place))
+            allowed_BV = logits_BV.index_fill(1, banned_N, -math.inf)
+            new = _agreed(trained, sampling.choose(allowed_BV, keys, place))
             for number, token in enumerate(new):
                 if not done[number]:
                     done[number] = _append(results[number], token, trained, sampling)
@@ -172,6 +175,20 @@ def _append(result: Generated, token: int, trained: TrainedModel, sampling: Samp
     if places:
         result.text, result.reason = result.text[: min(places)], "stop"
     return bool(places)
+
+
+def without_text(trained: TrainedModel) -> list[int]:
+    """Return the tokens that no model writes: padding, masks, sentinels, tags, and ids that no data has.
+
+    Other reserved tokens may be those of a conversation, which a model writes.
+    """
+    vocabulary = trained.vocabulary
+    special, known = vocabulary.special, vocabulary.data_size
+    if vocabulary.tokenizer is not None:  # mock data have any id
+        known = min(known, vocabulary.tokenizer.vocab_size)
+    reserved = {special.pad, special.mask, *special.sentinels, *special.languages.values()}
+    found = {*reserved, *range(known, vocabulary.size)} - {vocabulary.eod}
+    return sorted(number for number in found if number is not None)
 
 
 def token_texts(trained: TrainedModel, tokens: list[int]) -> list[str]:

@@ -20,13 +20,12 @@ from megamoe.apps.evaluation.trained_model import Session, TrainedModel
 from megamoe.apps.generation.generate import generate, tokenizer_of
 from megamoe.apps.generation.runner import neighbours, prepare
 from megamoe.apps.generation.sampling import Sampling
+from megamoe.apps.lm_eval.options import sampling_of
 from megamoe.apps.lm_eval.scoring import Question, answers
 from megamoe.errors import UserError
 from megamoe.parallel import launch
 
 MOST_GENERATED = 256  # tokens, where a task does not say; as for the harness' other models
-# Keys of a task's generation_kwargs that `Sampling` has, or that `normalize_gen_kwargs` has used up.
-KNOWN_OPTIONS = {"until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p"}
 
 
 @register_model("megamoe")
@@ -134,7 +133,8 @@ class Megamoe(TemplateLM):
         texts = [""] * len(requests)
         groups: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):
-            groups.setdefault(_sampling(request.args[1]), []).append(number)
+            options = normalize_gen_kwargs(request.args[1], MOST_GENERATED)
+            groups.setdefault(sampling_of(dict(options)), []).append(number)
         for sampling, numbers in groups.items():
             prompts = [self._prompt(requests[number].args[0], sampling) for number in numbers]
             order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
@@ -182,22 +182,3 @@ def _batch_size(given: int | str) -> int:
     if size < 1:
         raise UserError(f"--batch-size: found {given}, expected a number of at least 1")
     return size
-
-
-def _sampling(given: dict[str, Any]) -> Sampling:
-    """Return the options of a generation that a task asks for."""
-    options: dict[str, Any] = dict(normalize_gen_kwargs(given, MOST_GENERATED))
-    unknown = sorted(
-        name for name, value in options.items() if name not in KNOWN_OPTIONS and value is not None
-    )
-    if unknown:
-        raise UserError(
-            f"generation_kwargs: {unknown[0]} is not supported, expected {', '.join(sorted(KNOWN_OPTIONS))}"
-        )
-    return Sampling(
-        max_tokens=options["max_gen_toks"],
-        temperature=float(options.get("temperature") or 0.0),
-        top_k=options.get("top_k") or None,
-        top_p=options.get("top_p"),
-        stop=tuple(text for text in options["until"] if text),
-    )

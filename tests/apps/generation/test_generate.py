@@ -1,5 +1,6 @@
 """Generation: the cache against the plain forward pass, at any layout; prompts of different lengths."""
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,11 @@ from megamoe.apps.evaluation.trained_model import Session, TrainedModel, session
 from megamoe.apps.generation.generate import Generated, encoded, generate
 from megamoe.apps.generation.runner import CachedRunner, prepare
 from megamoe.apps.generation.sampling import Sampling
+from megamoe.data.special import SpecialTokens
+from megamoe.data.tokenizers import ByteTokenizer
+from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
+from tests.support.apps.tiny_model import opened
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import trained_on_bytes
 
@@ -222,3 +227,22 @@ def test_two_ranks_generate_what_one_does(pool: Pool, runs: Path, alone: dict[st
             assert texts(results) == texts(alone["greedy"])
             assert chosen(results) == chosen(alone["greedy"])
         assert refused.startswith("parallel.tensor: found 2, which pads sequences, but the selector expert_")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 5.0])
+@pytest.mark.parametrize("in_data", [2, 24])  # 2: mock data, which have any id
+def test_tokens_without_text_are_never_written(one_rank: None, temperature: float, in_data: int) -> None:
+    """The mark of a conversation is; the tokenizer has half of the model's ids."""
+    special = SpecialTokens({"<pad>": 1, "<|mark|>": 2, "<mask>": 3, "<extra_id_0>": 4, "<2de>": 5})
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = 24
+    trained = opened()
+    words = Vocabulary(trained.vocabulary.size, 0, tokenizer, special, in_data=in_data)
+    found = generate(
+        dataclasses.replace(trained, vocabulary=words),
+        [[7, number] for number in range(8, 20)],
+        Sampling(max_tokens=20, temperature=temperature),
+    )
+    drawn = {token for result in found for token in result.tokens}
+    assert drawn <= {0, 2, *range(6, 24)}
+    assert temperature == 0 or 2 in drawn

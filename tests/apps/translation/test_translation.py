@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.apps.command import data_overrides
 from megamoe.apps.translation.dataset import PairDataset, PairOptions
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
@@ -156,6 +157,11 @@ def test_counted_tokens_and_shares(pairs: Path) -> None:
         (["train.micro_batch_size=3"], {}, "bucket: found 8, expected a multiple of .* 3, .* such as 9"),
         ([], {"languages": ["pl"]}, "language 'pl' is not in the data; there are de, fr, it"),
         ([], {"validate": ["en-pl"]}, "validate: 'en-pl' is not in .*; there is en-de, en-fr, en-it"),
+        (
+            ["data.split=[1, 0, 0]"],
+            {"validate": ["en-pl"]},
+            "validate: found en-pl, .* no share",
+        ),
         ([], {"bucket": 800}, "pairs make no batch of 800"),
         (["data.sequence_length=8"], {}, "more than data.sequence_length 8 tokens, the longest"),
         (["data.sources=[{0}/valid]", "data.split=[1, 1]"], {}, "data.split .*: expected three shares"),
@@ -168,6 +174,13 @@ def test_refusals(pairs: Path, overrides: list[str], options: dict[str, Any], me
     with pytest.raises(UserError, match=message):
         run = resolve_run(config_of(pairs, *written, **options), 1)
         run.objective.datasets(8, 8)
+
+
+def test_directions_to_validate_do_not_hinder_other_data(pairs: Path) -> None:
+    """They are of a saved run; these are the overrides of tools/evaluate.py."""
+    overrides = data_overrides([f"other={pairs / 'test'}"])
+    run = resolve_run(config_of(pairs, *overrides, validate=["en-de"]), 1)
+    assert [*run.objective.datasets(8, 8).validation] == ["other"]
 
 
 def test_pairs_where_text_is_read(pairs: Path) -> None:

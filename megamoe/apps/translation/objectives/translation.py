@@ -89,6 +89,12 @@ class Translation(TrainingObjective):
         for name, sources in data.validation.items():
             if len(sources) != 1:
                 raise ValueError(f"data.validation.{name}: found {len(sources)} sources, expected one")
+        # With further sets it is ignored: tools/evaluate.py --data replaces the data of a saved run.
+        if options.validate and not data.validation and check_split(data)[1] <= 0:
+            raise ValueError(
+                f"validate: found {', '.join(options.validate[:3])}, but data.split {data.split} has no "
+                "share for valid, of which these are parts; give it one, or set validate to []"
+            )
 
     @classmethod
     def shares(cls, options: Config, config: RunConfig) -> TokenShares:
