@@ -100,7 +100,8 @@ def search(
     `cuda_device.load` comes first.
 
     Raises:
-        UserError: if no layout is legal, and near the memory of the device by the formulas.
+        UserError: if no layout is legal, and near the memory of the device by the formulas; if none can be
+            simulated.
     """
     config = with_node_size(config, cluster)
     sizes = Sizes.of(without_data(config)[0])
@@ -130,6 +131,10 @@ def search(
             plans.append((candidate, make_plan(candidate.config, cluster, load, whole)))
         except UserError as error:
             refused.append((candidate, str(error)))
+    if not plans:
+        first, reason = refused[0]
+        found = f"none of {len(refused)} layouts can be simulated"
+        raise UserError(f"--search: {found}; {' '.join(first.overrides)}: {reason}")
     plans.sort(key=lambda found: (not found[1].fits, -found[1].tokens_per_second, found[0].overrides))
     return SearchResult(
         len(considered), len(considered) - len(legal), len(known) - len(near), skipped, plans, refused

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from megamoe.apps.plan import layout_search
 from megamoe.apps.plan.hardware import GPUS
 from megamoe.apps.plan.layout_estimate import Estimate, Sizes
 from megamoe.apps.plan.layout_search import (
@@ -19,6 +20,7 @@ from megamoe.apps.plan.layout_search import (
 )
 from megamoe.apps.plan.plan import Cluster
 from megamoe.config import load_config
+from megamoe.errors import UserError
 from tests.apps.plan.test_simulation import run_in_process
 from tests.support.apps.check_search import CLUSTER, MODEL
 
@@ -117,6 +119,16 @@ def test_the_table_names_the_batches() -> None:
         assert lines[3].split()[:3] == ["500.0", "16", "65,536"]
         assert lines[4:] == ([lines[-1]] if ranked else [])
         assert lines[-1].startswith("train.global_batch_size is not set") == ranked
+
+
+def test_a_model_that_no_layout_can_simulate_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise UserError("model.backend: no Transformer Engine here")
+
+    monkeypatch.setattr(layout_search, "make_plan", refuse)
+    message = r"--search: none of \d+ layouts can be simulated; parallel\..*: model.backend: no Transformer"
+    with pytest.raises(UserError, match=message):
+        layout_search.search(load_config(None, [*MODEL]), CLUSTER)
 
 
 def test_what_needs_as_much_memory_is_known() -> None:
