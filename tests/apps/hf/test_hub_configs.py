@@ -14,6 +14,7 @@ from megamoe.apps.hf.import_folder import import_folder
 from megamoe.apps.hf.keys import value_of
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.config.shapes import moe_block_numbers
+from megamoe.validation.run import section_problems
 from tests.support.apps.hf_models import make
 from tests.support.apps.hf_training import all_tensors
 
@@ -93,6 +94,29 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
 GPT_OSS = {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -139,6 +163,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moe.router.selector.scale": 2.5,
         },
     ),
+    "Kimi-K2": (
+        KIMI_K2,
+        {"model.rotary.beta_fast": 1.0, "model.rotary.beta_slow": 1.0, "moe.router.selector.scale": 2.827},
+    ),
     "gpt-oss-20b": (
         GPT_OSS,
         {
@@ -157,6 +185,7 @@ def test_released_configurations_are_read(case: str) -> None:
     content, expected = CASES[case]
     config = as_config(FAMILIES[content["model_type"]].read({**COMMON, **content}))
     assert {key: value_of(config, key) for key in expected} == expected
+    assert not [*section_problems(config, 1, "bf16")]
     if case == "DeepSeek-V3":
         assert moe_block_numbers(config) == [*range(4, 63)]  # 62: multi-token prediction
         (mask,) = config.moe.router.masks
