@@ -194,6 +194,39 @@ def test_released_configurations_are_read(case: str) -> None:
         assert (dims["Q"], dims["U"], dims["O"]) == (128 * 192, 128 * 256, 128 * 128)
 
 
+DOTS1 = {
+    "model_type": "dots1",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+}
+FULL = ["full_attention"] * 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_read"),
+    [
+        ({}, True),  # by the class's defaults the 62nd block and the ones before it have no window
+        ({"num_hidden_layers": 63}, False),
+        ({"sliding_window": 8, "max_window_layers": 4}, True),
+        ({"sliding_window": 8, "max_window_layers": 3}, False),
+        ({"sliding_window": None, "max_window_layers": 0}, True),
+        ({"sliding_window": 8, "max_window_layers": 0, "layer_types": FULL}, True),
+    ],
+)
+def test_windows_of_the_last_blocks_are_refused(keys: dict[str, Any], is_read: bool) -> None:
+    content = {**COMMON, **DOTS1, **keys}
+    if is_read:
+        assert as_config(FAMILIES["dots1"].read(content)).model.attention.window is None
+        return
+    with pytest.raises(ValueError, match=r"sliding_window: found \d+, expected null"):
+        FAMILIES["dots1"].read(content)
+
+
 def test_a_folder_of_several_files_is_the_same_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     make("qwen3_moe", tmp_path / "one")
