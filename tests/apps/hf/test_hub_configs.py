@@ -227,6 +227,19 @@ def test_windows_of_the_last_blocks_are_refused(keys: dict[str, Any], is_read: b
         FAMILIES["dots1"].read(content)
 
 
+@pytest.mark.parametrize("value", [False, True])
+def test_rotary_positions_of_several_axes_are_refused(value: bool) -> None:
+    """Text models of Qwen2.5 have the key of the class for images and text, set to false."""
+    content = {**COMMON, **LLAMA3, "model_type": "qwen2", "rope_scaling": None, "use_mrope": value}
+    for key in ("architectures", "attention_bias", "mlp_bias", "pretraining_tp"):
+        del content[key]
+    if value:
+        with pytest.raises(ValueError, match="use_mrope: found True, expected false"):
+            FAMILIES["qwen2"].read(content)
+    else:
+        assert as_config(FAMILIES["qwen2"].read(content)).model.num_layers == 32
+
+
 def test_a_folder_of_several_files_is_the_same_model(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     make("qwen3_moe", tmp_path / "one")
