@@ -245,7 +245,8 @@ def _groups(config: RunConfig, chosen: dict[str, list[BlockKind]]) -> Iterator[L
         if not any(at.values()):
             continue
         if config.model.architecture == "encoder_decoder":
-            layers = GroupLayersConfig(**{name: GroupStackConfig(at=numbers) for name, numbers in at.items()})
+            encoder, decoder = (GroupStackConfig(at=at[name]) for name in ("encoder", "decoder"))
+            layers = GroupLayersConfig(encoder=encoder, decoder=decoder)
         else:
             [numbers] = at.values()
             layers = GroupLayersConfig(at=numbers)
