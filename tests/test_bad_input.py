@@ -41,6 +41,10 @@ BAD_YAML = {
         f"a: &a {'x' * 100_000}\nb: [{','.join(['*a'] * 9000)}]",
         "more than 30,000 values, with its aliases written out",
     ),
+    "deep aliases": (
+        "a: &a " + "[" * 30 + "]" * 30 + "\nb: " + "[" * 30 + "*a" + "]" * 30,
+        "nested more than 50 levels deep, with its aliases written out",
+    ),
     "deep lists": (f"a: {'[' * 5000}", "nested more than 50 levels deep"),
     "text that is no Unicode": ('name: "\\ud800"', "is no Unicode text"),
     "a control character": ("name: a\x01b", "the character U+0001 at place 7 is not allowed"),

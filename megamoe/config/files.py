@@ -7,7 +7,7 @@
 
 Paths of bases are relative to the file that names them. Mappings are merged key by key, and every other value
 replaces that of the base. Three things are replaced whole: `moe.layers`, a list, and a part or preset whose
-`name` or `preset` the file gives anew.
+`name` or `preset` the file gives anew. A part without a name is the default one of its stage.
 """
 
 import copy
@@ -16,7 +16,9 @@ from typing import Any
 
 import yaml
 
+from megamoe import registry
 from megamoe.config.messages import shown
+from megamoe.config.parts import DEFAULTS
 from megamoe.config.renamed import read_old_names
 from megamoe.config.yaml_text import parse_yaml, problem_of
 from megamoe.errors import UserError
@@ -87,22 +89,46 @@ def merge(base: dict[str, Any], mine: dict[str, Any], keys: tuple[str, ...] = ()
     for key, value in mine.items():
         place = [*keys, str(key)]
         before = as_mapping(merged.get(key), place)
-        if isinstance(before, dict) and isinstance(value, dict) and not _replaces(before, value, place):
+        if (
+            isinstance(before, dict)
+            and isinstance(value, dict)
+            and not _replaces(before, value, place, merged)
+        ):
             merged[key] = merge(before, value, tuple(place))
         else:
             merged[key] = copy.deepcopy(value)
     return merged
 
 
-def _replaces(before: dict[str, Any], value: dict[str, Any], place: list[str]) -> bool:
-    """Whether a mapping is another part than the one before it, or one that is never merged."""
+def _replaces(
+    before: dict[str, Any], value: dict[str, Any], place: list[str], section: dict[str, Any]
+) -> bool:
+    """Whether a mapping is another part than the one before it, or one that is never merged.
+
+    section: the mapping in which the one before stands.
+    """
     if place == ["moe", "router"]:
-        named = "preset"
-    elif is_part_key(place) or (place[:2] == ["moe", "losses"] and len(place) == 3):
-        named = "name"
-    else:
-        return place == ["moe", "layers"]
-    return named in value and value[named] != before.get(named)
+        return "preset" in value and value["preset"] != before.get("preset")
+    if is_part_key(place):
+        return "name" in value and value["name"] != before.get("name", _default_name(section, place[-1]))
+    if place[:2] == ["moe", "losses"] and len(place) == 3:
+        return "name" in value and value["name"] != before.get("name", place[-1])
+    return place == ["moe", "layers"]
+
+
+def _default_name(section: dict[str, Any], stage: str) -> str | None:
+    """Return the part that options without a name are of: the preset's, or the default one.
+
+    None: not known, as the preset is of a plugin, which is loaded later.
+    """
+    preset = section.get("preset")
+    if preset is None:
+        return DEFAULTS.get(stage)
+    if not isinstance(preset, str) or preset not in registry.list_presets():
+        return None
+    router = as_mapping(registry.get_preset(preset).tree.get("router"), ["moe", "router"])
+    part: dict[str, Any] = as_mapping(router.get(stage), ["moe", "router", stage])
+    return part.get("name") or _default_name(router, stage)
 
 
 def as_mapping(value: Any, keys: list[str]) -> Any:

@@ -105,12 +105,23 @@ for _class in (_Loader, _Dumper):
 
 
 def parse_yaml(text: str) -> Any:
-    """Return mappings with text keys, lists, text, numbers, true, false and None.
+    """Return mappings with text keys, lists, text, numbers, true, false and None; an alias is a copy.
 
     Raises:
         yaml.YAMLError: for anything else; `problem_of` describes it.
     """
-    return yaml.load(text, Loader=_Loader)
+    return _unshared(yaml.load(text, Loader=_Loader))
+
+
+def _unshared(value: Any, depth: int = 1) -> Any:
+    """Return a copy in which each alias is a value of its own, which an override changes alone."""
+    if depth > DEEPEST:
+        raise yaml.MarkedYAMLError(
+            problem=f"nested more than {DEEPEST} levels deep, with its aliases written out"
+        )
+    if isinstance(value, dict):
+        return {key: _unshared(each, depth + 1) for key, each in value.items()}
+    return [_unshared(each, depth + 1) for each in value] if isinstance(value, list) else value
 
 
 def problem_of(error: yaml.YAMLError) -> tuple[str, str]:

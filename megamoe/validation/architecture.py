@@ -68,10 +68,10 @@ def _scaling_problems(model: ModelConfig) -> Iterator[Problem]:
         )
     fast = rotary.beta_fast or YarnScaling.beta_fast
     slow = rotary.beta_slow or YarnScaling.beta_slow
-    if rotary.scaling == "yarn" and fast <= slow:
+    if rotary.scaling == "yarn" and fast < slow:
         yield Problem(
             "model.rotary.beta_fast",
-            f"found {fast:g}, expected more than beta_slow {slow:g}; a pair that turns more often than "
+            f"found {fast:g}, expected at least beta_slow {slow:g}; a pair that turns more often than "
             "beta_fast keeps its frequency",
         )
     if rotary.scaling == "yarn" and model.rope_base <= 1:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+import yaml
 
 from megamoe.config import RunConfig, load_config, parse_config
 from megamoe.config.files import MOST_FILES, merge
@@ -75,6 +76,41 @@ def test_parts_keep_the_options_of_the_base_or_are_replaced(
     router: dict[str, object] = {"preset": "switch", "scorer": {"jitter": 0.1}, "capacity": {"factor": 3.0}}
     expected = parse_config({"moe": {"router": {**router, **same_as["router"]}}})
     assert config.router == expected.moe.router
+
+
+@pytest.mark.parametrize(
+    ("router", "text", "expected"),
+    [
+        ("{selector: {k: 4}}", "{name: top_k, weights: raw}", {"k": 4, "weights": "raw"}),
+        ("{preset: switch, selector: {scale: 2.0}}", "{name: top_k, k: 3}", {"k": 3, "scale": 2.0}),
+        ("{preset: remoe, selector: {mean: 4}}", "{name: above, value: 0.5}", {"mean": 4, "value": 0.5}),
+        ("{preset: remoe, selector: {mean: 4}}", "{name: top_k, weights: raw}", {"k": 2, "weights": "raw"}),
+        ("{preset: own_plugin, selector: {scale: 2.0}}", "{name: top_k, k: 3}", {"k": 3}),
+    ],
+)
+def test_the_name_of_the_default_part_keeps_its_options(
+    router: str, text: str, expected: dict[str, object]
+) -> None:
+    """Options without a name are those of the preset's part, or of the default one. Presets of plugins are
+    not known here: what the base says of their part is replaced.
+    """
+    base, mine = ({"moe": {"router": yaml.safe_load(each)}} for each in (router, f"{{selector: {text}}}"))
+    merged = merge(base, mine)
+    if merged["moe"]["router"].get("preset") == "own_plugin":
+        assert merged["moe"]["router"]["selector"] == mine["moe"]["router"]["selector"]
+        return
+    found = parse_config(merged).moe.router.selector.to_dict()
+    assert found["name"] == mine["moe"]["router"]["selector"]["name"]
+    assert {key: found[key] for key in expected} == expected
+
+
+def test_the_name_of_a_loss_and_of_the_objective_keep_their_options(tmp_path: Path) -> None:
+    text = "base: base.yaml\nmoe: {losses: {z_loss: {name: z_loss}, switch_balance: {name: switch_balance}}}"
+    losses = loaded(tmp_path, run=text, base=BASE).moe.losses
+    assert {name: loss.options.weight for name, loss in losses.items()} == {
+        "z_loss": 0.1,
+        "switch_balance": 0.5,
+    }
 
 
 def test_another_preset_objective_or_place_leaves_nothing_of_the_base(tmp_path: Path) -> None:

@@ -23,6 +23,13 @@ def value_at(config: Any, dotted: str) -> Any:
     return config
 
 
+def test_an_override_changes_one_alias_of_an_anchor(load: Load) -> None:
+    text = "moe: {losses: {switch_balance: &w {weight: 0.01}, z_loss: *w}}"
+    losses = load(text, "moe.losses.z_loss.weight=0.5").moe.losses
+    weights = {name: loss.options.weight for name, loss in losses.items()}
+    assert weights == {"switch_balance": 0.01, "z_loss": 0.5}
+
+
 def test_an_empty_file_gives_the_defaults(load: Load) -> None:
     config = load("")
     assert config == load_config(None) == parse_config({}) == RunConfig()

@@ -42,6 +42,10 @@ SCALINGS: dict[str, tuple[Scaling, dict[str, Any]]] = {
         replace(YARN, beta_fast=20.0, beta_slow=0.5, truncate=False),
         {"rope_type": "yarn", "factor": 8.0, "beta_fast": 20.0, "beta_slow": 0.5, "truncate": False},
     ),
+    "yarn, equal bounds": (
+        replace(YARN, beta_fast=1.0),
+        {"rope_type": "yarn", "factor": 8.0, "beta_fast": 1.0, "beta_slow": 1.0},
+    ),
     "yarn, factor given": (
         replace(YARN, attention_factor=1.3),
         {"rope_type": "yarn", "factor": 8.0, "attention_factor": 1.3},

@@ -58,8 +58,8 @@ REFUSALS = {
         "model.rotary.high_frequency_factor=1",
     ),
     "YaRN's bounds the wrong way round": (
-        "model.rotary.beta_fast: found 32, expected more than beta_slow 32",
-        "model.rotary={scaling: yarn, factor: 8, original_length: 16, beta_slow: 32}",
+        "model.rotary.beta_fast: found 32, expected at least beta_slow 33",
+        "model.rotary={scaling: yarn, factor: 8, original_length: 16, beta_slow: 33}",
     ),
     "rotary keys without rotary positions": (
         "model.rotary: found keys, but model.position is learned; leave them out",

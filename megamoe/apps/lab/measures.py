@@ -44,9 +44,17 @@ def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
             else:
                 value = _of_stage(plan, tasks, runner, name, row, seed)
             if value is not None:
-                value = math.exp(min(value, 700.0)) if measure.exponential else value
+                value = perplexity(value) if measure.exponential else value
                 found[name][row][seed] = value * measure.scale
     return found
+
+
+def perplexity(loss: float) -> float:
+    """Return exp(loss): nan of nan, and infinity where it is too large for a float."""
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf
 
 
 def _of_stage(plan: Plan, tasks: Tasks, runner: Runner, name: str, row: str, seed: int) -> float | None:

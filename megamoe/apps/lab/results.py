@@ -1,6 +1,7 @@
 """The results of a study as plain data: every row's numbers, what the claims come to, and how it was made."""
 
 import datetime
+import math
 import platform
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -94,7 +95,7 @@ def _over_seeds(values: dict[int, float]) -> dict[str, Any]:
     return {
         "seeds": {str(seed): value for seed, value in values.items()},
         "mean": fmean(known) if known else None,
-        "std": stdev(known) if len(known) > 1 else None,
+        "std": stdev(known) if len(known) > 1 and all(map(math.isfinite, known)) else None,
     }
 
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -13,7 +13,14 @@ from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from megamoe.apps.plan.rank import StepCosts
 from megamoe.apps.plan.roofline import beside_seconds, roofline
 from megamoe.config import RunConfig
-from megamoe.config.schema import LayersConfig, StackLayersConfig
+from megamoe.config.groups import group_layers
+from megamoe.config.moe_schema import LayerGroupConfig
+from megamoe.config.schema import (
+    GroupLayersConfig,
+    GroupStackConfig,
+    LayersConfig,
+    StackLayersConfig,
+)
 from megamoe.config.shapes import stacks, window_of
 
 VOCABULARY = "vocabulary and loss"
@@ -173,22 +180,26 @@ class BlockKind(NamedTuple):
     """What the costs of a block depend on.
 
     stack: its name. moe: its FFN is an MoE layer. inserted: an MoE layer is behind it. window: of attention.
+    group: the place in `moe.groups` of its MoE layer, from 0; None: no group has it.
     """
 
     stack: str
     moe: bool
     inserted: bool
     window: int | None
+    group: int | None = None
 
 
 def block_kinds(config: RunConfig) -> list[BlockKind]:
     """Return the kind of each block, an encoder's first; without those of multi-token prediction."""
+    groups = {number: place for place, numbers in enumerate(group_layers(config)) for number in numbers}
     return [
         BlockKind(
             stack.name,
             block in stack.moe_blocks,
             block in stack.layers.insert_after,
             window_of(config.model, block),
+            groups.get(stack.first - 1 + block),
         )
         for stack in stacks(config)
         if stack.name != PREDICTION
@@ -206,6 +217,7 @@ def with_blocks(config: RunConfig, blocks: list[int]) -> RunConfig:
     for block in blocks:
         chosen.setdefault(all_kinds[block].stack, []).append(all_kinds[block])
     changed = copy.deepcopy(config)
+    changed.moe.groups = list(_groups(changed, chosen))
     if config.model.architecture == "encoder_decoder":
         changed.model.encoder_layers = len(chosen["encoder"])
         changed.model.num_layers = len(chosen["decoder"])
@@ -221,6 +233,24 @@ def with_blocks(config: RunConfig, blocks: list[int]) -> RunConfig:
         changed.model.attention.window_blocks = windows or None
         changed.model.attention.window = config.model.attention.window if windows else None
     return changed
+
+
+def _groups(config: RunConfig, chosen: dict[str, list[BlockKind]]) -> Iterator[LayerGroupConfig]:
+    """Yield the groups that have layers in these blocks, by stack, with the positions of the layers there."""
+    for place, group in enumerate(config.moe.groups):
+        at = {
+            name: [number for number, kind in enumerate(of_stack, 1) if kind.group == place]
+            for name, of_stack in chosen.items()
+        }
+        if not any(at.values()):
+            continue
+        if config.model.architecture == "encoder_decoder":
+            encoder, decoder = (GroupStackConfig(at=at[name]) for name in ("encoder", "decoder"))
+            layers = GroupLayersConfig(encoder=encoder, decoder=decoder)
+        else:
+            [numbers] = at.values()
+            layers = GroupLayersConfig(at=numbers)
+        yield replace(group, layers=layers)
 
 
 def _positions(blocks: list[BlockKind]) -> StackLayersConfig:

@@ -99,10 +99,18 @@ class KindSize:
 
 @dataclass(frozen=True)
 class Estimate:
-    """The time and memory of a step of one rank. bytes: the most that it holds at a time."""
+    """The time and memory of a step of one rank. bytes: the most that it holds at a time. samples: of the
+    step's global batch.
+    """
 
     seconds: float
     bytes: float
+    samples: int
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """The time of a sample: layouts are compared by it, as their batches may differ."""
+        return self.seconds / self.samples
 
 
 def estimate(
@@ -135,7 +143,7 @@ def estimate(
     alive = _alive(layout.pipeline, parallel.pipeline_chunks, min(micro_batches, 8 * layout.pipeline))
     alive = max(alive, config.train.in_flight)
     held = states_of(config, plan, size).total + _activations(config, layout, sizes, share, alive)
-    return Estimate((micro_batches + idle) * each + once, held)
+    return Estimate((micro_batches + idle) * each + once, held, schedule.final)
 
 
 @cache

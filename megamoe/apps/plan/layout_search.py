@@ -93,13 +93,15 @@ class SearchResult:
 def search(
     config: RunConfig, cluster: Cluster, load: float = 1.0, simulated: int = SIMULATED, whole: bool = False
 ) -> SearchResult:
-    """Rank layouts by the simulated time of a step. The global batch is that of `config`.
+    """Rank layouts by the simulated tokens a second. The global batch is that of `config`; if it is not set,
+    that of each layout.
 
     simulated: how many layouts, those that are the fastest by formulas. load, whole: see `make_plan`.
     `cuda_device.load` comes first.
 
     Raises:
-        UserError: if no layout is legal, and near the memory of the device by the formulas.
+        UserError: if no layout is legal, and near the memory of the device by the formulas; if none can be
+            simulated.
     """
     config = with_node_size(config, cluster)
     sizes = Sizes.of(without_data(config)[0])
@@ -129,7 +131,11 @@ def search(
             plans.append((candidate, make_plan(candidate.config, cluster, load, whole)))
         except UserError as error:
             refused.append((candidate, str(error)))
-    plans.sort(key=lambda found: (not found[1].fits, found[1].step_seconds, found[0].overrides))
+    if not plans:
+        first, reason = refused[0]
+        found = f"none of {len(refused)} layouts can be simulated"
+        raise UserError(f"--search: {found}; {' '.join(first.overrides)}: {reason}")
+    plans.sort(key=lambda found: (not found[1].fits, -found[1].tokens_per_second, found[0].overrides))
     return SearchResult(
         len(considered), len(considered) - len(legal), len(known) - len(near), skipped, plans, refused
     )
@@ -225,7 +231,7 @@ def ordered(candidates: list[Candidate], usable: float) -> list[Candidate]:
 
     def key(candidate: Candidate) -> tuple[bool, float, list[str]]:
         large = candidate.estimate.bytes > usable
-        first = candidate.estimate.bytes if large else candidate.estimate.seconds
+        first = candidate.estimate.bytes if large else candidate.estimate.seconds_per_sample
         return large, first, candidate.overrides
 
     return sorted(near, key=key)
@@ -252,18 +258,24 @@ def table(found: SearchResult) -> str:
         f"{found.too_large:,} far too large by formulas",
         f"{len(found.plans)} simulated, the fastest by formulas; {found.skipped} skipped, which need as much "
         "memory as another that does not fit",
-        f"{'ms a step':>12} {'tokens/s':>12} {'MFU':>6} {'peak GB':>8}  layout",
+        f"{'ms a step':>12} {'batch':>7} {'tokens/s':>12} {'MFU':>6} {'peak GB':>8}  layout",
     ]
     for candidate, plan in found.plans:
         missing = (plan.peak_bytes - plan.usable_bytes) / GB
         lines.append(
-            f"{plan.step_seconds * 1e3:12,.1f} {plan.tokens_per_second:12,.0f} {plan.utilisation:6.1%} "
-            f"{plan.peak_bytes / GB:8.1f}  {' '.join(candidate.overrides)}"
+            f"{plan.step_seconds * 1e3:12,.1f} {candidate.estimate.samples:7,} "
+            f"{plan.tokens_per_second:12,.0f} {plan.utilisation:6.1%} {plan.peak_bytes / GB:8.1f}  "
+            + " ".join(candidate.overrides)
             + ("" if plan.fits else f"  DOES NOT FIT: {missing:.1f} GB too much")
         )
     lines += [f"not simulated: {' '.join(each.overrides)}: {reason}" for each, reason in found.refused[:3]]
     if len(found.refused) > 3:
         lines.append(f"not simulated: {len(found.refused) - 3} more")
+    if any(each.config.train.global_batch_size is None for each, _ in found.plans):
+        lines.append(
+            "train.global_batch_size is not set: a layout's batch is its micro batch times its data-parallel "
+            "ranks; ranked by tokens/s"
+        )
     return "\n".join(lines)
 
 
@@ -278,6 +290,7 @@ def search_record(found: SearchResult) -> dict[str, Any]:
         "layouts": [
             {
                 "overrides": candidate.overrides,
+                "global_batch_size": candidate.estimate.samples,
                 "estimated_step_seconds": candidate.estimate.seconds,
                 "estimated_peak_bytes": candidate.estimate.bytes,
                 "plan": record(plan),

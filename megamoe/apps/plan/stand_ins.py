@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +25,14 @@ from megamoe.moe.dispatch.between_nodes import ByNodeDispatch
 from megamoe.moe.dispatch.dispatcher import Dispatcher
 from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import Routing
-from megamoe.moe.validation import candidates_of, experts_wanted
+from megamoe.moe.validation import candidates_of, experts_wanted, part_problems
+from megamoe.objectives.objective import objective_class
 from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part
 from megamoe.train import step
 from megamoe.train.resolved import ResolvedRun
+
+STEPS_OF_EPOCHS = 1_000_000  # more than any warm-up or growth of the batch
 
 
 def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
@@ -43,6 +46,12 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
         changed.data.validation, changed.data.sampling_exponent = {}, None
         changed.data.tokenizer = None
         lines.append("the data is not read; all sequences are full")
+        if changed.train.epochs is not None:
+            changed.train.steps, changed.train.epochs = STEPS_OF_EPOCHS, None
+            lines.append(f"train.epochs: their length is not known; counted as {STEPS_OF_EPOCHS:,} steps")
+    if changed.model.architecture == "decoder" and objective_class(config).pads:
+        lines.append(f"train.objective: {config.train.objective.name} is counted as causal")
+        changed.train.objective = PartChoice.default("objective")
     if changed.data.document_aware:
         changed.data.document_aware = False
         lines.append("data.document_aware: attention is counted over whole sequences, which costs more")
@@ -54,6 +63,7 @@ def without_data(config: RunConfig) -> tuple[RunConfig, list[str]]:
     for key, section in sections.items():
         if key in used:
             lines += _count_evenly(section, f"{key}.router", config.parallel.expert)
+            lines += _drop_losses(section, key, config.parallel.expert)
     return changed, lines
 
 
@@ -69,6 +79,9 @@ def _count_evenly(moe: MoELayerConfig, key: str, expert_ranks: int) -> list[str]
         section = key.removesuffix(".router")
         lines.append(f"{section}.zero_experts: chosen by value; counted as {chosen} experts that compute")
         moe.zero_experts, router.selector = ZeroExpertsConfig(), _top_k(chosen)
+        if provides("mean_experts", router.score_function):
+            options = replace(router.score_function.options, mean_experts=None)
+            router.score_function = replace(router.score_function, options=options)
     elif provides("assigned", router.selector) or not provides("fixed_count", router.selector):
         chosen = max(1, round(mean_choices(moe)))
         line = f"{key}.selector: {router.selector.name} chooses by value; counted as top_k with k={chosen}"
@@ -79,6 +92,16 @@ def _count_evenly(moe: MoELayerConfig, key: str, expert_ranks: int) -> list[str]
         lines.append(f"{key}.capacity: {name} drops pairs by value; counted as if none were dropped")
         router.capacity = PartChoice.default("capacity")
     return lines
+
+
+def _drop_losses(moe: MoELayerConfig, key: str, expert_ranks: int) -> list[str]:
+    """Remove the losses that need what was replaced; return a line for each. All fitted before."""
+    section: Any = moe
+    wrong = {problem.key for problem in part_problems(section, expert_ranks)}
+    names = [name for name in moe.losses if f"moe.losses.{name}" in wrong]
+    for name in names:
+        del moe.losses[name]
+    return [f"{key}.losses.{name}: needs what is replaced above; not counted" for name in names]
 
 
 def _top_k(chosen: int) -> PartChoice:

@@ -26,6 +26,7 @@ from megamoe.apps.routing_analysis.measures import (
     training_load,
 )
 from megamoe.errors import UserError
+from megamoe.objectives.objective import objective_class
 
 ALONE = ("collapse", "required", "positive", "load", "tokens", "map", "coactivation", "removal")
 COMPARING = ("fluctuation", "consistency")
@@ -156,10 +157,15 @@ def study(
 
 
 def _check_unpadded(trained: TrainedModel) -> None:
-    """Refuse a model of labels: its sequences end in padding, which no router sees."""
+    """Refuse models whose sequences end in padding, which no router sees: of labels, or of chats."""
     if trained.config.model.num_labels:
         raise UserError(
             f"{trained.path}: the model has a head for labels; expected a decoder or a masked language model"
+        )
+    if objective_class(trained.config).pads:
+        raise UserError(
+            f"{trained.path}: the sequences of train.objective {trained.config.train.objective.name} end in "
+            "padding; analyse it on prepared text, with --data NAME=PREFIX and train.objective=causal"
         )
 
 

@@ -14,6 +14,7 @@ from megamoe.apps.hf.import_folder import import_folder
 from megamoe.apps.hf.keys import value_of
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.config.shapes import moe_block_numbers
+from megamoe.validation.run import section_problems
 from tests.support.apps.hf_models import make
 from tests.support.apps.hf_training import all_tensors
 
@@ -93,6 +94,29 @@ DEEPSEEK_V3 = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
+KIMI_K2 = {
+    **DEEPSEEK_V3,
+    "model_type": "kimi_k2",
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "n_routed_experts": 384,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 64,
+    "num_nextn_predict_layers": 0,
+    "rope_scaling": {
+        "beta_fast": 1.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 50000.0,
+    "routed_scaling_factor": 2.827,
+    "topk_group": 1,
+    "vocab_size": 163840,
+}
 GPT_OSS = {
     "model_type": "gpt_oss",
     "architectures": ["GptOssForCausalLM"],
@@ -139,6 +163,10 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moe.router.selector.scale": 2.5,
         },
     ),
+    "Kimi-K2": (
+        KIMI_K2,
+        {"model.rotary.beta_fast": 1.0, "model.rotary.beta_slow": 1.0, "moe.router.selector.scale": 2.827},
+    ),
     "gpt-oss-20b": (
         GPT_OSS,
         {
@@ -157,12 +185,59 @@ def test_released_configurations_are_read(case: str) -> None:
     content, expected = CASES[case]
     config = as_config(FAMILIES[content["model_type"]].read({**COMMON, **content}))
     assert {key: value_of(config, key) for key in expected} == expected
+    assert not [*section_problems(config, 1, "bf16")]
     if case == "DeepSeek-V3":
         assert moe_block_numbers(config) == [*range(4, 63)]  # 62: multi-token prediction
         (mask,) = config.moe.router.masks
         assert (mask.options.num_groups, mask.options.keep, mask.options.best) == (8, 4, 2)
         dims = dims_of(config, 129280)
         assert (dims["Q"], dims["U"], dims["O"]) == (128 * 192, 128 * 256, 128 * 128)
+
+
+DOTS1 = {
+    "model_type": "dots1",
+    "num_hidden_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 64,
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+}
+FULL = ["full_attention"] * 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "is_read"),
+    [
+        ({}, True),  # by the class's defaults the 62nd block and the ones before it have no window
+        ({"num_hidden_layers": 63}, False),
+        ({"sliding_window": 8, "max_window_layers": 4}, True),
+        ({"sliding_window": 8, "max_window_layers": 3}, False),
+        ({"sliding_window": None, "max_window_layers": 0}, True),
+        ({"sliding_window": 8, "max_window_layers": 0, "layer_types": FULL}, True),
+    ],
+)
+def test_windows_of_the_last_blocks_are_refused(keys: dict[str, Any], is_read: bool) -> None:
+    content = {**COMMON, **DOTS1, **keys}
+    if is_read:
+        assert as_config(FAMILIES["dots1"].read(content)).model.attention.window is None
+        return
+    with pytest.raises(ValueError, match=r"sliding_window: found \d+, expected null"):
+        FAMILIES["dots1"].read(content)
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_rotary_positions_of_several_axes_are_refused(value: bool) -> None:
+    """Text models of Qwen2.5 have the key of the class for images and text, set to false."""
+    content = {**COMMON, **LLAMA3, "model_type": "qwen2", "rope_scaling": None, "use_mrope": value}
+    for key in ("architectures", "attention_bias", "mlp_bias", "pretraining_tp"):
+        del content[key]
+    if value:
+        with pytest.raises(ValueError, match="use_mrope: found True, expected false"):
+            FAMILIES["qwen2"].read(content)
+    else:
+        assert as_config(FAMILIES["qwen2"].read(content)).model.num_layers == 32
 
 
 def test_a_folder_of_several_files_is_the_same_model(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The runs are short programs that write a loss, or fail, as a file says.
 
 import dataclasses
 import json
+import math
 import os
 import threading
 from collections.abc import Callable
@@ -356,6 +357,21 @@ def test_the_page(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert lab(losses, "--seeds", "3") == 0
     page = (tmp_path / "lab/page/index.md").read_text()
     assert "in brackets the paper's number" in page and "\n\n| row | loss |\n" in page  # the first measure
+
+
+def test_a_loss_that_is_not_finite_has_no_perplexity(lab: Lab, tmp_path: Path) -> None:
+    """Neither has one whose exponential is no float: it would be finite, and decide the claim."""
+    claim = {"text": "One is better", "test": "perplexity(one) < perplexity(two)"}
+    study(tmp_path, measures={"perplexity": {"metric": "val/lm_loss", "exponential": True}}, claims=[claim])
+    losses: dict[str, float | None] = {"one-1": 1.0, "one-2": 1.1, "one-3": 1.2}
+    losses |= {"two-1": math.inf, "two-2": math.nan, "two-3": 1e4}
+    assert lab(losses, "--seeds", "3") == 0
+    found = results(tmp_path)
+    [comparison] = found["claims"][0]["comparisons"]
+    assert comparison["differences"] == {} and found["claims"][0]["verdict"] == "not measured"
+    values = found["rows"]["two"]["measures"]["perplexity"]
+    assert not any(map(math.isfinite, values["seeds"].values())) and values["std"] is None
+    assert found["rows"]["one"]["measures"]["perplexity"]["seeds"]["1"] == math.e
 
 
 def test_the_file_of_choices_is_plain(lab: Lab, tmp_path: Path) -> None:

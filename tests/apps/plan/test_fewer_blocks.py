@@ -5,7 +5,9 @@ from collections import Counter
 import pytest
 
 from megamoe.apps.plan.figures import BlockKind, block_kinds, fewer_blocks, is_worth_it, with_blocks
-from megamoe.config import load_config
+from megamoe.config import RunConfig, load_config
+from megamoe.config.groups import config_by_layer
+from megamoe.validation.groups import group_problems
 
 ENCODER_DECODER = ("model.architecture=encoder_decoder", "train.objective=span_corruption")
 MODELS = {
@@ -15,6 +17,18 @@ MODELS = {
         "model.attention={window: 8, window_blocks: [1, 3, 5, 7, 9]}",
     ),
     "encoder": ("model.architecture=encoder", "train.objective=masked", "model.num_layers=9"),
+    "groups": (
+        "model.num_layers=11",
+        "moe.layers={every: 2, insert_after: [5]}",
+        "moe.groups=[{layers: last 2, num_experts: 64}, {layers: [4, 5], num_experts: 2}]",
+    ),
+    "groups in two stacks": (
+        *ENCODER_DECODER,
+        "model.encoder_layers=7",
+        "model.num_layers=5",
+        "moe.layers={encoder: {every: 1}, decoder: {every: 2}}",
+        "moe.groups=[{layers: {encoder: first 3, decoder: last 1}, num_experts: 64}]",
+    ),
     "all MoE": (
         *ENCODER_DECODER,
         "model.encoder_layers=7",
@@ -36,6 +50,22 @@ MODELS = {
 }
 
 
+def experts_by_kind(config: RunConfig) -> dict[BlockKind, int]:
+    """The number of experts in an MoE layer of each kind of block."""
+    layers = config_by_layer(config)
+    numbered = enumerate(block_kinds(config), 1)
+    return {kind: layers[number].moe.num_experts for number, kind in numbered if number in layers}
+
+
+def test_groups_without_a_block_are_left_out() -> None:
+    """A pipeline stage may have no layer of a group."""
+    config = load_config(None, ["data.mock=true", *MODELS["groups"]])
+    smaller = with_blocks(config, [0, 1, 9])
+    [group] = smaller.moe.groups
+    assert (group.num_experts, group.layers.at) == (64, [3])
+    assert not [*group_problems(smaller)]
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_the_sets_sum_to_the_model(name: str) -> None:
     """Each kind of block counts as often as the model has it, and the whole model once."""
@@ -46,6 +76,8 @@ def test_the_sets_sum_to_the_model(name: str) -> None:
         smaller = with_blocks(config, blocks)
         # The model of these blocks has exactly their kinds, each in its own stack.
         assert block_kinds(smaller) == [block_kinds(config)[block] for block in blocks]
+        assert not [*group_problems(smaller)]
+        assert experts_by_kind(smaller).items() <= experts_by_kind(config).items()
         for kind in block_kinds(smaller):
             found[kind] += factor
     assert found == Counter(block_kinds(config))

@@ -1,14 +1,26 @@
 """The search of layouts: its best is the best of all, and its figures are those of a plan."""
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from megamoe.apps.plan import layout_search
 from megamoe.apps.plan.hardware import GPUS
-from megamoe.apps.plan.layout_estimate import Estimate
-from megamoe.apps.plan.layout_search import Candidate, legal_ones, ordered, variants
+from megamoe.apps.plan.layout_estimate import Estimate, Sizes
+from megamoe.apps.plan.layout_search import (
+    Candidate,
+    SearchResult,
+    _estimate,
+    legal_ones,
+    ordered,
+    table,
+    variants,
+)
 from megamoe.apps.plan.plan import Cluster
 from megamoe.config import load_config
+from megamoe.errors import UserError
 from tests.apps.plan.test_simulation import run_in_process
 from tests.support.apps.check_search import CLUSTER, MODEL
 
@@ -68,15 +80,61 @@ def test_layouts_are_legal_by_the_rules_of_training() -> None:
 def test_layouts_that_fit_come_first() -> None:
     """By their time; the others by their size, and not those that are far too large."""
     config = load_config(None, [*MODEL])
-    estimates = [Estimate(3.0, 50.0), Estimate(1.0, 110.0), Estimate(2.0, 90.0), Estimate(0.1, 200.0)]
+    sizes = [(3.0, 50.0), (1.0, 110.0), (2.0, 90.0), (0.1, 200.0)]
+    estimates = [Estimate(seconds, size, 16) for seconds, size in sizes]
     found = ordered([Candidate(config, each) for each in estimates], usable=100.0)
     assert [each.estimate.seconds for each in found] == [2.0, 3.0, 1.0]
+
+
+def test_layouts_of_different_batches_are_ordered_by_the_time_of_a_sample() -> None:
+    """Where the global batch is not set, a smaller batch has a shorter step, and often fewer tokens/s."""
+    config = load_config(None, [*MODEL, "train.global_batch_size=null"])
+    sizes = Sizes.of(config)
+    known = [Candidate(each, _estimate(each, CLUSTER, sizes, 1.0)) for each in variants(config, CLUSTER)]
+    for candidate in known:
+        parallel = candidate.config.parallel
+        ranks = CLUSTER.ranks // (parallel.tensor * parallel.pipeline * parallel.context)
+        assert candidate.estimate.samples == candidate.config.train.micro_batch_size * ranks
+    best = ordered(known, usable=float("inf"))[0]
+    speeds = [each.estimate.samples / each.estimate.seconds for each in known]
+    assert best.estimate.samples / best.estimate.seconds == pytest.approx(max(speeds))
+    assert best.estimate.seconds > min(each.estimate.seconds for each in known)
+
+
+def test_the_table_names_the_batches() -> None:
+    """Plans here are stubs: the table reads five of their figures."""
+    config = load_config(None, [*MODEL])
+    plan: Any = SimpleNamespace(
+        step_seconds=0.5,
+        tokens_per_second=65536.0,
+        utilisation=0.25,
+        peak_bytes=2e9,
+        usable_bytes=3e9,
+        fits=True,
+    )
+    for batch, ranked in ((16, False), (None, True)):
+        own = replace(config, train=replace(config.train, global_batch_size=batch))
+        found = SearchResult(1, 0, 0, 0, [(Candidate(own, Estimate(0.4, 1.0, 16)), plan)], [])
+        lines = table(found).splitlines()
+        assert lines[3].split()[:3] == ["500.0", "16", "65,536"]
+        assert lines[4:] == ([lines[-1]] if ranked else [])
+        assert lines[-1].startswith("train.global_batch_size is not set") == ranked
+
+
+def test_a_model_that_no_layout_can_simulate_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise UserError("model.backend: no Transformer Engine here")
+
+    monkeypatch.setattr(layout_search, "make_plan", refuse)
+    message = r"--search: none of \d+ layouts can be simulated; parallel\..*: model.backend: no Transformer"
+    with pytest.raises(UserError, match=message):
+        layout_search.search(load_config(None, [*MODEL]), CLUSTER)
 
 
 def test_what_needs_as_much_memory_is_known() -> None:
     config = load_config(None, [*MODEL, "model.recompute=selective", "train.micro_batch_size=2"])
     cluster = Cluster(1, 1, GPUS["h100"])
-    found = [Candidate(each, Estimate(1.0, 1.0)) for each in variants(config, cluster)]
+    found = [Candidate(each, Estimate(1.0, 1.0, 1)) for each in variants(config, cluster)]
     base = next(each for each in found if each.config == replace(config, parallel=each.config.parallel))
     same = [each for each in found if each.config.parallel == base.config.parallel]
     more = {

@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from megamoe.apps.evaluation.trained_model import session
 from megamoe.apps.routing_analysis import command as analyze_routing
 from megamoe.apps.routing_analysis import figures
-from megamoe.apps.routing_analysis.study import ALONE, COMPARING, Options, study
+from megamoe.apps.routing_analysis.study import ALONE, COMPARING, Options, _check_unpadded, study
+from megamoe.config import load_config
+from megamoe.errors import UserError
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
@@ -145,6 +148,22 @@ def test_bad_input_is_a_line(outcome: Any, folder: Path) -> None:
     for (code, _, errors), start in zip(outcome[1], expected, strict=True):
         assert errors.startswith(f"error: {start}") and errors.count("\n") == 1, (errors, start)
         assert code == 2, errors
+
+
+def test_objectives_that_pad_are_refused(tmp_path: Path) -> None:
+    """No router sees padding, so the places of the sampled tokens would be wrong."""
+    overrides = {
+        "causal": ["data.mock=true"],
+        "chat": ["data.sources=[data/chat]", "data.document_aware=true"],
+    }
+    for name, others in overrides.items():
+        config = load_config(None, [f"train.objective={name}", *others])
+        trained: Any = SimpleNamespace(path=tmp_path, config=config)
+        if name == "causal":
+            _check_unpadded(trained)
+            continue
+        with pytest.raises(UserError, match="sequences of train.objective chat end in padding; analyse"):
+            _check_unpadded(trained)
 
 
 def studied(path: Path, overrides: list[str], options: Options) -> dict[str, Any]:

@@ -279,6 +279,23 @@ def full_attention() -> Entry:
     return Entry({"layer_types": None}, read, lambda config: {})
 
 
+def no_last_windows(window: int, first: int) -> Entry:
+    """Without layer_types, the blocks from `max_window_layers` on have a window, which is refused.
+
+    window, first: the class's defaults. Written is that no block has one.
+    """
+
+    def read(given: Json) -> Json:
+        found, last = given["sliding_window"], given["num_hidden_layers"]
+        if given["layer_types"] is None and found is not None and last > (given["max_window_layers"] or 0):
+            raise unsupported("sliding_window", found, [None])
+        return {}
+
+    defaults = {"sliding_window": window, "max_window_layers": first}
+    needed = {"layer_types": None, "num_hidden_layers": REQUIRED}
+    return Entry({**defaults, **needed}, read, lambda config: {"sliding_window": None})
+
+
 def biases(name: str, default: bool, output: bool = True) -> Entry:
     """Whether the projections to queries, keys and values have biases, and with `output` the one after."""
 

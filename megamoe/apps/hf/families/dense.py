@@ -76,6 +76,7 @@ QWEN2 = Family(
         groups(32),
         *norm_and_rotary(1e-6),
         *UNUSED_WINDOW,
+        only("use_mrope", False, default=False, written=False),
     ),
     table=(*DECODER, *DENSE_FFN),
 )
