@@ -19,7 +19,12 @@ from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem, UserError
 from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.layout import divisors
-from megamoe.parallel.zero.deepspeed_config import ParallelPlan, read_deepspeed_config, resolve_precision
+from megamoe.parallel.zero.deepspeed_config import (
+    ParallelPlan,
+    read_deepspeed_config,
+    read_offload,
+    resolve_precision,
+)
 from megamoe.validation.pipeline import pipeline_problems
 from megamoe.validation.run import section_problems
 
@@ -42,6 +47,11 @@ class Candidate:
 
     config: RunConfig
     estimate: Estimate
+
+    @property
+    def offloads(self) -> bool:
+        """Whether the optimiser's states are on the host, whose update and copies take no time in a plan."""
+        return read_offload(_content(self.config.parallel.deepspeed)).optimizer != "none"
 
     @property
     def overrides(self) -> list[str]:
@@ -135,7 +145,14 @@ def search(
         first, reason = refused[0]
         found = f"none of {len(refused)} layouts can be simulated"
         raise UserError(f"--search: {found}; {' '.join(first.overrides)}: {reason}")
-    plans.sort(key=lambda found: (not found[1].fits, -found[1].tokens_per_second, found[0].overrides))
+    plans.sort(
+        key=lambda found: (
+            not found[1].fits,
+            found[0].offloads,
+            -found[1].tokens_per_second,
+            found[0].overrides,
+        )
+    )
     return SearchResult(
         len(considered), len(considered) - len(legal), len(known) - len(near), skipped, plans, refused
     )
@@ -226,13 +243,15 @@ def _problems(config: RunConfig, ranks: int) -> Iterator[Problem]:
 
 
 def ordered(candidates: list[Candidate], usable: float) -> list[Candidate]:
-    """Return those that may fit, the fastest first; behind them, by size, those that hardly will."""
+    """Return those that may fit, the fastest first, and then those that offload; behind them, by size, those
+    that hardly will.
+    """
     near = [each for each in candidates if each.estimate.bytes <= NEAR * usable]
 
-    def key(candidate: Candidate) -> tuple[bool, float, list[str]]:
+    def key(candidate: Candidate) -> tuple[bool, bool, float, list[str]]:
         large = candidate.estimate.bytes > usable
         first = candidate.estimate.bytes if large else candidate.estimate.seconds_per_sample
-        return large, first, candidate.overrides
+        return large, candidate.offloads and not large, first, candidate.overrides
 
     return sorted(near, key=key)
 

@@ -86,6 +86,14 @@ def test_layouts_that_fit_come_first() -> None:
     assert [each.estimate.seconds for each in found] == [2.0, 3.0, 1.0]
 
 
+def test_layouts_that_offload_come_after_those_that_fit_without() -> None:
+    """Their update on the host takes no time in a plan."""
+    files = ("zero2_bf16_offload_cuda", "zero2_bf16_cuda")
+    configs = [load_config(None, [*MODEL, f"parallel.deepspeed=ds_configs/{name}.json"]) for name in files]
+    known = [Candidate(each, Estimate(1.0 + n, 50.0, 16)) for n, each in enumerate(configs)]
+    assert [each.offloads for each in ordered(known, usable=100.0)] == [False, True]
+
+
 def test_layouts_of_different_batches_are_ordered_by_the_time_of_a_sample() -> None:
     """Where the global batch is not set, a smaller batch has a shorter step, and often fewer tokens/s."""
     config = load_config(None, [*MODEL, "train.global_batch_size=null"])
