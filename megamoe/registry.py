@@ -60,6 +60,7 @@ MOST_NAMES = 30  # that a message lists
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
 _presets: dict[str, "Preset"] = {}
 _plugin_files: dict[str, dict[str, Path]] = {}  # plugin as named -> its source files by name
+_plugin_digests: dict[str, dict[str, str]] = {}  # plugin as named -> their SHA-256 when it was loaded
 _discovered = False
 
 PartClass = TypeVar("PartClass", bound=type)
@@ -258,13 +259,13 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
     try:
         if path is not None:
             _run_file(path)
-            _plugin_files[reference] = {path.name: path}
+            files = {path.name: path}
         elif reference in entry_points:
             entry_points[reference].load()
-            _plugin_files[reference] = _files_of(entry_points[reference].module)
+            files = _files_of(entry_points[reference].module)
         else:
             importlib.import_module(reference)
-            _plugin_files[reference] = _files_of(reference)
+            files = _files_of(reference)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if path is None and f"{reference}.".startswith(f"{missing}."):
@@ -273,6 +274,27 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
                 f"point of {ENTRY_POINT_GROUP}{nearest_and_all(reference, list(entry_points))}"
             ) from None
         raise UserError(f"plugins: {reference!r} failed{_failure(error, str(path))}") from error
+    _plugin_files[reference] = files
+    _plugin_digests[reference] = {
+        name if path is not None else f"{reference}: {name}": hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in files.items()
+        if file.is_file()
+    }
+
+
+def plugin_digests(references: list[str]) -> dict[str, str]:
+    """Return the SHA-256 of each source file of plugins, as they were when `load_plugin` was last called.
+
+    The keys do not say where files are: `mine.py` for a file, `package: router.py` for one of a module. Files
+    of the same name have one digest together.
+    """
+    found: dict[str, str] = {}
+    for reference in references:
+        for name, digest in _plugin_digests.get(reference, {}).items():
+            before = found.get(name, digest)
+            both = hashlib.sha256((before + digest).encode()).hexdigest()
+            found[name] = digest if before == digest else both
+    return found
 
 
 def plugin_files(reference: str) -> dict[str, Path]:
