@@ -298,3 +298,27 @@ def test_a_plugin_that_exits_does_not_end_the_launch_as_finished(
     assert line.startswith("error: sys.exit(0) was called at line ") and line.endswith(
         "raise an error instead"
     )
+
+
+def test_changed_code_is_told(
+    pretrain: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a resume, and by what opens the checkpoint, where each line comes once."""
+    from megamoe.apps.evaluation.trained_model import session
+
+    plugins, checkpoint = "plugins=[mine.py]", "checkpoint={every: 1, keep: 9}"
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    assert pretrain(plugins, checkpoint, "train.steps=1", "moe.router.scorer=two_layers") == 0
+    run = (plugins, checkpoint, "--resume", "moe.router.scorer=two_layers")
+    assert pretrain(*run, "train.steps=2") == 0
+    assert "plugin" not in capsys.readouterr().out
+    (tmp_path / "mine.py").write_text(f"{PLUGIN}\n# edited\n")
+    assert pretrain(*run, "train.steps=3") == 0
+    line = "changed since the checkpoint: plugin mine.py (another SHA-256)"
+    assert line in capsys.readouterr().out.splitlines()
+    assert pretrain(*run, "train.steps=4") == 0
+    assert "plugin" not in capsys.readouterr().out
+    with session([plugins]) as ranks:
+        for step in (4, 1, 2):
+            ranks.check(Path(f"runs/a/checkpoints/step_{step:08d}"))
+    assert capsys.readouterr().err.splitlines() == [f"warning: {line}"]
