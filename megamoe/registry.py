@@ -245,16 +245,17 @@ def application(name: str) -> Any:
     return getattr(importlib.import_module(module), entry)
 
 
-def load_plugin(reference: str, base: Path | None = None) -> None:
+def load_plugin(reference: str) -> str:
     """Import the plugin that the user named: a .py file, an entry point, or a dotted module.
 
-    A relative file is searched beside `base` (the folder of the YAML) and in the working directory.
+    A relative file is searched in the working directory. Return the name by which it is found again from
+    there: of a file its `place`.
 
     Raises:
         UserError: if it cannot be found, or if it raises while it is imported.
     """
     discover()
-    path = _find_file(reference, base) if reference.endswith(".py") else None
+    path = _find_file(reference) if reference.endswith(".py") else None
     entry_points = {p.name: p for p in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     try:
         if path is not None:
@@ -274,12 +275,20 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
                 f"point of {ENTRY_POINT_GROUP}{nearest_and_all(reference, list(entry_points))}"
             ) from None
         raise UserError(f"plugins: {reference!r} failed{_failure(error, str(path))}") from error
+    reference = place(path) if path is not None else reference
     _plugin_files[reference] = files
     _plugin_digests[reference] = {
         name if path is not None else f"{reference}: {name}": hashlib.sha256(file.read_bytes()).hexdigest()
         for name, file in files.items()
         if file.is_file()
     }
+    return reference
+
+
+def place(path: Path) -> str:
+    """Return a file's path for a configuration: relative in the working directory, absolute elsewhere."""
+    path, here = path.resolve(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def plugin_digests(references: list[str]) -> dict[str, str]:
@@ -332,14 +341,12 @@ def _failure(error: BaseException, file: str | None, named: str = "") -> str:
     return f"{place}: {' '.join(f'{type(error).__name__}: {text}'.split())}"
 
 
-def _find_file(reference: str, base: Path | None) -> Path:
-    candidates = [Path(reference)] + ([base / reference] if base is not None else [])
-    for candidate in candidates:
-        with suppress(OSError):  # a name that is too long
-            if candidate.is_file():
-                return candidate.resolve()
-    folders = ", ".join(dict.fromkeys(str(candidate.parent) for candidate in candidates))
-    raise UserError(f"plugins: no file {reference!r} (looked in {folders}); expected a path to a .py file")
+def _find_file(reference: str) -> Path:
+    with suppress(OSError):  # a name that is too long
+        if Path(reference).is_file():
+            return Path(reference).resolve()
+    where = "" if Path(reference).is_absolute() else f" in {Path.cwd()}, nor beside a YAML that names it"
+    raise UserError(f"plugins: no file {reference!r}{where}; expected a path to a .py file")
 
 
 def _run_file(path: Path) -> None:

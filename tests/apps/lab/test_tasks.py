@@ -113,6 +113,8 @@ def test_the_identity_of_a_run_holds_the_content_of_its_plugins(tmp_path: Path) 
         path = written(tmp_path, set={"plugins": [str(folder / "idle.py")]})
         found.append(tasks_of(path).training["two", 1].identity)
     assert found[0] == found[1] and len({plain, *found}) == 3
+    written(tmp_path, set={"plugins": ["idle.py"]})  # beside the study
+    assert tasks_of(path).training["two", 1].identity == found[2]
 
 
 @pytest.mark.parametrize(
