@@ -293,7 +293,9 @@ def test_a_plugin_that_does_not_exist(load: Load, tmp_path: Path) -> None:
 def test_a_module_by_its_name(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "router.py").write_text(GATE.format(name="of_module"))
+    (tmp_path / "my_package" / "names.py").write_text("NAME = 'of_module'\n")  # a file beside it
+    router = "from my_package.names import NAME\n" + GATE.replace('"{name}"', "NAME").format()
+    (tmp_path / "my_package" / "router.py").write_text(router)
     config = load("plugins: [my_package.router]\nmoe: {router: {score_function: of_module}}")
     assert config.moe.router.score_function.name == "of_module"
     (tmp_path / "my_broken.py").write_text("import no_such_module")
