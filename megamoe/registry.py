@@ -60,6 +60,7 @@ MOST_NAMES = 30  # that a message lists
 _parts: dict[str, dict[str, type]] = {kind: {} for kind in KINDS}
 _presets: dict[str, "Preset"] = {}
 _plugin_files: dict[str, dict[str, Path]] = {}  # plugin as named -> its source files by name
+_plugin_digests: dict[str, dict[str, str]] = {}  # plugin as named -> their SHA-256 when it was loaded
 _discovered = False
 
 PartClass = TypeVar("PartClass", bound=type)
@@ -244,27 +245,28 @@ def application(name: str) -> Any:
     return getattr(importlib.import_module(module), entry)
 
 
-def load_plugin(reference: str, base: Path | None = None) -> None:
+def load_plugin(reference: str) -> str:
     """Import the plugin that the user named: a .py file, an entry point, or a dotted module.
 
-    A relative file is searched beside `base` (the folder of the YAML) and in the working directory.
+    A relative file is searched in the working directory. Return the name by which it is found again from
+    there: of a file its `place`.
 
     Raises:
         UserError: if it cannot be found, or if it raises while it is imported.
     """
     discover()
-    path = _find_file(reference, base) if reference.endswith(".py") else None
+    path = _find_file(reference) if reference.endswith(".py") else None
     entry_points = {p.name: p for p in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
     try:
         if path is not None:
             _run_file(path)
-            _plugin_files[reference] = {path.name: path}
+            files = {path.name: path}
         elif reference in entry_points:
             entry_points[reference].load()
-            _plugin_files[reference] = _files_of(entry_points[reference].module)
+            files = _files_of(entry_points[reference].module)
         else:
             importlib.import_module(reference)
-            _plugin_files[reference] = _files_of(reference)
+            files = _files_of(reference)
     except (Exception, SystemExit) as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if path is None and f"{reference}.".startswith(f"{missing}."):
@@ -273,6 +275,35 @@ def load_plugin(reference: str, base: Path | None = None) -> None:
                 f"point of {ENTRY_POINT_GROUP}{nearest_and_all(reference, list(entry_points))}"
             ) from None
         raise UserError(f"plugins: {reference!r} failed{_failure(error, str(path))}") from error
+    reference = place(path) if path is not None else reference
+    _plugin_files[reference] = files
+    _plugin_digests[reference] = {
+        name if path is not None else f"{reference}: {name}": hashlib.sha256(file.read_bytes()).hexdigest()
+        for name, file in files.items()
+        if file.is_file()
+    }
+    return reference
+
+
+def place(path: Path) -> str:
+    """Return a file's path for a configuration: relative in the working directory, absolute elsewhere."""
+    path, here = path.resolve(), Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
+def plugin_digests(references: list[str]) -> dict[str, str]:
+    """Return the SHA-256 of each source file of plugins, as they were when `load_plugin` was last called.
+
+    The keys do not say where files are: `mine.py` for a file, `package: router.py` for one of a module. Files
+    of the same name have one digest together.
+    """
+    found: dict[str, str] = {}
+    for reference in references:
+        for name, digest in _plugin_digests.get(reference, {}).items():
+            before = found.get(name, digest)
+            both = hashlib.sha256((before + digest).encode()).hexdigest()
+            found[name] = digest if before == digest else both
+    return found
 
 
 def plugin_files(reference: str) -> dict[str, Path]:
@@ -310,14 +341,12 @@ def _failure(error: BaseException, file: str | None, named: str = "") -> str:
     return f"{place}: {' '.join(f'{type(error).__name__}: {text}'.split())}"
 
 
-def _find_file(reference: str, base: Path | None) -> Path:
-    candidates = [Path(reference)] + ([base / reference] if base is not None else [])
-    for candidate in candidates:
-        with suppress(OSError):  # a name that is too long
-            if candidate.is_file():
-                return candidate.resolve()
-    folders = ", ".join(dict.fromkeys(str(candidate.parent) for candidate in candidates))
-    raise UserError(f"plugins: no file {reference!r} (looked in {folders}); expected a path to a .py file")
+def _find_file(reference: str) -> Path:
+    with suppress(OSError):  # a name that is too long
+        if Path(reference).is_file():
+            return Path(reference).resolve()
+    where = "" if Path(reference).is_absolute() else f" in {Path.cwd()}, nor beside a YAML that names it"
+    raise UserError(f"plugins: no file {reference!r}{where}; expected a path to a .py file")
 
 
 def _run_file(path: Path) -> None:

@@ -5,12 +5,14 @@
     moe:
       router: {score_function: sigmoid}
 
-Paths of bases are relative to the file that names them. Mappings are merged key by key, and every other value
-replaces that of the base. Three things are replaced whole: `moe.layers`, a list, and a part or preset whose
-`name` or `preset` the file gives anew. A part without a name is the default one of its stage.
+Paths of bases are relative to the file that names them; files of plugins are searched there first. Mappings
+are merged key by key, and every other value replaces that of the base. Three things are replaced whole:
+`moe.layers`, a list, and a part or preset whose `name` or `preset` the file gives anew. A part without a name
+is the default one of its stage.
 """
 
 import copy
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +51,7 @@ def _read(path: Path, above: list[Path], count: list[int], option: str) -> dict[
     if count[0] > MOST_FILES:
         raise UserError(f"{option}: {path}: more than {MOST_FILES} files of bases; merge some of them")
     tree = read_mapping(path, f"{option}: {above[-1]}: base" if above else option)
-    tree = read_old_names(tree, str(path))
+    tree = plugins_beside(path.parent, read_old_names(tree, str(path)))
     bases = tree.pop("base", None)
     if bases is None:
         return tree
@@ -59,6 +61,22 @@ def _read(path: Path, above: list[Path], count: list[int], option: str) -> dict[
             raise UserError(f"{option}: {path}: base: expected a file or a list of them, found {shown(name)}")
         merged = merge(merged, _read(path.parent / name, [*above, place], count, option))
     return merge(merged, tree)
+
+
+def plugins_beside(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the mapping of a YAML in `folder` with the `registry.place` of each of its plugins there."""
+    plugins = tree.get("plugins")
+    if not isinstance(plugins, list):
+        return tree
+    return {**tree, "plugins": [_beside(folder, plugin) for plugin in plugins]}
+
+
+def _beside(folder: Path, plugin: Any) -> Any:
+    if isinstance(plugin, str) and plugin.endswith(".py"):
+        with suppress(OSError):  # a name that is too long
+            if (folder / plugin).is_file():
+                return registry.place(folder / plugin)
+    return plugin
 
 
 def read_mapping(path: Path, where: str) -> dict[str, Any]:

@@ -173,19 +173,14 @@ def load_config(path: str | Path | None, overrides: list[str] | None = None) -> 
         UserError: for a file that cannot be read, an unknown key (the message names the nearest), a wrong
             type or value, an unknown part, or a plugin that fails.
     """
-    tree: dict[str, Any] = {}
-    base = None
-    if path is not None:
-        tree, base = read_run(Path(path)), Path(path).parent
-    return configure(tree, overrides or [], str(path) if path is not None else "configuration", base)
+    tree = read_run(Path(path)) if path is not None else {}
+    return configure(tree, overrides or [], str(path) if path is not None else "configuration")
 
 
-def configure(
-    tree: dict[str, Any], overrides: list[str], source: str = "configuration", base: Path | None = None
-) -> RunConfig:
+def configure(tree: dict[str, Any], overrides: list[str], source: str = "configuration") -> RunConfig:
     """Apply overrides to a plain mapping, load the plugins that it names, and check it against the schema.
 
-    Overrides change the mapping. base: the folder that paths of plugins are relative to.
+    Overrides change the mapping. Relative files of plugins are searched in the working directory.
 
     Raises:
         UserError: as `load_config`.
@@ -196,8 +191,8 @@ def configure(
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")
-    for plugin in plugins:
-        registry.load_plugin(str(plugin), base)
+    if plugins:
+        tree = {**tree, "plugins": [registry.load_plugin(str(plugin)) for plugin in plugins]}
     return parse_config(tree, source=source)
 
 

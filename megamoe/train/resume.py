@@ -17,6 +17,7 @@ from megamoe.config.model_schema import ModelConfig, RotaryConfig
 from megamoe.config.shapes import expert_activation, moe_layer_numbers, stacks
 from megamoe.errors import UserError, printable
 from megamoe.model.size import part_shapes
+from megamoe.registry import plugin_digests
 
 # What a resume does about a key that differs from the checkpoint's. The longest section that fits counts.
 #   same      refuse: it decides the tensors' shapes, the model's function or which sample comes next
@@ -120,7 +121,26 @@ def check_resume(config: RunConfig, vocabulary: int, path: Path) -> list[str]:
         f"changed since the checkpoint: {key} {before} -> {after}"
         for key, before, after in shown
         if rule_of(key) in ("told", "function")
-    ] + [NEW_MOMENTS] * (names[0] != names[1] and "muon" in names)
+    ] + [*[NEW_MOMENTS] * (names[0] != names[1] and "muon" in names), *changed_plugins(config, meta)]
+
+
+def changed_plugins(config: RunConfig, meta: Meta) -> list[str]:
+    """Return a line for each file of a plugin that is another one than when the checkpoint was saved.
+
+    Of plugins that both have: `plugins` itself is a key. Checkpoints of earlier versions do not say.
+    """
+    saved, current = meta.get("plugins", {}), plugin_digests(config.plugins)
+    both = {_plugin_of(name) for name in saved} & {_plugin_of(name) for name in current}
+    lines = []
+    for name in sorted(saved.keys() | current.keys()):
+        if _plugin_of(name) in both and saved.get(name) != current.get(name):
+            found = "removed" if name not in current else "another SHA-256" if name in saved else "new"
+            lines.append(f"changed since the checkpoint: plugin {printable(name, 120)} ({found})")
+    return lines
+
+
+def _plugin_of(name: str) -> str:
+    return name.partition(": ")[0]
 
 
 def rule_of(key: str) -> str:

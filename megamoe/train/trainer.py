@@ -41,7 +41,7 @@ from megamoe.parallel.layout import Layout
 from megamoe.parallel.rank_consistency import Facts, check_same, raise_on_all_ranks
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
-from megamoe.registry import application
+from megamoe.registry import application, plugin_digests
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.attention_logits import AttentionLogits
 from megamoe.train.callbacks import Callbacks
@@ -307,6 +307,7 @@ class Trainer:
             "skip_policy": self.skip_policy.state(),
             "routing_history": self.routing_history.state(),
             "config": to_dict(self.config),
+            **({"plugins": plugin_digests(self.config.plugins)} if self.config.plugins else {}),
         }
         self.checkpoints.begin(self.engine, self.progress.step, state)
 

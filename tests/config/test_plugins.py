@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megamoe import registry
-from megamoe.config import RunConfig, dump_yaml
+from megamoe.config import RunConfig, dump_yaml, load_config
 from megamoe.errors import UserError
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
@@ -147,9 +147,42 @@ def test_a_file_is_found_beside_the_yaml_and_in_the_working_folder(
     monkeypatch.chdir(work)
     load("plugins: [beside.py, here.py]\nmoe: {router: {score_function: beside}}")
     load("", "plugins=[here.py]", "moe.router.score_function=here")
+    (tmp_path / "here.py").write_text("raise KeyError('beside')")
+    (work / "beside.py").write_text("raise KeyError('work')")
+    load("plugins: [beside.py]")
+    load("", "plugins=[here.py]")
+    with pytest.raises(UserError, match="KeyError: 'beside'"):
+        load("plugins: [here.py]")
 
 
-def test_two_plugins_with_one_name_are_refused(load: Load, tmp_path: Path) -> None:
+def test_a_saved_configuration_finds_its_plugins(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The YAML that names a plugin may be a base in another folder; the saved one lies in a third."""
+    for folder in ("mine", "other"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "mine/parts.py").write_text(GATE.format(name="of_base"))
+    (tmp_path / "mine/base.yaml").write_text(
+        "plugins: [parts.py]\nmoe: {router: {score_function: of_base}}\n"
+    )
+    found = []
+    for work in ("", "mine", "other"):
+        monkeypatch.chdir(tmp_path / work)
+        config = load("base: mine/base.yaml")
+        (tmp_path / "other/saved.yaml").write_text(dump_yaml(config))
+        assert load_config(tmp_path / "other/saved.yaml") == config
+        assert load_config(None, [f"plugins={config.plugins}"]).plugins == config.plugins
+        found += config.plugins
+    assert found == ["mine/parts.py", "parts.py", str(tmp_path / "mine/parts.py")]
+    (tmp_path / "mine/parts.py").unlink()  # as on another machine
+    with pytest.raises(UserError, match=rf"^plugins: no file '{tmp_path}/mine/parts.py'; expected a path"):
+        load_config(tmp_path / "other/saved.yaml")
+
+
+def test_two_plugins_with_one_name_are_refused(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").write_text(GATE.format(name="same"))
     with pytest.raises(
@@ -182,7 +215,10 @@ def test_two_plugins_with_one_name_are_refused(load: Load, tmp_path: Path) -> No
         ),
     ],
 )
-def test_a_plugin_that_raises(load: Load, tmp_path: Path, text: str, expected: str) -> None:
+def test_a_plugin_that_raises(
+    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, expected: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.py").write_text(text)
     for _ in range(2):  # a plugin that failed is not taken for loaded the second time
         with pytest.raises(UserError) as caught:
@@ -244,7 +280,7 @@ def test_an_option_that_yaml_cannot_express(load: Load, tmp_path: Path) -> None:
 
 
 def test_a_plugin_that_does_not_exist(load: Load, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=rf"^plugins: no file 'no.py' \(looked in ., {tmp_path}\); expected"):
+    with pytest.raises(UserError, match=rf"^plugins: no file 'no.py' in {Path.cwd()}, nor beside a YAML"):
         load("plugins: [no.py]")
     with pytest.raises(
         UserError, match="^plugins: no module 'no_such.part'; expected a .py file, an installed"
@@ -257,7 +293,9 @@ def test_a_plugin_that_does_not_exist(load: Load, tmp_path: Path) -> None:
 def test_a_module_by_its_name(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "my_package").mkdir()
-    (tmp_path / "my_package" / "router.py").write_text(GATE.format(name="of_module"))
+    (tmp_path / "my_package" / "names.py").write_text("NAME = 'of_module'\n")  # a file beside it
+    router = "from my_package.names import NAME\n" + GATE.replace('"{name}"', "NAME").format()
+    (tmp_path / "my_package" / "router.py").write_text(router)
     config = load("plugins: [my_package.router]\nmoe: {router: {score_function: of_module}}")
     assert config.moe.router.score_function.name == "of_module"
     (tmp_path / "my_broken.py").write_text("import no_such_module")
@@ -298,3 +336,27 @@ def test_a_plugin_that_exits_does_not_end_the_launch_as_finished(
     assert line.startswith("error: sys.exit(0) was called at line ") and line.endswith(
         "raise an error instead"
     )
+
+
+def test_changed_code_is_told(
+    pretrain: Callable[..., int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On a resume, and by what opens the checkpoint, where each line comes once."""
+    from megamoe.apps.evaluation.trained_model import session
+
+    plugins, checkpoint = "plugins=[mine.py]", "checkpoint={every: 1, keep: 9}"
+    (tmp_path / "mine.py").write_text(PLUGIN)
+    assert pretrain(plugins, checkpoint, "train.steps=1", "moe.router.scorer=two_layers") == 0
+    run = (plugins, checkpoint, "--resume", "moe.router.scorer=two_layers")
+    assert pretrain(*run, "train.steps=2") == 0
+    assert "plugin" not in capsys.readouterr().out
+    (tmp_path / "mine.py").write_text(f"{PLUGIN}\n# edited\n")
+    assert pretrain(*run, "train.steps=3") == 0
+    line = "changed since the checkpoint: plugin mine.py (another SHA-256)"
+    assert line in capsys.readouterr().out.splitlines()
+    assert pretrain(*run, "train.steps=4") == 0
+    assert "plugin" not in capsys.readouterr().out
+    with session([plugins]) as ranks:
+        for step in (4, 1, 2):
+            ranks.check(Path(f"runs/a/checkpoints/step_{step:08d}"))
+    assert capsys.readouterr().err.splitlines() == [f"warning: {line}"]

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe import registry
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
 from megamoe.errors import UserError
@@ -219,6 +220,42 @@ def test_each_change_is_told(routed: Path) -> None:
         f"changed since the checkpoint: train.micro_batch_size {before.train.micro_batch_size} -> 3",
     ]
     assert check_resume(tiny(), VOCABULARY, routed) == []
+
+
+def test_a_changed_plugin_is_told(
+    tmp_path: Path, own_registry: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file is known by its name, wherever it lies. Of a package each file counts."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    package, moved = tmp_path / "parts_that_change", tmp_path / "moved"
+    for folder in (package, moved):
+        folder.mkdir()
+    for file in (package / "__init__.py", package / "old.py", tmp_path / "mine.py", moved / "mine.py"):
+        file.write_text("")
+
+    def config_of(file: Path) -> RunConfig:
+        return tiny("moe.layers=none", f"plugins=[{file}, {package.name}]")
+
+    config = config_of(tmp_path / "mine.py")
+    folder, without = tmp_path / "step_00000001", checkpoint_of(tmp_path, to_dict(config))
+    digests = registry.plugin_digests(config.plugins)
+    assert digests.keys() == {"mine.py", f"{package.name}: __init__.py", f"{package.name}: old.py"}
+    own = config_of(moved / "mine.py")
+    write_checkpoint(folder, {}, vocabulary=VOCABULARY, config=to_dict(own), plugins=digests)
+    assert check_resume(own, VOCABULARY, folder) == []
+    (moved / "mine.py").write_text("x = 1")
+    (package / "old.py").rename(package / "new.py")
+    own = config_of(moved / "mine.py")
+    assert check_resume(own, VOCABULARY, folder) == [
+        f"changed since the checkpoint: plugin {name}"
+        for name in (
+            "mine.py (another SHA-256)",
+            f"{package.name}: new.py (new)",
+            f"{package.name}: old.py (removed)",
+        )
+    ]
+    (only,) = check_resume(own, VOCABULARY, without)  # from before the digests were stored
+    assert only.startswith("changed since the checkpoint: plugins [")
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.train.objective import build_objective
 from megamoe.train.resolved import ResolvedRun, resolve_run
-from megamoe.train.resume import check_vocabulary
+from megamoe.train.resume import changed_plugins, check_vocabulary
 
 KEY = "checkpoint"
 # Sections of a saved configuration that say how it was trained, not what was trained.
@@ -101,6 +101,7 @@ class Session:
     replays: bool = False
     _is_started: bool = field(default=False, repr=False)
     _intact: dict[Path, Path] = field(default_factory=dict, repr=False)  # the checkpoint, by what was named
+    _told: set[str] = field(default_factory=set, repr=False)
 
     def check(
         self, path: Path, overrides: Sequence[str] = (), architectures: Sequence[str] = ("decoder",)
@@ -175,9 +176,17 @@ class Session:
                     f"parallel.{key}: found {size}, which training alone has; set it to 1, with which the "
                     "checkpoint of any layout opens"
                 )
+        self.tell_changes(config, meta)
         run = resolve_run(config, self.world.size)
         check_vocabulary(intact, meta, run.vocabulary.size)
         return meta, run
+
+    def tell_changes(self, config: RunConfig, meta: Meta) -> None:
+        """Warn of plugins that have changed since the checkpoint: on rank 0, each once a session."""
+        for line in changed_plugins(config, meta):
+            if self.world.is_first and line not in self._told:
+                warn(line)
+            self._told.add(line)
 
     def verified(self, path: Path) -> Path:
         """Return the intact checkpoint that `path` names, the newest of a run; its bytes are read once in a

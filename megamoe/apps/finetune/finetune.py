@@ -119,6 +119,7 @@ class _Work:
         checkpoint = session.verified(options.checkpoint)
         meta = read_meta(checkpoint, "--checkpoint")
         pretrained = pretrained_config(meta, checkpoint, options.overrides)
+        session.tell_changes(pretrained, meta)
         tokenizer = tokenizer_of(task, pretrained, meta["vocabulary"])
         name = str(meta["config"].get("name") or checkpoint.name)
         output = options.output or Path("runs") / task.name / name

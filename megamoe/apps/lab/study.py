@@ -27,7 +27,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megamoe.apps.lab.claims import Claim, parse_claim
-from megamoe.config.files import merge, read_run
+from megamoe.config.files import merge, plugins_beside, read_run
 from megamoe.config.load import apply_override
 from megamoe.config.messages import first_problem
 from megamoe.config.parts import STRICT
@@ -416,13 +416,9 @@ def _check_control(study: Study) -> None:
 def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     for base in [row.base] if isinstance(row.base, str) else row.base:
-        above = read_run(folder / base, "STUDY: base")
-        plugins = above.get("plugins")
-        if isinstance(plugins, list):  # relative to the file that names them
-            above["plugins"] = [_resolved(folder / base, str(each)) for each in plugins]
-        tree = merge(tree, above)
+        tree = merge(tree, read_run(folder / base, "STUDY: base"))
     for settings in (study.set, size.set, row.set):
-        tree = merge(tree, settings)
+        tree = merge(tree, plugins_beside(folder, settings))
     for key, factor in size.scale.items():
         section, _, name = key.partition(".")
         if isinstance(found := (tree.get(section) or {}).get(name), int):
@@ -430,11 +426,6 @@ def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[st
     for override in overrides:
         apply_override(tree, override)
     return tree
-
-
-def _resolved(file: Path, plugin: str) -> str:
-    path = file.parent / plugin
-    return str(path.resolve()) if path.is_file() else plugin
 
 
 def digest(*content: Any) -> str:

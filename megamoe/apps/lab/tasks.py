@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megamoe import registry
 from megamoe.apps.lab.study import Plan, Stage, digest
 from megamoe.config.files import LARGEST_FILE, merge, read_mapping
 from megamoe.config.load import apply_override, configure
@@ -139,10 +140,11 @@ def _training(
         raise UserError(f"{plan.path}: row {row}: {str(error).removeprefix('configuration: ')}") from None
     if by is not None:
         _check_recorded(plan, row, config, by)
-    # A run without a DeepSpeed file has the identity that it had before such files counted.
+    # A run without plugins, or without a DeepSpeed file, has the identity that it had before these counted.
+    plugins = {"plugins": registry.plugin_digests(config.plugins)} if config.plugins else {}
     deepspeed = config.parallel.deepspeed
     files = [] if deepspeed is None else [_text(Path(deepspeed), f"{plan.path}: row {row}")]
-    identity = digest("train", unnamed, seed, plan.size.ranks, *files)
+    identity = digest("train", {**unnamed, **plugins}, seed, plan.size.ranks, *files)
     path = output / "configurations" / f"{name}.yaml"
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(plan.size.ranks))
     arguments = (*(launcher if plan.size.ranks > 1 else ()), "-m", "megamoe", "--config", str(path))

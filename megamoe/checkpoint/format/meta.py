@@ -67,7 +67,7 @@ class Meta(TypedDict):
     """checkpoint.json. step, samples, micro_batches and tokens count over all ranks since the run's start.
 
     random_layout: the layout whose random states it holds, if that is not `layout`: earlier versions could
-    convert a checkpoint to another layout.
+    convert a checkpoint to another layout. plugins: the SHA-256 of each source file of the run's plugins.
     """
 
     format: Number
@@ -84,6 +84,7 @@ class Meta(TypedDict):
     skip_policy: NotRequired[SkipPolicyMeta]
     routing_history: NotRequired[RoutingHistoryMeta]
     random_layout: NotRequired[RandomLayout]
+    plugins: NotRequired[dict[str, str]]
 
 
 class ShardingMeta(TypedDict):

@@ -172,8 +172,10 @@ def _index(newest: CheckpointReader, names: Sequence[str]) -> dict[str, object]:
 def _meta(newest: CheckpointReader) -> dict[str, object]:
     kept = ("format", "step", "samples", "micro_batches", "skipped_steps", "tokens", "vocabulary", "config")
     layout = dict.fromkeys(("ranks", "tensor", "expert", "expert_tensor"), 1)
+    plugins = newest.meta.get("plugins")
     return {
         **{key: newest.meta[key] for key in kept},  # type: ignore[literal-required]
+        **({"plugins": plugins} if plugins else {}),
         "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "layout": {**layout, "zero_stage": 0, "precision": newest.meta["layout"]["precision"]},
         "loss_scaler": {},

@@ -105,6 +105,18 @@ def test_the_identity_of_a_run_holds_its_deepspeed_file(tmp_path: Path) -> None:
         tasks_of(path)
 
 
+def test_the_identity_of_a_run_holds_the_content_of_its_plugins(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    plain, found = tasks_of(written(tmp_path)).training["two", 1].identity, []
+    for folder, text in ((tmp_path, "x = 1"), (tmp_path / "elsewhere", "x = 1"), (tmp_path, "x = 2")):
+        (folder / "idle.py").write_text(text)
+        path = written(tmp_path, set={"plugins": [str(folder / "idle.py")]})
+        found.append(tasks_of(path).training["two", 1].identity)
+    assert found[0] == found[1] and len({plain, *found}) == 3
+    written(tmp_path, set={"plugins": ["idle.py"]})  # beside the study
+    assert tasks_of(path).training["two", 1].identity == found[2]
+
+
 @pytest.mark.parametrize(
     ("visible", "ranks", "workers", "slots"),
     [

@@ -128,6 +128,7 @@ FORGED: dict[str, Harm] = {
     "format has control characters": setting(format="\x1b[2J\n"),
     "scale is infinite": setting(loss_scaler={"cur_scale": float("inf")}),
     "losses are words": setting(skip_policy={"losses": ["a", "b"]}),
+    "plugins are numbers": setting(plugins={"mine.py": 1}),
     "scale is a method": setting(loss_scaler={"update_scale": 1.0}),
     "no layout": of_meta(lambda meta: {key: value for key, value in meta.items() if key != "layout"}),
     "no ranks": of_layout(ranks=0),
