@@ -224,8 +224,9 @@ class Passes:
                 loss = loss + loss_with_gradient(scores_TE, gradient_TE)
         self.engine.backward(loss, last, completes=each.micro_batch == len(self.batches) - 1)
         for tensor in kept.received:
-            assert tensor.grad is not None
-            self.engine.links.send_backward(tensor.grad)
+            # A loss may read the scores of the layer before without gradient.
+            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            self.engine.links.send_backward(gradient)
         self._finish_micro_batch(each, kept)
 
     def _finish_micro_batch(self, each: Pass, kept: _Kept) -> None:
