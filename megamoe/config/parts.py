@@ -112,7 +112,10 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
     try:
         config_class = registry.get_part(kind, name).Config
     except UserError as error:
-        raise _problem(str(error)) from None
+        near = registry.nearest(name, list(registry.list_parts(kind)))
+        raise _problem(
+            str(error) if near else f"{error}; one of your own needs its file in plugins"
+        ) from None
     known = [field.name for field in dataclasses.fields(config_class)]
     for key in options:
         if key not in known:

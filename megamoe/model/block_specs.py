@@ -4,7 +4,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from megamoe.config.groups import config_by_layer, scores_before
+from megamoe.config.groups import config_by_layer, scores_before, scores_before_losses
 from megamoe.config.mup import Scaling, attention_scale, residual_scale
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
 from megamoe.config.shapes import (
@@ -119,7 +119,7 @@ class BlockMaker:
         has_source: its blocks have cross attention. of_source: it is the encoder that they attend to.
         """
         moe_blocks, specs, of_layer = set(stack.moe_blocks), [], config_by_layer(self.config)
-        before = scores_before(self.config)
+        before, of_losses = scores_before(self.config), scores_before_losses(self.config)
         layers = f"{stack.name}.layers"
         names = [f"{layers}.{place}." for place in range(stack.num_layers)]
         if stack.name == "prediction":
@@ -134,7 +134,12 @@ class BlockMaker:
             if config is None:
                 continue
             layer = stack.first - 1 + number
-            shape = self._layer_shape(config, layer, of_source, transformer.num_layers, before.get(layer))
+            shape = replace(
+                self._layer_shape(config, layer, of_source, transformer.num_layers),
+                before=before.get(layer),
+                before_losses=of_losses.get(layer),
+                keeps_scores=layer in of_losses.values(),
+            )
             build = functools.partial(self.make_moe_layer, config.moe, shape)
             moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.recomputed}
             if number in moe_blocks:
@@ -190,9 +195,7 @@ class BlockMaker:
         norm: nn.Module = self.modules.norm(config=transformer, hidden_size=size, eps=eps)
         return norm
 
-    def _layer_shape(
-        self, config: RunConfig, layer: int, of_source: bool, num_layers: int, before: int | None
-    ) -> LayerShape:
+    def _layer_shape(self, config: RunConfig, layer: int, of_source: bool, num_layers: int) -> LayerShape:
         """Return the sizes of an MoE layer; config: its own, see `LayerKind.config`."""
         model, scaling = config.model, Scaling.of(config.model)
         layers = num_layers if model.mup is None else scaling.residual_layers
@@ -215,7 +218,6 @@ class BlockMaker:
             recomputed=self.recomputed,
             exchange=self.config.parallel.exchange,
             exchange_fp8=self.config.parallel.exchange_dtype == "fp8",
-            before=before,
         )
 
 

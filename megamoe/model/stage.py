@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megamoe.config.groups import config_by_layer, group_layers, scores_before
+from megamoe.config.groups import config_by_layer, group_layers, scores_before, scores_before_losses
 from megamoe.config.schema import GroupLayersConfig, LayersConfig, RunConfig
 from megamoe.config.shapes import routed_experts, stacks
 from megamoe.model.moe_block import Block
@@ -39,7 +39,7 @@ class StageBlocks:
 
     stage, stages: this one, and their number. chunks: the indices of the decoder's blocks in each of the
     stage's chunks; chunk c of stage s is part c * stages + s of the model. scores: of each layer whose router
-    reads the scores of a layer before: that layer's number, its own, and the number of experts.
+    or losses read the scores of a layer before: that layer's number, its own, and the number of experts.
     """
 
     stage: int
@@ -51,8 +51,9 @@ class StageBlocks:
     def of(cls, config: RunConfig, stage: int, vocab_size: int) -> "StageBlocks":
         """Return the blocks of a stage; vocab_size: before padding."""
         stages, parts = config.parallel.pipeline, block_ranges(config, vocab_size)
-        before, of_layer = scores_before(config), config_by_layer(config)
-        scores = ((source, layer, routed_experts(of_layer[layer].moe)) for layer, source in before.items())
+        of_layer = config_by_layer(config)
+        before = {*scores_before(config).items(), *scores_before_losses(config).items()}
+        scores = ((source, layer, routed_experts(of_layer[layer].moe)) for layer, source in sorted(before))
         return cls(stage, stages, tuple(parts[stage::stages]), tuple(scores))
 
     def scores_in(self, chunk: int) -> dict[int, int]:

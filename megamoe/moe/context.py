@@ -51,10 +51,16 @@ class Padding:
     def without(self, context: "StepContext", ranks: int) -> "StepContext":
         """Return the context of the V tokens; `ranks`: over which the micro batch's places are spread."""
         index_T, ids_T, place_V = context.token_index_T, context.token_ids_T, self.place_V
+        position_T = context.position_T
         return replace(
             context,
             token_index_T=place_V if index_T is None else index_T.to(place_V.device)[place_V],
             token_ids_T=None if ids_T is None else ids_T.to(place_V.device)[place_V],
+            position_T=(
+                place_V // self.num_sequences
+                if position_T is None
+                else position_T.to(place_V.device)[place_V]
+            ),
             sequence_T=place_V % self.num_sequences,
             bounds=self.bounds(ranks),
             padding=None,
@@ -68,11 +74,13 @@ class SourceTokens:
     token_index_T: Tensor
     token_ids_T: Tensor
     padding: Padding | None = None
+    position_T: Tensor | None = None
 
 
 OF_MICRO_BATCH = (
     "token_index_T",
     "token_ids_T",
+    "position_T",
     "sample_index_B",
     "micro_batch",
     "num_rollouts",
@@ -93,11 +101,11 @@ class StepContext:
 
     aux_scale: multiplies the gradient of the auxiliary losses, see `layer.attach_losses`. token_index_T:
     int64, each token's index in the data of the whole run, the key of every random draw; None: tokens are
-    numbered from 0. token_ids_T: int64, the token ids. sample_index_B: int64, the sample number of each
-    sequence; None: one sequence. measure_gradients: whether this step measures the shares of the auxiliary
-    losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not measured. compute_timer:
-    of this rank's own work. micro_batch: its number in the run; data-parallel ranks take
-    micro batches in turn.
+    numbered from 0. token_ids_T: int64, the token ids. position_T: see `position`. sample_index_B: int64,
+    the sample number of each sequence; None: one sequence. measure_gradients: whether this step measures the
+    shares of the auxiliary losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not
+    measured. compute_timer: of this rank's own work. micro_batch: its number in the run; data-parallel ranks
+    take micro batches in turn.
     num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
     rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
     alone. source: the tokens of an encoder_decoder's encoder; the other fields are the decoder's.
@@ -114,6 +122,7 @@ class StepContext:
     aux_scale: float = 1.0
     token_index_T: Tensor | None = None
     token_ids_T: Tensor | None = None
+    position_T: Tensor | None = None
     sample_index_B: Tensor | None = None
     micro_batch: int = 0
     num_rollouts: int = 1
@@ -141,6 +150,7 @@ class StepContext:
             self,
             token_index_T=source.token_index_T,
             token_ids_T=source.token_ids_T,
+            position_T=source.position_T,
             padding=source.padding,
         )
 
@@ -149,6 +159,16 @@ class StepContext:
         if self.token_index_T is None:
             return torch.arange(num_tokens, device=device)
         return self.token_index_T.to(device)
+
+    def position(self, num_tokens: int, device: torch.device) -> Tensor:
+        """Return each token's position, from 0 in its sequence, or in its document with
+        `data.document_aware`, int64 [T].
+
+        It is the position that learned and rotary positions get, in generation too.
+        """
+        if self.position_T is None:
+            return torch.arange(num_tokens, device=device) // self.num_sequences
+        return self.position_T.to(device)
 
     @property
     def num_sequences(self) -> int:

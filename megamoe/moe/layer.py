@@ -46,6 +46,7 @@ class LayerShape:
     recomputed: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
     the encoder of an encoder_decoder. exchange, exchange_fp8: see `parallel.exchange`, `exchange_dtype`.
     before: the layer whose scores the router's residual reads, see `config.groups.scores_before`.
+    before_losses: the layer whose scores its losses read. keeps_scores: later layers read its scores.
     """
 
     hidden_size: int
@@ -67,6 +68,8 @@ class LayerShape:
     exchange: PartChoice | None = None
     exchange_fp8: bool = False
     before: int | None = None
+    before_losses: int | None = None
+    keeps_scores: bool = False
 
 
 class MoELayer(nn.Module):
@@ -88,12 +91,13 @@ class MoELayer(nn.Module):
         groups = groups or ParallelGroups()
         self.context = context
         self.of_source = shape.of_source
-        self.before = shape.before
+        self.before, self.before_losses = shape.before, shape.before_losses
         self.num_experts = config.num_experts
         self.token_sharding = TokenSharding(groups.tensor)
         self.expert_ranks = TokenSharding(groups.expert)
         self.slice_ranks = TokenSharding(groups.expert_tensor)
         self.router = Router(config.router, _dims(config, shape, groups), self.token_sharding)
+        self.keeps_scores = shape.keeps_scores or self.router.residual.reads_before
         self.losses = nn.ModuleDict(
             {name: build_part(choice, self.router.dims) for name, choice in config.losses.items()}
         )
@@ -166,7 +170,7 @@ class MoELayer(nn.Module):
             before_TE = None if self.before is None else self.context.scores[self.before]
             routing = self.router(hidden_TH, context, before_TE)
             own = computed = self.token_sharding.local_shard(routing, context)
-            if self.router.residual.reads_before and not self.recomputing:
+            if self.keeps_scores and not self.recomputing:
                 self.context.scores[self.router.dims.layer] = own.scores_TE
             real = routing
             if self.zero is not None:
@@ -292,6 +296,9 @@ class MoELayer(nn.Module):
         self, output_TH: Tensor, routing: Routing, real: Routing, context: StepContext
     ) -> Tensor:
         """real: the routing to the experts that compute."""
+        if self.before_losses is not None:
+            before_TE = self.context.scores[self.before_losses]
+            routing.before_TE = self.token_sharding.all_gather(before_TE, context)
         values = {
             name: loss(routing, context)
             for name, loss in self.losses.items()

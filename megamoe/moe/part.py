@@ -93,11 +93,16 @@ class Part(nn.Module):
     Experts without computation (`moe.zero_experts`) are the last ones; a router chooses among all. A part
     that takes all experts to be alike, in load or in place, declares `experts_alike`: it is refused beside
     them.
+
+    A loss that compares a layer with the one before declares `reads_before` and reads `Routing.before_TE`:
+    the scores of the last MoE layer before with as many experts (`config.groups.scores_before_losses`), of
+    the whole micro batch, with gradient; None in a stack's first such layer.
     """
 
     takes_any_dtype: ClassVar[bool] = False
     experts_alike: ClassVar[bool] = False
     needs_token_losses: ClassVar[bool] = False  # of a loss: it is an `Objective`
+    reads_before: ClassVar[bool] = False
 
     @dataclass
     class Config:
@@ -188,7 +193,7 @@ class Residual(Part):
     rank's tokens, as for a scorer, and carry gradient.
     """
 
-    reads_before: ClassVar[bool] = True
+    reads_before = True
 
 
 class ScoreFunction(Part):

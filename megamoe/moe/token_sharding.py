@@ -36,10 +36,18 @@ class TokenSharding:
         if self.size == 1:
             return context
         own = self.local_slice(context, num_tokens * self.size)
-        index_T, ids_T = context.token_index_T, context.token_ids_T
+        index_T, ids_T, position_T = context.token_index_T, context.token_ids_T, context.position_T
         if index_T is None:
             index_T = torch.arange(num_tokens * self.size)
-        return replace(context, token_index_T=index_T[own], token_ids_T=None if ids_T is None else ids_T[own])
+        if position_T is None:
+            position_T = context.position(num_tokens * self.size, torch.device("cpu"))
+        return replace(
+            context,
+            token_index_T=index_T[own],
+            token_ids_T=None if ids_T is None else ids_T[own],
+            position_T=position_T[own],
+            sequence_T=None if context.sequence_T is None else context.sequence_T[own],
+        )
 
     def local_slice(self, context: StepContext | None, num_tokens: int) -> slice:
         """Return the rows of this rank's tokens among the `num_tokens` of the micro batch."""

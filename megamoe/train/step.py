@@ -224,8 +224,9 @@ class Passes:
                 loss = loss + loss_with_gradient(scores_TE, gradient_TE)
         self.engine.backward(loss, last, completes=each.micro_batch == len(self.batches) - 1)
         for tensor in kept.received:
-            assert tensor.grad is not None
-            self.engine.links.send_backward(tensor.grad)
+            # A loss may read the scores of the layer before without gradient.
+            gradient = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            self.engine.links.send_backward(gradient)
         self._finish_micro_batch(each, kept)
 
     def _finish_micro_batch(self, each: Pass, kept: _Kept) -> None:
@@ -457,6 +458,7 @@ def set_context(context: StepContext, batch: Batch, number: int, rollouts: int =
     index_SB = sample_B[None, :] * length + position_S[:, None] + (rollout_B[None, :] << ROLLOUT_BIT)
     context.token_index_T = index_SB.reshape(-1)
     context.token_ids_T = batch.tokens_BS.transpose(0, 1).reshape(-1)
+    context.position_T = batch.position_ids_BS.transpose(0, 1).reshape(-1)
     context.padding = None
     context.source = None
     if batch.lengths_B is not None:
@@ -468,6 +470,7 @@ def set_context(context: StepContext, batch: Batch, number: int, rollouts: int =
             _padded_index_T(sample_B, source_length),
             batch.source_BL.transpose(0, 1).reshape(-1),
             Padding.of(batch.source_lengths_B, source_length, device),
+            torch.arange(source_length, device=device).repeat_interleave(num_sequences),
         )
     context.sample_index_B = sample_B
     context.micro_batch = number

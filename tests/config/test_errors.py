@@ -175,6 +175,12 @@ def test_overrides_that_cannot_be_applied(load: Load, override: str, expected: s
     )
 
 
+def test_a_part_that_resembles_none_may_be_of_a_plugin(load: Load) -> None:
+    hint = "one of your own needs its file in plugins"
+    assert message_of(load, "moe: {router: {scorer: qqq}}").endswith(f"); {hint}")
+    assert hint not in message_of(load, "moe: {router: {scorer: liner}}")
+
+
 def test_an_override_is_checked_as_the_file_is(load: Load) -> None:
     assert ": optimizer.lr: expected a number, found 'fast'" in message_of(load, "", "optimizer.lr=fast")
     assert "unknown key 'optimizr'; did you mean 'optimizer'?" in message_of(load, "", "optimizr.lr=1")

@@ -22,6 +22,7 @@ def six_tokens() -> Routing:
     routing = make_routing([[0, 1], [2], [1, 0], [2, 1], [0], [1]], scores_TE, scores_TE.softmax(-1))
     routing.pairs = routing.wanted.keep(torch.tensor([1, 1, 1, 1, 1, 0, 1, 1, 0]).bool())
     routing.candidates_TE = torch.arange(18).view(6, 3) % 4 > 0
+    routing.before_TE = scores_TE + 1
     routing.extras = {"clean_TE": -scores_TE, "first_T": torch.arange(6), "phase_1": torch.ones(1)}
     return routing
 
@@ -37,7 +38,7 @@ def test_of_tokens_by_hand() -> None:
     assert own.pairs.expert_N.tolist() == [1, 0, 1, 0]
     assert own.wanted_counts_E().tolist() == [2, 2, 1]
     assert own.counts_E().tolist() == [2, 2, 0]
-    for name in ("scores_TE", "affinities_TE", "probs_TE", "ranking_TE", "candidates_TE"):
+    for name in ("scores_TE", "affinities_TE", "probs_TE", "ranking_TE", "candidates_TE", "before_TE"):
         assert torch.equal(getattr(own, name), getattr(routing, name)[2:5]), name
     assert torch.equal(own.extras["clean_TE"], routing.extras["clean_TE"][2:5])
     assert own.extras["first_T"].tolist() == [2, 3, 4]
@@ -86,6 +87,15 @@ def test_own_context() -> None:
     unnumbered = spread_of(4, 3).local_context(StepContext(), 2)
     assert unnumbered.token_index_T is not None and unnumbered.token_ids_T is None
     assert unnumbered.token_index_T.tolist() == [6, 7]
+
+
+def test_own_positions() -> None:
+    cpu, context = torch.device("cpu"), StepContext(position_T=torch.tensor([0, 3, 1, 4, 0, 5, 1, 6]))
+    assert spread_of(4, 2).local_context(context, 2).position(2, cpu).tolist() == [0, 5]
+    padded = StepContext(sequence_T=torch.tensor([0, 1, 0, 1, 1]), bounds=(0, 3, 4, 5))
+    assert spread_of(3, 1).local_context(padded, 1).sequence(1, cpu).tolist() == [1]
+    two = StepContext(sample_index_B=torch.tensor([7, 8]))  # two sequences, whose tokens are not numbered
+    assert spread_of(4, 2).local_context(two, 2).position(2, cpu).tolist() == [2, 2]
 
 
 def test_which_names_have_a_row_for_each_token() -> None:

@@ -116,6 +116,29 @@ def test_token_index_follows_the_order_of_a_block() -> None:
     assert context.micro_batch == 5
 
 
+def test_positions_are_those_of_the_model() -> None:
+    """From 0 in each document; without padding, which no part sees; the encoder's are its own."""
+    cpu = torch.device("cpu")
+    position_ids_BS = torch.tensor([[0, 1, 0], [0, 1, 2]])  # the first row has two documents
+    batch = replace(
+        BATCHES[0], tokens_BS=torch.tensor([[1, 2, 3], [4, 5, 6]]), position_ids_BS=position_ids_BS
+    )
+    batch = replace(batch, source_BL=torch.zeros(2, 4).long(), source_lengths_B=torch.tensor([4, 2]))
+    context = StepContext()
+    set_context(context, batch, number=5)
+    assert context.position(6, cpu).tolist() == [0, 0, 1, 1, 0, 2]
+    source = context.of_source()
+    assert source.padding is not None
+    assert source.position(8, cpu).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert source.padding.without(source, 1).position(6, cpu).tolist() == [0, 0, 1, 1, 2, 3]
+    set_context(context, replace(batch, lengths_B=torch.tensor([1, 3])), number=5)
+    assert context.padding is not None
+    assert context.padding.without(context, 1).position(4, cpu).tolist() == [0, 0, 1, 2]
+    plain = replace(context, position_T=None)
+    assert plain.position(6, cpu).tolist() == [0, 0, 1, 1, 2, 2]
+    assert context.padding.without(plain, 1).position(4, cpu).tolist() == [0, 0, 1, 2]
+
+
 def test_every_rollout_of_a_sequence_draws_for_itself() -> None:
     tokens_BS = torch.tensor([[1, 2], [4, 5]])
     batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7])).repeat(2)

@@ -151,7 +151,7 @@ def describe_pass(trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor)
     """Set the layers' context for a pass without padding; return the positions for the embedding."""
     context = trained.context
     context.token_ids_T = tokens_BS.T.reshape(-1)
-    context.token_index_T = position_BS.T.reshape(-1)
+    context.token_index_T = context.position_T = position_BS.T.reshape(-1)
     context.sample_index_B = torch.arange(len(tokens_BS), device=tokens_BS.device)
     context.num_rollouts = 1
     context.padding = None
@@ -294,10 +294,9 @@ def encoded(trained: TrainedModel, sources: list[list[int]]) -> SourceCache:
     position_BL = positions(lengths_B, size)
     context.sample_index_B = torch.arange(len(sources), device=device)
     context.num_rollouts = 1
+    position_T = position_BL.T.reshape(-1).to(device)
     context.source = SourceTokens(
-        position_BL.T.reshape(-1).to(device),
-        source_BL.T.reshape(-1).to(device),
-        Padding.of(lengths_B, size, device),
+        position_T, source_BL.T.reshape(-1).to(device), Padding.of(lengths_B, size, device), position_T
     )
     model = encoder_decoder_of(trained)
     return model.encoded(source_BL.to(device), position_BL.to(device), lengths_B)

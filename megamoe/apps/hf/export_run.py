@@ -5,11 +5,13 @@ The class is the one that computes the same function. The keys of config.json th
 that the model was imported from, if it was; otherwise from the configuration.
 """
 
+import copy
 import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -44,6 +46,7 @@ from megamoe.config import RunConfig
 from megamoe.config.load import configure
 from megamoe.config.mup import without_mup
 from megamoe.errors import UserError
+from megamoe.registry import STAGES, is_ours, label, list_parts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The state of losses; and multi-token prediction, where the class has no names for it.
@@ -159,13 +162,43 @@ def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunCon
     """Return the configuration that a checkpoint holds; no plugin is run."""
     tree = {section: reader.meta["config"].get(section, {}) for section in ("data", "model", "moe")}
     router = {key: value for key, value in tree["moe"].get("router", {}).items() if key != "replay"}
-    tree["moe"] = {**tree["moe"], "router": router}
+    moe = copy.deepcopy({**tree["moe"], "router": router})
+    tree["moe"] = _without_own_losses(moe, reader.path, overrides)
     config = configure(tree, list(overrides), source=str(reader.path))
     if config.model.architecture != "decoder":
         raise UserError(
             f"{reader.path}: model.architecture: {config.model.architecture}; only decoders can be exported"
         )
     return replace(config, model=without_mup(config.model))
+
+
+def _without_own_losses(moe: Json, path: Path, overrides: Sequence[str]) -> Json:
+    """Return the section `moe` of a checkpoint without losses of plugins, which are for training alone.
+
+    Raises:
+        UserError: if a router has a part of a plugin, and no override replaces it.
+    """
+    groups = [group for group in moe.get("groups") or [] if isinstance(group, dict)]
+    for layer in (moe, *groups):
+        router = layer.get("router") or {}
+        chosen = [("masks", "mask", each) for each in router.get("masks") or []]
+        chosen += [(kind, kind, router.get(kind)) for kind in STAGES]
+        for key, kind, choice in chosen:
+            replaced = any(each.startswith((f"moe.router.{key}", "moe.router=")) for each in overrides)
+            if _is_own(kind, choice) and not replaced:
+                raise UserError(
+                    f"{path}: a part of your own ({label(kind)} {choice['name']}) cannot be exported: no "
+                    f"class computes it; override moe.router.{key} if it does not matter to you"
+                )
+        if isinstance(losses := layer.get("losses"), dict):
+            layer["losses"] = {key: each for key, each in losses.items() if not _is_own("loss", each)}
+    return moe
+
+
+def _is_own(kind: str, choice: Any) -> bool:
+    """Whether a checkpoint's choice of a part is of a plugin."""
+    known, name = list_parts(kind), choice.get("name") if isinstance(choice, dict) else None
+    return isinstance(name, str) and not (name in known and is_ours(known[name]))
 
 
 def _kept(reader: CheckpointReader) -> Path | None:

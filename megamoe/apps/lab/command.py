@@ -8,7 +8,7 @@ python tools/lab.py --list
 STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes
 on where an earlier one stopped. The results are in OUTPUT/page: index.md, results.json and report.html.
 
-Exit code 1: a run failed.
+Exit code 1: a run failed, or no run has the metric of a measure or curve.
 """
 
 import argparse
@@ -29,7 +29,7 @@ MARK = ".lab"  # in a folder of a study; its lock
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return the exit code: that of `run_tool`, or 1 if a run of the study failed."""
+    """Run the command; return the exit code: that of `run_tool`, or 1 if `_run` found a problem."""
     options = _parser().parse_intermixed_args(arguments)
     failed: list[str] = []
     return run_tool(lambda: _run(options, failed)) or int(bool(failed))
@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace, failed: list[str]) -> None:
-    """failed: receives a line for each run that failed."""
+    """failed: receives a line for each run that failed, and for each metric that no run has."""
     if options.list:
         _list()
         return
@@ -116,7 +116,8 @@ def _list() -> None:
     for path in sorted(STUDIES.glob("*.yaml")):
         study = load_study(path)
         times = "; ".join(f"{name}: {size.time}" for name, size in study.sizes.items())
-        print(f"{path.stem}: {study.title} ({study.source}). {times}")
+        source = f" ({study.source})" if study.source else ""
+        print(f"{path.stem}: {study.title}{source}. {times}")
 
 
 def _open_folder(output: Path, overwrite: bool) -> int:
@@ -148,14 +149,16 @@ def _open_folder(output: Path, overwrite: bool) -> int:
 
 
 def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]:
-    """Run what is missing and write the page; return a line for each run that failed."""
+    """Run what is missing and write the page; return a line for each run that failed, and for each metric
+    that no run has.
+    """
     from megamoe.apps.lab.page import PAGE, write_results
     from megamoe.apps.lab.results import results_of
     from megamoe.apps.lab.runner import Runner
     from megamoe.apps.lab.tasks import study_tasks
     from megamoe.apps.lab.tuning import tune, values_of
 
-    print(f"{plan.study.title}: {plan.study.source}", flush=True)
+    print(": ".join(filter(None, (plan.study.title, plan.study.source))), flush=True)
     print(
         f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
     )
@@ -174,10 +177,13 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]
     failed = list(dict.fromkeys(line for row in results["rows"].values() for line in row["failed"]))
     for line in failed:
         print(f"failed: {line}")
+    for line in results["unrecorded"]:
+        print(line)
     print(f"page: {page / PAGE}")
     if options.publish is not None:
         _publish(page, output / "configurations", options.publish)
-    return failed
+    # Of some rows, such as dense ones, a metric may be missing by right.
+    return failed + (results["unrecorded"] if len(plan.configs) == len(plan.study.rows) else [])
 
 
 def _tell(plan: Any, choices: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 from megamoe.metrics import names
 from megamoe.metrics.recorder import METRICS_FILE
+from megamoe.registry import nearest
 
 LARGEST_RESULT = 1 << 28  # bytes
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 20, 6.0
@@ -47,6 +48,41 @@ def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
                 value = perplexity(value) if measure.exponential else value
                 found[name][row][seed] = value * measure.scale
     return found
+
+
+def unrecorded(plan: Plan, tasks: Tasks, runner: Runner, found: Found, drawn: Curves) -> list[str]:
+    """Return a line for each measure and curve by a metric of which no complete run has a number.
+
+    found, drawn: see `measured` and `curves`. Empty while no run is complete.
+    """
+    asked = [
+        (f"measure {name}", measure.metric, measure.stages)
+        for name, measure in plan.study.measures.items()
+        if measure.metric is not None and not any(found[name].values())
+    ]
+    asked += [
+        (f"curve {name}", curve.metric, [])
+        for name, curve in plan.study.curves.items()
+        if curve.metric is not None and not drawn[name]
+    ]
+    lines = []
+    for named, metric, stages in asked:
+        known = _recorded(tasks, runner, stages)
+        if metric in known:
+            lines.append(f"{named}: the values of the metric {metric!r} are no numbers")
+        elif known:
+            lines.append(f"{named}: no run has the metric {metric!r}{nearest(metric, sorted(known))}")
+    return lines
+
+
+def _recorded(tasks: Tasks, runner: Runner, stages: Sequence[str]) -> set[str]:
+    """Return the metrics of all complete runs, of the trainings or of stages that fine-tune."""
+    done = [task for task in tasks.training.values() if not stages and runner.is_done(task)]
+    runs = [read_run(folder) for folder in dict.fromkeys(task.folder for task in done)]
+    for (stage, _, _), task in tasks.stages.items():
+        if stage in stages and runner.is_done(task):
+            runs += _tuned(task)
+    return {key for run in runs for row in run.rows for key in row}
 
 
 def perplexity(loss: float) -> float:

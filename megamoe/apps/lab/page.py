@@ -52,7 +52,8 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     """Return index.md."""
     study, made = plan.study, results["made"]
     seeds = ", ".join(map(str, results["seeds"]))
-    parts = [f"# {study.title}", f"{study.source}. Size `{results['size']}`, seeds {seeds}.", study.question]
+    source = f"{study.source}. " if study.source else ""
+    parts = [f"# {study.title}", f"{source}Size `{results['size']}`, seeds {seeds}.", study.question]
     parts.append(f"```\n{made['command']}\n```")
     if results["claims"]:
         parts += ["## Claims", markdown_table(claims_table(results)), _rule(results)]
@@ -64,6 +65,8 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
             markdown_table(control_table(plan, results)),
         ]
         parts.append(_of_control(results))
+    if results.get("unrecorded"):
+        parts.append("\n".join(f"- {line}" for line in results["unrecorded"]))
     others = paper_table(results)
     if len(others) > 1:
         parts += ["## Numbers of the paper that are not measured here", markdown_table(others)]
@@ -261,6 +264,7 @@ def _html(plan: Plan, tasks: Tasks, results: dict[str, Any]) -> str:
             parts.append(f"<section><h2>{title}</h2>{table(plain[1:], plain[0])}</section>")
     notes = [
         *plan.study.remarks,
+        *results.get("unrecorded", []),
         " ".join([_rule(results), _tuning(results), plan.study.differs, _sizes(results)]),
     ]
     parts.append(f"<section>{''.join(f'<p>{escape(note)}</p>' for note in notes)}</section>")
@@ -270,6 +274,7 @@ def _html(plan: Plan, tasks: Tasks, results: dict[str, Any]) -> str:
             runs.append(read_run(folder))
         except UserError:
             continue  # a run that failed before its first step
-    subtitle = f"{plan.study.source} · size {plan.size_name} · seeds {', '.join(map(str, plan.seeds))}"
+    source = f"{plan.study.source} · " if plan.study.source else ""
+    subtitle = f"{source}size {plan.size_name} · seeds {', '.join(map(str, plan.seeds))}"
     sections = comparison_sections([run for run in runs if run.rows])
     return document(plan.study.title, main_of(plan.study.title, subtitle, parts, sections))

@@ -11,7 +11,7 @@ from typing import Any
 
 import megamoe
 from megamoe.apps.lab.claims import decide, interval, paired
-from megamoe.apps.lab.measures import Found, curves, measured, sizes
+from megamoe.apps.lab.measures import Found, curves, measured, sizes, unrecorded
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import Plan
 from megamoe.apps.lab.tasks import Tasks
@@ -29,7 +29,7 @@ def results_of(
     paper's numbers, what failed, its parameters and tokens of training, and its tuned value with the runs of
     the tuning that failed. claims: text, place, test, verdict, and each comparison's differences over the
     seeds with mean and 95 % interval. control: the differences of the other rows from it, or null. curves:
-    step and mean over the seeds, by curve and row.
+    step and mean over the seeds, by curve and row. unrecorded: a line for each metric that no run has.
     """
     found, of_runs = measured(plan, tasks, runner), sizes(tasks, runner)
     tuned, untuned = values_of(choices)
@@ -45,6 +45,7 @@ def results_of(
         }
         for row in plan.configs
     }
+    drawn = curves(plan, tasks, runner)
     exponential = [name for name, measure in plan.study.measures.items() if measure.exponential]
     claims = []
     for text, claim in plan.claims:
@@ -60,7 +61,8 @@ def results_of(
         "rows": rows,
         "claims": claims,
         "control": _from_control(plan, found),
-        "curves": curves(plan, tasks, runner),
+        "curves": drawn,
+        "unrecorded": unrecorded(plan, tasks, runner, found, drawn),
         "tuning": None
         if plan.size.tuning is None
         else asdict(plan.size.tuning) | {"reported": tuned_by(plan), "rows": plan.study.tuned_rows},

@@ -213,10 +213,10 @@ class Study:
 
     __pydantic_config__ = STRICT
     title: str
-    source: str
     rows: Annotated[dict[Name, Row], Field(min_length=1)]
     measures: Annotated[dict[Name, Measure], Field(min_length=1)]
     sizes: dict[Literal["smoke", "cpu", "gpu"], Size]
+    source: str = ""  # where the claims are from
     question: str = ""
     differs: str = ""  # what is another scale than the paper's
     needs: str = ""  # the command that prepares the data

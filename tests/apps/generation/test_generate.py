@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from megamoe.data.special import SpecialTokens
 from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
+from megamoe.moe.part import StepContext
 from tests.support.apps.tiny_model import opened
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import trained_on_bytes
@@ -154,6 +156,29 @@ def alone(pool: Pool, runs: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["rotary", "learned"])
 def test_the_cache_gives_the_logits_of_a_plain_pass(alone: dict[str, Any], name: str) -> None:
     assert len(alone[name]) == 5 and max(alone[name]) < 1e-5
+
+
+def test_parts_get_the_positions_of_cached_tokens() -> None:
+    """Of two prompts, the shorter of which begins a slot later, and of the tokens that follow."""
+    context, seen = StepContext(), []
+
+    def whole_logits(tokens_BS: Tensor, *unused: Any) -> Tensor:
+        seen.append(context.position(tokens_BS.numel(), torch.device("cpu")).tolist())
+        return torch.zeros(*tokens_BS.shape, 4)
+
+    trained: Any = SimpleNamespace(
+        context=context,
+        layout=SimpleNamespace(tensor=1),
+        world=SimpleNamespace(device=torch.device("cpu")),
+        vocabulary=SimpleNamespace(size=4),
+        config=SimpleNamespace(model=SimpleNamespace(position="rope")),
+        decoder=SimpleNamespace(whole_logits=whole_logits),
+    )
+    runner = CachedRunner(trained, [[1, 2, 3], [1, 2]], 2)
+    runner.begin()
+    runner.feed([1, 1])
+    runner.feed([1], [1])
+    assert seen == [[0, 0, 1, 0, 2, 1], [3, 2], [3]]
 
 
 def texts(results: list[Generated]) -> list[tuple[list[int], str, str]]:

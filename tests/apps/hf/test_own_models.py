@@ -2,15 +2,17 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from megamoe.apps.hf.export_run import export_run
+from megamoe.apps.hf.export_run import _configuration, export_run
 from megamoe.apps.hf.folder import special_ids, tokenizer_files
-from megamoe.config import parse_config
+from megamoe.config import parse_config, to_dict
 from megamoe.data.prepare import Preparation, prepare
+from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
@@ -115,6 +117,30 @@ def test_special_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     prepare(Preparation(output, [source], special="pad"))
     card = special_ids(parse_config({"data": {"sources": [str(tmp_path / "text")]}}))
     assert card == none | {"eos_token_id": 256, "pad_token_id": 257}
+
+
+def test_parts_of_plugins() -> None:
+    """A loss is left out with its plugin; a part of the router is named, unless an override replaces it."""
+    config = to_dict(
+        parse_config({"moe": {"losses": {"z_loss": 0.1}, "groups": [{"layers": [2], "num_experts": 8}]}})
+    )
+    layers = config["moe"], config["moe"]["groups"][0]
+    for layer in layers:
+        layer["losses"]["own"] = {"name": "my_loss", "weight": 0.1, "of_mine": 3}
+    reader: Any = SimpleNamespace(meta={"config": config}, path="run")
+    found = _configuration(reader, []).moe
+    assert [*found.losses] == [*found.groups[0].losses] == ["z_loss"]
+    assert "own" in layers[0]["losses"]  # what the checkpoint holds stays
+    for router, key, choice, named in (
+        (layers[0]["router"], "scorer", {"name": "position_bias"}, "scorer position_bias"),
+        (layers[1]["router"], "masks", [{"name": "late"}], "mask late"),
+    ):
+        kept, router[key] = router[key], choice
+        with pytest.raises(UserError, match=rf"^run: a part of your own \({named}\) cannot be exported"):
+            _configuration(reader, [])
+        router[key] = kept
+    layers[0]["router"]["scorer"] = {"name": "position_bias"}
+    assert _configuration(reader, ["moe.router.scorer=linear"]).moe.router.scorer.name == "linear"
 
 
 @pytest.mark.parametrize("model_class", [None, "custom"])

@@ -73,7 +73,7 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Lab:
     return lab
 
 
-def study(folder: Path, tuning: dict[str, Any] = TUNING, **changes: Any) -> None:
+def study(folder: Path, tuning: dict[str, Any] | None = TUNING, **changes: Any) -> None:
     sizes = {"smoke": {"seeds": [1], "time": "seconds", "tuning": tuning}}
     measures = {"loss": {"metric": "val/lm_loss"}}
     given = {"rows": ROWS, "stages": {}, "claims": [CLAIM], "measures": measures, "sizes": sizes}
@@ -106,6 +106,30 @@ def test_a_row_whose_tuning_fails_is_a_row(
     assert lab({}) == 0  # no run rests on a value, so the next call tries again
     assert calls(tmp_path, "two-1") == 1 and calls(tmp_path, "tuning-two-0") == 2
     assert calls(tmp_path, "one-1") == calls(tmp_path, "tuning-one-0") == 1
+
+
+def test_a_metric_that_no_run_has(lab: Lab, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The nearest one is named, in the output and on the page; of some rows alone it is no problem."""
+    measures = {"loss": {"metric": "val/lm_loss"}, "typo": {"metric": "val/ml_loss"}}
+    study(tmp_path, None, measures=measures, curves={"time": {"metric": "perf/step_s"}})
+    assert lab({"two-1": None}) == 1
+    line = "measure typo: no run has the metric 'val/ml_loss'; did you mean 'val/lm_loss'?"
+    assert line in capfd.readouterr().out.splitlines()
+    assert lab({}) == 1 and line in capfd.readouterr().out
+    assert results(tmp_path)["unrecorded"] == [line, "curve time: no run has the metric 'perf/step_s'"]
+    assert f"- {line}" in (tmp_path / "lab/page/index.md").read_text()
+    assert lab({}, "--rows", "one") == 0 and line in capfd.readouterr().out
+
+
+def test_an_idea_of_ones_own_has_no_source(
+    lab: Lab, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study(tmp_path, None)
+    tree = yaml.safe_load((tmp_path / "study.yaml").read_text())
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump({key: tree[key] for key in tree if key != "source"}))
+    assert lab({}) == 0
+    assert capfd.readouterr().out.startswith("One expert or two\nsize smoke")
+    assert "\n\nSize `smoke`, seeds 1.\n" in (tmp_path / "lab/page/index.md").read_text()
 
 
 def test_a_value_is_chosen_once(lab: Lab, tmp_path: Path) -> None:
