@@ -5,16 +5,22 @@ import math
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from megamoe.config.schema import TrainConfig
 from megamoe.errors import ExitCode, UserError
 from megamoe.metrics.reader import read_metrics
+from megamoe.moe.part import StepContext
 from megamoe.parallel.zero.engine import Engine
+from megamoe.resilience.skipped_steps import Problem, SkipPolicy
 from megamoe.train.loop import train
-from megamoe.train.trainer import Trainer
+from megamoe.train.step_record import LayerRecord, StepRecord
+from megamoe.train.trainer import Progress, Trainer
 from tests.support.tiny import restored_process, tiny
 
 # The batch grows 2, 2, 4 and is 6 from the fourth step on: two increments of 4 samples each.
@@ -253,6 +259,18 @@ def test_steps_with_a_loss_of_nan_are_reported_counted_and_not_saved(
         f"not finite: {a}, {b} (rank 0, micro batch 1); skipped"
         for step, a, b in ((4, 6, 7), (5, 8, 9))
     ]
+
+
+def test_a_skipped_step_names_the_first_layer_that_is_not_finite() -> None:
+    counts = torch.ones(2, dtype=torch.int64)
+    layers = {n: LayerRecord(counts, counts, counts, entropy=math.nan if n > 3 else 1.0) for n in (2, 4, 6)}
+    record = StepRecord(tokens=1.0, layers=layers, problem=Problem("train/grad_norm is nan"))
+    trainer: Any = SimpleNamespace(
+        progress=Progress(samples=8), context=StepContext(step=3), skip_policy=SkipPolicy(TrainConfig())
+    )
+    Trainer._report_problem(trainer, record, 4)
+    where = "first MoE layer whose router's probabilities are not finite: 4"
+    assert record.message == f"step 3: train/grad_norm is nan; samples 8 to 11; {where}; skipped"
 
 
 def test_a_spike_stops_the_run_if_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
