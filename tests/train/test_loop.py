@@ -241,23 +241,24 @@ def test_a_step_that_breaks_ends_the_run_and_is_not_saved(tmp_path: Path) -> Non
 def test_steps_with_a_loss_of_nan_are_reported_counted_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of eight steps, 4 and 5 are skipped; a checkpoint that is due then waits for step 6."""
+    """Of eight steps, 4, 5 and 8 are skipped; a checkpoint that is due waits for step 6, and for the end."""
     forward, calls = Engine.forward, iter(range(1, 9))
     monkeypatch.setattr(
         Engine,
         "forward",
-        lambda *args, **inputs: forward(*args, **inputs) * (math.nan if next(calls) in (4, 5) else 1),
+        lambda *args, **inputs: forward(*args, **inputs) * (math.nan if next(calls) in (4, 5, 8) else 1),
     )
     rows = run(tmp_path, "train.steps=8", "checkpoint={every: 2, keep: 9}", "train.max_skipped_in_a_row=3")
-    assert [row.get("train/skipped_steps") for row in rows] == [None, None, None, 1, 2, 2, 2, 2]
-    assert [row["step"] for row in rows if row["train/lm_loss"] == "NaN"] == [4, 5]
+    assert [row.get("train/skipped_steps") for row in rows] == [None, None, None, 1, 2, 2, 2, 3]
+    assert [row["step"] for row in rows if row["train/lm_loss"] == "NaN"] == [4, 5, 8]
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
     assert checkpoints(tmp_path / "run") == ["latest", *(f"step_{n:08d}" for n in (2, 6, 8))]
     reported = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    assert reported.pop() == "the last step was skipped; the checkpoint holds the weights from before"
     assert reported == [
         f"step {step}: train/lm_loss is nan; samples {a} to {b}; "
         f"not finite: {a}, {b} (rank 0, micro batch 1); skipped"
-        for step, a, b in ((4, 6, 7), (5, 8, 9))
+        for step, a, b in ((4, 6, 7), (5, 8, 9), (8, 14, 15))
     ]
 
 
