@@ -14,6 +14,13 @@ class UserError(ValueError):
     """
 
 
+class PluginError(UserError):
+    """What a plugin's part raised while it was called; `__cause__` is its own exception.
+
+    If that means lost contact or missing memory, entry points report it as such.
+    """
+
+
 class Problem(NamedTuple):
     """One reason why a run cannot start; as text it is the line of its UserError.
 

@@ -327,6 +327,14 @@ def is_ours(part: type) -> bool:
     return part.__module__.startswith("megamoe.")
 
 
+def described(part: type, with_file: bool = True) -> str:
+    """Return a part by its kind and name, and its file: `scorer 'nearest' (nearest.py)`."""
+    known = ((label(kind), name) for kind, parts in _parts.items() for name in parts if parts[name] is part)
+    kind, name = next(known, ("part", part.__qualname__))
+    file = getattr(sys.modules.get(part.__module__), "__file__", None)
+    return f"{kind} {name!r}" + (f" ({Path(file).name})" if file and with_file else "")
+
+
 def failure_of(part: type, error: BaseException) -> str:
     """Return what a plugin's part raised and where: ` at line 7 of mine.py: TypeError: ...`."""
     file = getattr(sys.modules.get(part.__module__), "__file__", None)

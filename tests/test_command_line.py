@@ -206,6 +206,18 @@ def test_plugin_whose_part_cannot_be_built(
     assert not (tmp_path / "runs").exists()
 
 
+def test_a_plugin_whose_part_fails_in_a_pass(
+    pretrain: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str], own_registry: None
+) -> None:
+    part = PART.format(name="narrow", check="pass", init="pass").replace("EH.T", "EH[:2].T")
+    (tmp_path / "narrow.py").write_text(part)
+    assert pretrain("plugins=[narrow.py]", "moe.router.scorer=narrow") == 2
+    assert reported(capsys) == (
+        "error: scorer 'narrow' (narrow.py): forward returned float32 [16, 2], expected float32 [16, 4] "
+        "(tokens, experts)"
+    )
+
+
 def test_a_loss_that_occurs_twice_is_logged_under_each_key(pretrain: Command, tmp_path: Path) -> None:
     losses = "{near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 0.5}}"
     assert pretrain("train.steps=1", f"moe.losses={losses}") == 0

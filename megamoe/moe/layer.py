@@ -16,6 +16,7 @@ from megamoe.config.shapes import routed_experts, shared_ffn_size
 from megamoe.errors import UserError
 from megamoe.kernels.autograd import Function
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
+from megamoe.moe import checked
 from megamoe.moe.dispatch.choice import build_dispatcher
 from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
 from megamoe.moe.expert_losses import ActivationLoss, OutputLoss, one_row_each, weighted_sum
@@ -249,7 +250,7 @@ class MoELayer(nn.Module):
     ) -> Tensor:
         """Return each token's weighted sum of the outputs of its pairs, which the losses see before."""
         for loss in self.output_losses:
-            value_T = loss.of_tokens(output_NH, computed.pairs, computed.num_tokens)
+            value_T = checked.called(loss, "of_tokens", output_NH, computed.pairs, computed.num_tokens)
             routing.extras[loss.extra] = self.token_sharding.all_gather(value_T, context)
         return weighted_sum(output_NH, computed, self.router.dims.kernels)
 
@@ -257,7 +258,8 @@ class MoELayer(nn.Module):
         """Put what the experts make of the rows of an `ActivationLoss` into the routing's extras."""
         for loss in self.losses.values():
             if isinstance(loss, ActivationLoss):
-                routing.extras[loss.extra] = self._norms(loss.rows_PH(routing, context).to(dtype))
+                rows_PH = checked.called(loss, "rows_PH", routing, context)
+                routing.extras[loss.extra] = self._norms(rows_PH.to(dtype))
 
     def _norms(self, rows_PH: Tensor) -> Tensor:
         """Return the norms of `ActivationLoss`, fp32 [P, E]; each rank computes its own experts' slices."""
@@ -300,7 +302,7 @@ class MoELayer(nn.Module):
             before_TE = self.context.scores[self.before_losses]
             routing.before_TE = self.token_sharding.all_gather(before_TE, context)
         values = {
-            name: loss(routing, context)
+            name: checked.loss_value(loss, routing, context)
             for name, loss in self.losses.items()
             if not isinstance(loss, Objective)
         }
@@ -325,7 +327,7 @@ class MoELayer(nn.Module):
         """
         assert self.routing is not None and self.observation is not None
         values = {
-            name: part(self.routing, self.context, token_losses_T.detach())
+            name: checked.loss_value(part, self.routing, self.context, token_losses_T.detach())
             for name, part in self.objectives.items()
         }
         self.observation.losses |= {name: value.detach() for name, value in values.items()}
@@ -335,12 +337,12 @@ class MoELayer(nn.Module):
     def after_step(self, load_E: Tensor) -> None:
         """Call the parts' `after_step`; load_E: int64, the pairs wanted in the whole batch."""
         for mask in self.router.masks:
-            closed_E = mask.closed_E(self.context)  # type: ignore[operator]
+            closed_E = checked.called(mask, "closed_E", self.context)
             if closed_E is not None:
                 load_E = load_E.masked_fill(closed_E.to(load_E.device), -1)
         with torch.no_grad():
             for part in self._learning_parts:
-                part.after_step(load_E, self.context)
+                checked.called(part, "after_step", load_E, self.context)
 
     def parameters_after_step(self) -> list[nn.Parameter]:
         """The parameters that `after_step` may read: those of the parts that define it."""
@@ -353,7 +355,7 @@ class MoELayer(nn.Module):
 
     def constraints(self) -> list[Constraint]:
         """Return the projections of all parts, see `Part.constraints`."""
-        return [constraint for part in self._learning_parts for constraint in part.constraints()]
+        return [constraint for part in self._learning_parts for constraint in checked.constraints(part)]
 
     @functools.cached_property
     def _parts(self) -> dict[str, Part]:

@@ -12,20 +12,21 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import MoELayerConfig, RouterConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import UserError
+from megamoe.moe import checked
 from megamoe.moe.capabilities import capabilities
 from megamoe.moe.observation import kept_to_measure
 from megamoe.moe.part import Candidates, Dims, Part, Residual, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
 from megamoe.moe.token_sharding import TokenSharding
-from megamoe.registry import failure_of, get_part, is_ours
+from megamoe.registry import described, failure_of, get_part, is_ours
 
 
 def build_part(choice: PartChoice, dims: Dims) -> Any:
     """Build the part that the configuration chose; its class is of its kind's base class.
 
     Raises:
-        UserError: if a plugin's part fails in __init__, or if it has a parameter without dimensions, which
-            the optimiser cannot partition.
+        UserError: if a plugin's part fails in __init__ or does not call that of `Part`, or if it has a
+            parameter without dimensions, which the optimiser cannot partition.
     """
     part_class, named = get_part(choice.kind, choice.name), f"{choice.kind} {choice.name!r}"
     try:
@@ -37,6 +38,9 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
         way_out = "; parts are also built on torch's meta device, which holds no numbers, to be counted"
         problem = failure_of(part_class, error) + (way_out if counted else "")
         raise UserError(f"the __init__ of the {named} failed{problem}") from error
+    if "_parameters" not in vars(part):
+        way_out = "does not call super().__init__(config, dims); call it first"
+        raise UserError(f"{described(part_class)}: its __init__ {way_out}")
     for parameter, weight in part.named_parameters():
         if weight.dim() == 0:
             raise UserError(f"the {named}: {parameter} is a parameter of shape []; a scalar needs shape [1]")
@@ -112,25 +116,24 @@ class Router(nn.Module):
             scored = self._scored(scores_TE, extras)
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)
-            kept = self.capacity(wanted, scored, context)
+            kept = checked.kept(self.capacity, wanted, scored, context)
             if isinstance(kept, Places):
                 pairs = self._in_places(wanted, kept, scored)
             elif kept is not None:
-                pairs = self.selector.after_drops(wanted.keep(kept))
-        is_local = any(r.keeps_tokens_local(context) for r in self.masks)  # type: ignore[operator]
+                pairs = checked.after_drops(self.selector, wanted.keep(kept), scored)
+        is_local = any(checked.called(r, "keeps_tokens_local", context) for r in self.masks)
         places = kept.size if isinstance(kept, Places) else None
         return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local, places=places)
 
     def _in_places(self, wanted: Pairs, places: Places, scored: Scored) -> Pairs:
         """Return the pairs in fixed shares; of one without a place the weight is 0, for `after_drops`."""
         weight_N = wanted.weight_N.masked_fill(~places.kept_N(), 0.0)
-        pairs = self.selector.after_drops(replace(wanted, weight_N=weight_N))
+        pairs = checked.after_drops(self.selector, replace(wanted, weight_N=weight_N), scored)
         return places.filled(pairs, scored.num_tokens, scored.num_experts)
 
     def _select(self, scored: Scored, context: StepContext) -> Pairs:
         if self.choices is None:
-            pairs: Pairs = self.selector(scored, context)
-            return pairs
+            return checked.pairs(self.selector, "forward", scored, context)
         return self.choices.select(self.selector, scored, context)
 
     def _scores(
@@ -141,15 +144,14 @@ class Router(nn.Module):
         if not self.scorer.takes_any_dtype:
             hidden_TH = hidden_TH.float()
         own = self.token_sharding.local_context(context, len(hidden_TH))
-        found = self.scorer(hidden_TH, own)
-        scores_TE, extras = found if isinstance(found, tuple) else (found, {})
+        scores_TE, extras = checked.scores(self.scorer, hidden_TH, own, self.dims.num_experts)
         if self.residual.reads_before:
-            scores_TE = self.residual(scores_TE, before_TE, own)
+            scores_TE = checked.table(self.residual, scores_TE, scores_TE, before_TE, own)
         scores_TE = whole(scores_TE)
         return scores_TE, {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}
 
     def _scored(self, scores_TE: Tensor, extras: dict[str, Tensor]) -> Scored:
-        affinities_TE = self.score_function(scores_TE, None)
+        affinities_TE = checked.table(self.score_function, scores_TE, scores_TE, None)
         scored = Scored(
             scores_TE,
             affinities_TE,
@@ -165,7 +167,8 @@ class Router(nn.Module):
     def _restrict(self, scored: Scored, context: StepContext) -> None:
         kernels = self.dims.kernels
         for mask in self.masks:
-            allowed_TE = mask(scored, context)
+            given = scored.scores_TE, scored, context
+            allowed_TE = checked.table(mask, *given, dtypes=(torch.bool,), optional=True)
             if allowed_TE is None:
                 continue
             known_TE = scored.candidates_TE
@@ -179,7 +182,8 @@ class Router(nn.Module):
         if self.score_function.over_all:  # p, and so the ranking, is what it was
             scored.probs_TE = scored.of_candidates_TE(scored.affinities_TE, 0.0, kernels)
             return
-        scored.probs_TE = self.score_function(scored.scores_TE, scored.candidates_TE)
+        scores_TE = scored.scores_TE
+        scored.probs_TE = checked.table(self.score_function, scores_TE, scores_TE, scored.candidates_TE)
         if not scored.ranked_by_scores:
             scored.ranking_TE = scored.of_candidates_TE(self._ranking_TE(scored), float("-inf"), kernels)
 

@@ -46,6 +46,7 @@ class Pairs:
     token_N, expert_N, choice_N: int64; choice 0 is a token's first choice. weight_N: fp32, the factor on the
     expert's output, which carries the gradient to the router. None of them is written to: layers may share
     them. each: the number of pairs of every token, where all have as many; None where that is not known.
+    rows: the number of tokens that `of_choices` was given, otherwise None.
     """
 
     token_N: Tensor
@@ -53,16 +54,28 @@ class Pairs:
     weight_N: Tensor
     choice_N: Tensor
     each: int | None = None
+    rows: int | None = None
 
     @classmethod
     def of_choices(cls, expert_TK: Tensor, weight_TK: Tensor, valid_TK: Tensor | None = None) -> "Pairs":
         """Build the pairs from each token's experts in order of choice; `valid_TK`, bool: which of them are
         pairs.
+
+        Raises:
+            ValueError: unless all have the same shape [T, K].
         """
+        if expert_TK.dim() != 2:
+            raise ValueError(
+                f"Pairs.of_choices: expert_TK is {[*expert_TK.shape]}, expected [tokens, choices]"
+            )
+        for name, other_TK in (("weight_TK", weight_TK), ("valid_TK", valid_TK)):
+            if other_TK is not None and other_TK.shape != expert_TK.shape:
+                found, expected = [*other_TK.shape], [*expert_TK.shape]
+                raise ValueError(f"Pairs.of_choices: {name} is {found}, expected {expected} as of expert_TK")
         token_N, choice_N = tokens_and_choices(*expert_TK.shape, expert_TK.device)
         columns = (token_N, expert_TK.reshape(-1), weight_TK.reshape(-1), choice_N)
-        pairs = cls(*columns, each=expert_TK.shape[1])
-        return pairs if valid_TK is None else pairs.keep(valid_TK.reshape(-1))
+        pairs = cls(*columns, each=expert_TK.shape[1], rows=len(expert_TK))
+        return pairs if valid_TK is None else replace(pairs.keep(valid_TK.reshape(-1)), rows=len(expert_TK))
 
     def of_tokens(self, first: int, num_tokens: int) -> "Pairs":
         """Return the pairs of `num_tokens` tokens from `first` on, with the tokens renumbered from 0.

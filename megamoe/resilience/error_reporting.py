@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from megamoe.errors import ExitCode, UserError
+from megamoe.errors import ExitCode, PluginError, UserError
 
 FIRST_RANK_WAIT_S = 20  # the other ranks of a machine wait so long for its first rank to report
 CLOSING_LIMIT_S = 15  # to close everything after an error; launchers kill at 30
@@ -50,6 +50,9 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> tuple[ExitCode, str | None]:
     """Return the exit code and the line to print; None for an unforeseen error."""
+    cause = error.__cause__
+    if isinstance(error, PluginError) and cause and (is_lost_contact(cause) or is_out_of_memory(cause)):
+        error = cause
     text = "".join(
         it if it.isprintable() else it.encode("unicode_escape").decode()
         for it in " ".join(str(error).split())

@@ -132,6 +132,10 @@ class Loop:
         if reason is not None:
             self._say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
         if self.config.checkpoint.save_at_end or reason is not None:
+            skipped = trainer.skip_policy.in_a_row
+            if skipped and trainer.progress.step != self.saved_step:
+                what = "the last step was" if skipped == 1 else f"the last {skipped} steps were"
+                self._say(f"{what} skipped; the checkpoint holds the weights from before")
             self._begin_save()
         self._finish_save()
         trainer.callbacks.call("on_train_end", trainer)

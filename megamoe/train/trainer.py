@@ -349,6 +349,9 @@ class Trainer:
             found = gather_from_ranks(record.not_finite)
             last_stage = range(len(found) - self.layout.stage_ranks, len(found), self.layout.tensor)
             message += name_samples({rank: found[rank] for rank in last_stage})
+        not_finite = (n for n, layer in record.layers.items() if not math.isfinite(layer.entropy))
+        if (first_layer := next(not_finite, None)) is not None:
+            message += f"; first MoE layer whose router's probabilities are not finite: {first_layer}"
         reason = self.skip_policy.reason_to_end(record.problem)
         if reason is None:
             record.message = f"{message}; skipped" if record.problem.counts else ""

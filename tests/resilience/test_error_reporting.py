@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megamoe.errors import ExitCode
+from megamoe.errors import ExitCode, PluginError
 from megamoe.resilience.error_reporting import explain
 
 
@@ -42,3 +42,18 @@ def test_so_is_the_memory_that_pytorch_asks_the_host_for() -> None:
 
 def test_an_error_that_nobody_has_foreseen_has_no_line() -> None:
     assert explain(ValueError("x")) == (ExitCode.UNEXPECTED, None)
+
+
+@pytest.mark.parametrize(
+    ("cause", "code", "line"),
+    [
+        (RuntimeError("Connection closed by peer"), ExitCode.UNEXPECTED, "lost contact with another rank"),
+        (torch.OutOfMemoryError("CUDA out of memory."), ExitCode.UNEXPECTED, "out of memory (CUDA"),
+        (IndexError("5"), ExitCode.MISTAKE, "scorer 'mine': forward failed"),
+    ],
+)
+def test_what_a_plugins_part_meets_is_not_its_mistake(cause: Exception, code: ExitCode, line: str) -> None:
+    error = PluginError("scorer 'mine': forward failed")
+    error.__cause__ = cause
+    found, told = explain(error)
+    assert found is code and told is not None and told.startswith(line)

@@ -5,16 +5,22 @@ import math
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
+from megamoe.config.schema import TrainConfig
 from megamoe.errors import ExitCode, UserError
 from megamoe.metrics.reader import read_metrics
+from megamoe.moe.part import StepContext
 from megamoe.parallel.zero.engine import Engine
+from megamoe.resilience.skipped_steps import Problem, SkipPolicy
 from megamoe.train.loop import train
-from megamoe.train.trainer import Trainer
+from megamoe.train.step_record import LayerRecord, StepRecord
+from megamoe.train.trainer import Progress, Trainer
 from tests.support.tiny import restored_process, tiny
 
 # The batch grows 2, 2, 4 and is 6 from the fourth step on: two increments of 4 samples each.
@@ -235,24 +241,37 @@ def test_a_step_that_breaks_ends_the_run_and_is_not_saved(tmp_path: Path) -> Non
 def test_steps_with_a_loss_of_nan_are_reported_counted_and_not_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of eight steps, 4 and 5 are skipped; a checkpoint that is due then waits for step 6."""
+    """Of eight steps, 4, 5 and 8 are skipped; a checkpoint that is due waits for step 6, and for the end."""
     forward, calls = Engine.forward, iter(range(1, 9))
     monkeypatch.setattr(
         Engine,
         "forward",
-        lambda *args, **inputs: forward(*args, **inputs) * (math.nan if next(calls) in (4, 5) else 1),
+        lambda *args, **inputs: forward(*args, **inputs) * (math.nan if next(calls) in (4, 5, 8) else 1),
     )
     rows = run(tmp_path, "train.steps=8", "checkpoint={every: 2, keep: 9}", "train.max_skipped_in_a_row=3")
-    assert [row.get("train/skipped_steps") for row in rows] == [None, None, None, 1, 2, 2, 2, 2]
-    assert [row["step"] for row in rows if row["train/lm_loss"] == "NaN"] == [4, 5]
+    assert [row.get("train/skipped_steps") for row in rows] == [None, None, None, 1, 2, 2, 2, 3]
+    assert [row["step"] for row in rows if row["train/lm_loss"] == "NaN"] == [4, 5, 8]
     assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
     assert checkpoints(tmp_path / "run") == ["latest", *(f"step_{n:08d}" for n in (2, 6, 8))]
     reported = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
+    assert reported.pop() == "the last step was skipped; the checkpoint holds the weights from before"
     assert reported == [
         f"step {step}: train/lm_loss is nan; samples {a} to {b}; "
         f"not finite: {a}, {b} (rank 0, micro batch 1); skipped"
-        for step, a, b in ((4, 6, 7), (5, 8, 9))
+        for step, a, b in ((4, 6, 7), (5, 8, 9), (8, 14, 15))
     ]
+
+
+def test_a_skipped_step_names_the_first_layer_that_is_not_finite() -> None:
+    counts = torch.ones(2, dtype=torch.int64)
+    layers = {n: LayerRecord(counts, counts, counts, entropy=math.nan if n > 3 else 1.0) for n in (2, 4, 6)}
+    record = StepRecord(tokens=1.0, layers=layers, problem=Problem("train/grad_norm is nan"))
+    trainer: Any = SimpleNamespace(
+        progress=Progress(samples=8), context=StepContext(step=3), skip_policy=SkipPolicy(TrainConfig())
+    )
+    Trainer._report_problem(trainer, record, 4)
+    where = "first MoE layer whose router's probabilities are not finite: 4"
+    assert record.message == f"step 3: train/grad_norm is nan; samples 8 to 11; {where}; skipped"
 
 
 def test_a_spike_stops_the_run_if_configured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ from megamoe.config.groups import routed_by_layer
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.model.architectures.language_model import LanguageModel
+from megamoe.moe import checked
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.parallel.consensus import raise_any_error_fast
@@ -184,14 +185,15 @@ class RunRouting:
         """Return the pairs of a micro batch in the layer number `place`, from 0."""
         device = scored.scores_TE.device
         if self.replay is None:
-            pairs: Pairs = selector(scored, context)
+            pairs = checked.pairs(selector, "forward", scored, context)
         else:
             rows = self.rows[place]
             place_T = rows.find(context.token_index(scored.num_tokens, device).cpu())
             if place_T is None:
                 raise UserError(f"{REPLAY}: {self.replay} lacks tokens of micro batch {context.micro_batch}")
             expert_TK, count_T = rows.choices(place_T)
-            pairs = selector.replayed(scored, expert_TK.to(device), count_T.to(device))
+            choices = expert_TK.to(device), count_T.to(device)
+            pairs = checked.pairs(selector, "replayed", scored, *choices)
         if self.record is not None:
             index_T = context.token_index(scored.num_tokens, device)
             # A block that is recomputed chooses the same again.
