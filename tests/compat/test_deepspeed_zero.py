@@ -320,7 +320,7 @@ def test_watching_leaves_what_was_set_on_the_optimizer() -> None:
             pytest.fail("the class's own")
 
     optimizer, called = Optimizer(), list[bool]()
-    optimizer._update_scale = called.append  # type: ignore[method-assign]
+    optimizer._update_scale = called.append  # type: ignore[assignment, method-assign]
     for _ in range(2):
         with watching_overflow(optimizer, lambda number, gradient: None):
             optimizer._update_scale(False)
