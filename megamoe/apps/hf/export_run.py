@@ -180,8 +180,11 @@ def _without_own_losses(moe: Json, path: Path, overrides: Sequence[str]) -> Json
     """
     groups = [group for group in moe.get("groups") or [] if isinstance(group, dict)]
     for layer in (moe, *groups):
-        router = layer.get("router") or {}
-        chosen = [("masks", "mask", each) for each in router.get("masks") or []]
+        router = layer.get("router")
+        if not isinstance(router, dict):
+            continue  # the configuration refuses it
+        masks = router.get("masks")
+        chosen = [("masks", "mask", each) for each in (masks if isinstance(masks, list) else [])]
         chosen += [(kind, kind, router.get(kind)) for kind in STAGES]
         for key, kind, choice in chosen:
             replaced = any(each.startswith((f"moe.router.{key}", "moe.router=")) for each in overrides)
