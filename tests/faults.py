@@ -372,8 +372,8 @@ FAULTS = (
         "a replay chooses what was recorded, bit for bit",
         "runs.md",
         "megamoe/apps/routing_record/replay.py",
-        "pairs = selector.replayed(scored, expert_TK.to(device), count_T.to(device))",
-        "pairs = selector(scored, context)",
+        'pairs = checked.pairs(selector, "replayed", scored, *choices)',
+        'pairs = checked.pairs(selector, "forward", scored, context)',
         ("tests/distributed/parity/test_routing_replay.py",),
     ),
     Fault(

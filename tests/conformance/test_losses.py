@@ -30,11 +30,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @fails_with(
     Edit(
         LAYER,
-        "        values = {\n            name: loss(routing, context)\n            for name",
+        "        values = {\n            name: checked.loss_value(loss, routing, context)\n",
         "        if self.recomputing:\n"
         "            for value in self.observation.losses.values():\n"
         "                value.mul_(2)\n"
-        "        values = {\n            name: loss(routing, context)\n            for name",
+        "        values = {\n            name: checked.loss_value(loss, routing, context)\n",
     )
 )
 def test_a_loss_is_recorded_once_under_recomputation() -> None:
