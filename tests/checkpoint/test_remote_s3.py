@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("s3fs", reason="the extra `s3` is not installed")
-pytest.importorskip("moto", reason="moto's S3 server is not installed")
+pytest.importorskip("moto.server", reason="the S3 server of moto[server] is not installed")
 
 from megamoe.checkpoint import remote
 from megamoe.checkpoint.remote import RemoteFolder
