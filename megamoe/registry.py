@@ -249,7 +249,7 @@ def load_plugin(reference: str) -> str:
     """Import the plugin that the user named: a .py file, an entry point, or a dotted module.
 
     A relative file is searched in the working directory. Return the name by which it is found again from
-    there: of a file its `place`.
+    there: of a file its `configured_path`.
 
     Raises:
         UserError: if it cannot be found, or if it raises while it is imported.
@@ -275,7 +275,7 @@ def load_plugin(reference: str) -> str:
                 f"point of {ENTRY_POINT_GROUP}{nearest_and_all(reference, list(entry_points))}"
             ) from None
         raise UserError(f"plugins: {reference!r} failed{_failure(error, str(path))}") from error
-    reference = place(path) if path is not None else reference
+    reference = configured_path(path) if path is not None else reference
     _plugin_files[reference] = files
     _plugin_digests[reference] = {
         name if path is not None else f"{reference}: {name}": hashlib.sha256(file.read_bytes()).hexdigest()
@@ -285,7 +285,7 @@ def load_plugin(reference: str) -> str:
     return reference
 
 
-def place(path: Path) -> str:
+def configured_path(path: Path) -> str:
     """Return a file's path for a configuration: relative in the working directory, absolute elsewhere."""
     path, here = path.resolve(), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -64,7 +64,7 @@ def _read(path: Path, above: list[Path], count: list[int], option: str) -> dict[
 
 
 def plugins_beside(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the mapping of a YAML in `folder` with the `registry.place` of each of its plugins there."""
+    """Return the mapping of a YAML in `folder`, with `registry.configured_path` of its plugins there."""
     plugins = tree.get("plugins")
     if not isinstance(plugins, list):
         return tree
@@ -75,7 +75,7 @@ def _beside(folder: Path, plugin: Any) -> Any:
     if isinstance(plugin, str) and plugin.endswith(".py"):
         with suppress(OSError):  # a name that is too long
             if (folder / plugin).is_file():
-                return registry.place(folder / plugin)
+                return registry.configured_path(folder / plugin)
     return plugin
 
 

@@ -99,7 +99,7 @@ class StepContext:
     All layers of a model share one object. Tokens are ordered by position: token s * B + b is position s of
     sequence b.
 
-    aux_scale: multiplies the gradient of the auxiliary losses, see `layer.attach_losses`. token_index_T:
+    aux_scale: multiplies the gradient of the auxiliary losses, see `attached_losses`. token_index_T:
     int64, each token's index in the data of the whole run, the key of every random draw; None: tokens are
     numbered from 0. token_ids_T: int64, the token ids. position_T: see `position`. sample_index_B: int64,
     the sample number of each sequence; None: one sequence. measure_gradients: whether this step measures the

@@ -107,7 +107,8 @@ class Trainer:
         self.checkpoints = Checkpoints(self.folder.checkpoints, saves.keep, saves.background, self._uploads())
         saved = self._open_checkpoint()
         self.progress = Progress() if saved is None else Progress.of(saved.meta)
-        self.run = self.run.continued(self.progress.step, self.progress.samples)
+        if saved is not None:
+            self.run = self.run.continued(self.progress.step, self.progress.samples)
         self.datasets: Datasets = self._build_datasets()
         # The loader processes are forked here, before this process has CUDA and the model's memory.
         self._stream = self._stream_of(self.datasets.train, self.progress.samples, config.data.workers)

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 
 from megamoe.config import RunConfig
 from megamoe.kernels.attention.rotary import angles
+from megamoe.moe.attached_losses import device_scalar
 from megamoe.moe.dispatch import all_to_all, between_nodes
-from megamoe.moe.layer import device_scalar
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
 from megamoe.parallel.zero.engine import Engine
