@@ -52,6 +52,17 @@ def raise_any_error(problem: str | None) -> None:
         raise CollectiveError(found[1])
 
 
+def call_on_all(action: Callable[[], Value]) -> Value:
+    """Return what `action` returns on this rank. Collective.
+
+    Raises:
+        CollectiveError: on every rank, if it raises an error on any.
+    """
+    found: list[Value] = []
+    raise_any_error(catch_error(lambda: found.append(action())))
+    return found[0]
+
+
 def largest_of_ranks(values: list[float]) -> list[float]:
     """Return at each place the largest value of all ranks, on every rank. Collective.
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.parallel.consensus import CollectiveError
+from megamoe.resilience.error_reporting import is_lost_contact
 
 
 @dataclass
@@ -74,7 +74,8 @@ class StageLinks:
         """Return the hidden states from the stage before.
 
         Raises:
-            CollectiveError: naming the stage, if it does not answer within the time limit of the group.
+            ConnectionError: naming the stage, if its connection closes, or nothing comes within the time
+                limit of the group.
         """
         return self._receive(shape, dtype, device, self.forward_in, "hidden states")
 
@@ -103,8 +104,10 @@ class StageLinks:
         try:
             dist.recv(tensor, link.peer, group=link.group)
         except RuntimeError as error:
-            raise CollectiveError(
+            if not is_lost_contact(error):
+                raise
+            raise ConnectionError(
                 f"pipeline stage {self.stage} of {self.stages} waited in vain for {what} from stage "
-                f"{link.peer_stage} (rank {link.peer}): {' '.join(str(error).split())[:160]}"
-            ) from None
+                f"{link.peer_stage} (rank {link.peer}): connection closed or timed out waiting"
+            ) from error
         return tensor
