@@ -1,6 +1,7 @@
 """Checks of the DeepSpeed file against the YAML, and of what DeepSpeed itself would refuse too late."""
 
 import copy
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from megamoe.optim.groups import decays, weight_decay
 from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.zero.deepspeed_config import (
     OF_THE_YAML,
+    OFFLOADS,
     UNSUPPORTED,
     ParallelPlan,
     Section,
@@ -60,7 +62,8 @@ def deepspeed_problems(
 
 def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> Iterator[str]:
     section = content.get("zero_optimization", {})
-    yield from _of_zero(section, plan.stage)
+    yield from _of_zero(section)
+    yield from _of_experts(section, plan.stage)
     yield from _of_overflow_checks(content)
     yield from _of_numbers(content)
     yield from _of_offload(section, plan.stage)
@@ -78,12 +81,12 @@ def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> 
         yield from _of_fp16(plan.stage)
 
 
-def _of_zero(section: dict[str, Any], stage: int) -> Iterator[str]:
-    """Yield keys and values that are not DeepSpeed's, and those that experts do not support."""
+def _of_zero(section: dict[str, Any]) -> Iterator[str]:
+    """Yield keys and values that are not DeepSpeed's."""
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 
     try:
-        DeepSpeedZeroConfig(**section)
+        parsed = DeepSpeedZeroConfig(**section)
     except ValidationError as error:
         for each in error.errors(include_url=False):
             if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
@@ -93,14 +96,32 @@ def _of_zero(section: dict[str, Any], stage: int) -> Iterator[str]:
                 key = ".".join(["zero_optimization", *map(str, each["loc"])])
                 yield f"{key} is {each['input']!r}: {each['msg']}"
         return
+    yield from _of_quoted("zero_optimization", section, parsed)
+    for key in OFFLOADS:
+        if section.get(key) is not None:
+            yield from _of_quoted(f"zero_optimization.{key}", section[key], getattr(parsed, key))
+
+
+def _of_quoted(where: str, section: dict[str, Any], parsed: Any) -> Iterator[str]:
+    """Yield numbers and truth values that are texts: DeepSpeed converts some of them, and not everywhere."""
+    for key, value in section.items():
+        meant = getattr(parsed, key, None)
+        if isinstance(value, str) and value != "auto" and isinstance(meant, int | float):
+            yield f"{where}.{key} is {short(value)}, expected {json.dumps(meant)} without quotation marks"
+
+
+def _of_experts(section: dict[str, Any], stage: int) -> Iterator[str]:
+    """Yield what DeepSpeed does not do with experts, and a bucket that ranks cannot share."""
     bucket = section.get("allgather_bucket_size", 0)
-    if stage in (1, 2) and bucket % 2:
+    if stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
         yield f"zero_optimization.allgather_bucket_size is {bucket!r}, expected an even number"
     for key, without in (("zero_quantized_gradients", False), ("zero_hpz_partition_size", 1)):
         value = section.get(key, without)
         if stage == 3 and value != without:
-            yield f"zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; leave "
-            "it out"
+            yield (
+                f"zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; leave "
+                "it out"
+            )
 
 
 def _of_overflow_checks(content: dict[str, Any]) -> Iterator[str]:
@@ -151,10 +172,10 @@ def _of_offload(section: dict[str, Any], stage: int) -> Iterator[str]:
         yield from _of_async_io()
 
 
-def _of_folder(key: str, path: str | None) -> Iterator[str]:
+def _of_folder(key: str, path: Any) -> Iterator[str]:
     if path is None:
         yield f"{key} is missing, which device 'nvme' needs; name a folder on a local disk"
-    elif not Path(path).is_dir() or not os.access(path, os.W_OK | os.X_OK):
+    elif isinstance(path, str) and not (Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
         yield (
             f"{key}: {path} is no folder that this user can write in; make it on every machine, or name "
             "another"
@@ -203,8 +224,6 @@ def _of_moments(section: dict[str, Any], stage: int, config: OptimizerConfig) ->
             "optimizer.moments: bf16 does not go with offload_optimizer, whose Adam keeps them in fp32; "
             "leave one of the two out"
         )
-    if config.name == "muon":
-        yield "optimizer.moments: bf16 is for adamw and adam; leave it out with optimizer.name: muon"
 
 
 def _of_muon(section: dict[str, Any], config: OptimizerConfig) -> Iterator[str]:

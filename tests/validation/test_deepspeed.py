@@ -77,6 +77,22 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         },
         "nvme_path: /no/where is no folder that this user can write in",
     ),
+    "NVMe at a number": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": 5}}},
+        "nvme_path is 5: Input is not a valid path",
+    ),
+    "a bucket in quotation marks": (
+        {"zero_optimization": {"stage": 1, "allgather_bucket_size": "500000000"}},
+        "allgather_bucket_size is '500000000', expected 500000000 without quotation marks",
+    ),
+    "a truth value in quotation marks": (
+        {"zero_optimization": {"stage": 1, "overlap_comm": "no"}},
+        "overlap_comm is 'no', expected false without quotation marks",
+    ),
+    "a share in quotation marks": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "0.5"}}},
+        "offload_optimizer.ratio is '0.5', expected 0.5 without quotation marks",
+    ),
     "hierarchical partitions": (
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
         "zero_hpz_partition_size is 2, which DeepSpeed does not do with experts",

@@ -16,9 +16,9 @@ both gradients, and the norm is one of the whole model.
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import deepspeed
 import torch
@@ -38,6 +38,7 @@ from megamoe.compat.deepspeed_compat import (
 from megamoe.compat.deepspeed_pipeline import reduce_on_request
 from megamoe.compat.deepspeed_zero import silence_output_type_warning
 from megamoe.config.schema import MuonConfig, RunConfig
+from megamoe.errors import UserError
 from megamoe.kernels.choice import Kernels
 from megamoe.moe.part import Constraint
 from megamoe.optim.muon import MasterWeightMuon, PartitionedMuon, Stage0Muon, is_of_muon
@@ -52,7 +53,7 @@ from megamoe.optim.optimizers import (
     zero_optimizer,
 )
 from megamoe.optim.weight_mean import WeightMean
-from megamoe.parallel.consensus import CollectiveError
+from megamoe.parallel.consensus import CollectiveError, call_on_all
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import ModelParallelUnit, groups_of
 from megamoe.parallel.launch import World
@@ -64,6 +65,8 @@ from megamoe.parallel.zero.pipeline import ReplicatedWeights, use_norm_of_all_st
 from megamoe.parallel.zero.scattered_gradients import ScatteredGradients
 from megamoe.parallel.zero.separate_gradients import SeparateGradients
 from megamoe.parallel.zero.shards import Shard, gathered, optimizer_shards, set_master, set_weight
+
+Value = TypeVar("Value")
 
 
 class Engine:
@@ -102,16 +105,17 @@ class Engine:
         self._gradient_sync = (
             TensorParallelGradientSync(model, tensor_group) if self.layout.tensor > 1 else None
         )
-        groups = parameter_groups(model, config.optimizer, config.model)
+        groups = self._on_all_stages(lambda: parameter_groups(model, config.optimizer, config.model))
         of_muon = {parameter for group in groups if is_of_muon(group) for parameter in group["params"]}
         optimizer = _build_optimizer(config, groups, plan, world)
         silence_memory_reports()
         read_norm_once()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # notices for the libraries' own developers
-            self._engine, *_ = deepspeed.initialize(
-                model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
-            )
+            with _refusals(config.parallel.deepspeed):
+                self._engine, *_ = deepspeed.initialize(
+                    model=model, optimizer=optimizer, config=filled, mpu=unit, dist_init_required=False
+                )
         if config.optimizer.name == "muon":
             self._use_muon(config.optimizer.muon, of_muon)
         if self.layout.pipeline > 1:
@@ -131,12 +135,15 @@ class Engine:
         if config.train.in_flight == 2:
             self._separate = SeparateGradients(model, self._accumulate)
 
+    def _on_all_stages(self, action: Callable[[], Value]) -> Value:
+        """Return what `action` returns; an error that one pipeline stage alone has is raised on all."""
+        return call_on_all(action) if self.layout.pipeline > 1 else action()
+
     def _use_muon(self, config: MuonConfig, chosen: set[nn.Parameter]) -> None:
         """Tell Muon where the matrices lie. chosen: the parameters that it updates."""
         optimizer: Any = self.inner_optimizer
-        weights = split_weights(
-            self.model, self.layout, self.stage, self._engine.optimizer, optimizer, chosen
-        )
+        held = (self.model, self.layout, self.stage, self._engine.optimizer, optimizer, chosen)
+        weights = self._on_all_stages(lambda: list(split_weights(*held)))
         in_fp32 = config.precision == "fp32" or (config.precision == "auto" and self.precision == "fp32")
         dtype = torch.float32 if in_fp32 else torch.bfloat16
         optimizer.muon.solver = MatrixExchange(
@@ -342,6 +349,18 @@ class Engine:
     def train(self, mode: bool) -> None:
         """Set training or evaluation mode."""
         self._engine.train(mode)
+
+
+@contextmanager
+def _refusals(path: str | None) -> Iterator[None]:
+    """Raise a UserError with what DeepSpeed says of its file where it asserts, or raises a bare Exception."""
+    try:
+        yield
+    except Exception as error:
+        if path is None or type(error) not in (AssertionError, ValueError, Exception):
+            raise
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path}: DeepSpeed refuses it: {reason[:200]}") from error
 
 
 def _build_optimizer(
