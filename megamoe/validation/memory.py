@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import torch
 
 from megamoe.config import RunConfig
-from megamoe.config.shapes import moe_layer_numbers, num_blocks, padded_vocab_size
+from megamoe.config.shapes import moe_layer_numbers, padded_vocab_size, stacks
 from megamoe.errors import Problem, UserError
 from megamoe.host_memory import available_bytes
 from megamoe.model.size import ModelSize
 from megamoe.model.stage import least_stage
+from megamoe.objectives.objective import objective_class
 from megamoe.parallel.launch import World, ranks_of_machine
 from megamoe.parallel.zero.costs import Share, StateBytes, state_bytes
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, bucket_elements
@@ -42,14 +43,22 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     matrices = [0.0, 0.0]
     if config.optimizer.name == "muon":
         matrices = [*size.matrices_on_rank(ranks.tensor, ranks.expert_ranks)]
-    mean = config.optimizer.ema is not None
     shares = (
-        Share(dense, dense, ranks.replicas, matrices[0], mean),
-        Share(experts, trained, ranks.expert_copies, share * matrices[1], mean),
+        share_of(config, dense, dense, ranks.replicas, matrices[0]),
+        share_of(config, experts, trained, ranks.expert_copies, share * matrices[1]),
     )
     accumulates = (config.train.global_batch_size or 0) > config.train.micro_batch_size * ranks.data
     aside = size.moe_dense if ranks.tensor > 1 and accumulates else 0
     return state_bytes(shares, plan.stage, plan.precision, plan.offload, aside)
+
+
+def share_of(
+    config: RunConfig, parameters: float, trained: float, replicas: int, of_muon: float = 0
+) -> Share:
+    """Return the share with what the optimiser keeps of a trained parameter."""
+    optimizer = config.optimizer
+    moment = 2 if optimizer.moments == "bf16" else 4
+    return Share(parameters, trained, replicas, of_muon, optimizer.ema is not None, moment)
 
 
 def memory_problems(
@@ -110,16 +119,19 @@ def _shortage(parts: dict[str, float], place: str) -> str:
 
 
 def _least_activations(config: RunConfig, plan: ParallelPlan, vocabulary_size: int) -> float:
-    """Return the bytes that every implementation needs: the inputs of the blocks, and the logits, of the
-    micro batches in flight.
+    """Return the bytes that every implementation needs: the inputs of the blocks, and the logits of the
+    places that the objective predicts, of the micro batches in flight.
     """
     model, ranks = config.model, plan.layout.tensor
     tokens: float = config.train.micro_batch_size * config.data.sequence_length
     width = 4 if plan.precision == "fp32" else 2
-    blocks = num_blocks(config) // config.parallel.pipeline
+    shares = objective_class(config).shares(config.train.objective.options, config)
+    of_stack = {"encoder": shares.encoder, "decoder": shares.decoder}
+    blocks = sum(of_stack.get(stack.name, 1.0) * stack.num_layers for stack in stacks(config))
+    blocks /= config.parallel.pipeline
     tokens /= config.parallel.context
     inputs = blocks * model.hidden_size / (ranks if config.parallel.sequence else 1)
-    logit_width = padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
+    logit_width = shares.predicted * padded_vocab_size(vocabulary_size, model.vocab_multiple) / ranks
     logits = logit_width if model.num_labels is None and config.parallel.pipeline == 1 else 0.0
     return float(config.train.in_flight * tokens * width * (inputs + logits))
 

@@ -13,7 +13,7 @@ from megamoe.model.size import model_size
 from megamoe.parallel.launch import World
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.validation import memory
-from megamoe.validation.memory import in_bytes, memory_problems, states_of
+from megamoe.validation.memory import _least_activations, in_bytes, memory_problems, states_of
 from tests.support.tiny import VOCABULARY, tiny
 
 GIB = 1 << 30
@@ -118,6 +118,19 @@ def test_the_limit_is_the_formulas(bytes_of: SimpleNamespace) -> None:
         UserError, match="^memory: a rank needs at least 125 KiB .* has 125 KiB available; make"
     ):
         check(tiny(), world())
+
+
+def test_moments_in_bf16_are_half_as_large() -> None:
+    short = ("optimizer.moments=bf16", "parallel.deepspeed=ds_configs/zero1_bf16.json")
+    size = model_size(tiny(), VOCABULARY)
+    assert least(*short[1:]) - least(*short) == 4 * size.total
+
+
+def test_logits_are_those_of_the_predicted_places() -> None:
+    """Of a masked model 0.15 of the places; the inputs of the blocks are of all."""
+    config = tiny("model.architecture=encoder", "train.objective=masked", "data.sequence_length=8")
+    found = _least_activations(config, resolve_parallel(config, 1), 48)
+    assert found == pytest.approx(2 * 8 * 4 * (2 * 16 + 0.15 * 48))
 
 
 def test_ranks_share_a_machine_and_parallelism_divides_the_need(

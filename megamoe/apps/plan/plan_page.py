@@ -12,10 +12,13 @@ from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, P
 from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
 from megamoe.model.size import model_size, position_size, token_embeddings
 from megamoe.model.stage import stage_sizes
-from megamoe.parallel.zero.costs import Share, state_bytes
+from megamoe.parallel.zero.costs import state_bytes
+from megamoe.validation.memory import share_of
 
 GB = 1e9
 ROUTED = "routed experts"
+BESIDE = "routers and shared experts"
+OTHERS = "attention, dense FFNs and norms"
 LINKS = ("bytes", "inside", "between")  # of a row of collectives
 COLOURS = {  # of the picture; what stays from step to step comes first
     PARAMETERS: "#4477aa",
@@ -74,22 +77,28 @@ def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
         positions = positions if number == 0 or has_both else 0
     parameters = {
         ROUTED: size.expert / layout.expert_ranks,
-        "routers and shared experts": float(size.moe_dense),
+        BESIDE: float(size.moe_dense),
         "embeddings and output layer": embeddings / layout.tensor + positions,
     }
-    rest = plan.figures.numbers["parameters"] - sum(parameters.values())
+    parameters[OTHERS] = plan.figures.numbers["parameters"] - sum(parameters.values())
+    of_muon = dict.fromkeys(parameters, 0.0)
+    if config.optimizer.name == "muon":
+        outside, of_muon[ROUTED] = size.matrices_on_rank(layout.tensor, layout.expert_ranks)
+        of_muon[BESIDE] = float(min(size.moe_dense, size.matrices[2]))
+        of_muon[OTHERS] = outside - of_muon[BESIDE]
     return {
-        name: {"number": number, **_states_of(plan, name == ROUTED, number)}
-        for name, number in {**parameters, "attention, dense FFNs and norms": rest}.items()
+        name: {"number": number, **_states_of(plan, name == ROUTED, number, of_muon[name])}
+        for name, number in parameters.items()
     }
 
 
-def _states_of(plan: Plan, routed: bool, parameters: float) -> dict[str, float]:
+def _states_of(plan: Plan, routed: bool, parameters: float, of_muon: float) -> dict[str, float]:
     run = plan.run.plan
     size = model_size(plan.config, plan.run.vocabulary.size)
-    trained = parameters * (1 - size.frozen / size.expert) if routed and size.frozen else parameters
-    share = Share(parameters, trained, run.layout.expert_copies if routed else run.layout.replicas)
-    found = state_bytes([share], run.stage, run.precision, run.offload)
+    share = 1 - size.frozen / size.expert if routed and size.frozen else 1.0
+    copies = run.layout.expert_copies if routed else run.layout.replicas
+    held = share_of(plan.config, parameters, share * parameters, copies, share * of_muon)
+    found = state_bytes([held], run.stage, run.precision, run.offload)
     states = {PARAMETERS: found.weights, GRADIENTS: found.gradients, OPTIMIZER: found.optimizer}
     host = found.cpu + found.nvme
     return {**states, "offloaded": host} if host else states

@@ -15,7 +15,7 @@ class Share:
     """The parameters of a rank, how many of them are trained, and how many ranks hold the same ones.
 
     of_muon: how many of the trained ones Muon updates, which has one moment of them, and Adam two. has_mean:
-    whether there is an exponential mean of them.
+    whether there is an exponential mean of them. moment: bytes of a number of Adam's moments.
     """
 
     parameters: float
@@ -23,6 +23,7 @@ class Share:
     replicas: int
     of_muon: float = 0
     has_mean: bool = False
+    moment: int = 4
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ def _share_bytes(share: Share, stage: int, precision: Precision, offload: Offloa
     gradients = 4 * share.trained / (share.replicas if stage >= 2 else 1)  # accumulated in fp32
     master = 4 if stage >= 1 or precision != "fp32" else 0
     mine = share.trained / (share.replicas if stage >= 1 else 1)
-    optimizer = (8 + master + 4 * share.has_mean) * mine - 4 * share.of_muon * mine / max(1, share.trained)
+    moments = 2 * share.moment + 4 * share.has_mean
+    optimizer = (moments + master) * mine - 4 * share.of_muon * mine / max(1, share.trained)
     if offload.optimizer == "none":
         return StateBytes(weights, gradients, optimizer)
     return _offloaded(stage, width, offload, weights, gradients, optimizer, mine)

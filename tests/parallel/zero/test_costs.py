@@ -66,5 +66,14 @@ def test_what_is_offloaded_is_counted_apart(stage: int, offload: Offload, expect
     assert state_bytes(shares(4, 2), stage, "bf16", offload) == expected
 
 
+def test_what_the_optimiser_keeps_of_a_number() -> None:
+    """bf16 at ZeRO 1: 4 master, two moments; a mean has 4 more, and Muon one moment of 600."""
+    weights = (2000, 4000)
+    share = Share(1000, 1000, 1, moment=2)
+    assert state_bytes([share], 1, "bf16") == StateBytes(*weights, 8000)
+    share = Share(1000, 1000, 1, of_muon=600, has_mean=True)
+    assert state_bytes([share], 1, "bf16") == StateBytes(*weights, 16000 - 2400)
+
+
 def test_a_dense_model() -> None:
     assert state_bytes([Share(1000, 1000, 2)], 0, "fp32") == StateBytes(4000, 4000, 8000)
