@@ -3,8 +3,10 @@
 import importlib.util
 import os
 import shutil
+import sysconfig
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeAlias, Union, cast
 
 import torch
@@ -82,11 +84,12 @@ class Kernels:
         fits = found is not None and rows.dtype in found.dtypes and rows.is_contiguous()
         return found if fits else None
 
-    def use_triton_grouped_gemm(self, rows: Tensor) -> bool:
-        """Return whether Triton's kernels multiply these rows of experts by their weights."""
+    def use_triton_grouped_gemm(self, rows: Tensor, num_experts: int) -> bool:
+        """Return whether Triton's kernels multiply these rows of so many experts by their weights."""
         if not self.uses_triton(rows.device):
             return False
-        return self.triton_products or not has_grouped_product(rows.dtype, rows.device)
+        of_torch = num_experts <= MOST_GROUPS and has_grouped_product(rows.dtype, rows.device)
+        return self.triton_products or not of_torch
 
 
 @cache
@@ -99,6 +102,8 @@ def _triton_kernels() -> "TritonKernels":
 DEFAULT_KERNELS = Kernels()
 # Major compute capabilities for which PyTorch's grouped product has a kernel; not 12 (RTX 50, DGX Spark).
 GROUPED_CAPABILITIES = (9, 10)
+MOST_GROUPS = 1023  # of that kernel
+NO_COMPILER = "triton needs a C compiler, and found neither gcc nor clang"
 
 
 @cache
@@ -116,7 +121,13 @@ def triton_problem() -> str:
     """Return why this process cannot use Triton, or an empty string if it can."""
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed"
-    compilers = (os.environ.get("CC"), "gcc", "clang", "cc")
-    if not any(shutil.which(compiler) for compiler in compilers if compiler):
-        return "triton needs a C compiler, and none was found"
+    # What Triton's `runtime/build.py` calls: $CC as the name of one program, else one of two.
+    asked = os.environ.get("CC")
+    if not any(map(shutil.which, [asked] if asked else ["gcc", "clang"])):
+        return f"triton needs a C compiler, and found no {asked!r} (CC)" if asked else NO_COMPILER
+    scheme = sysconfig.get_default_scheme()
+    scheme = "posix_prefix" if scheme == "posix_local" else scheme
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
+    if not header.is_file():
+        return f"triton needs the headers of Python, and {header} is missing (Debian: python3-dev)"
     return ""

@@ -152,16 +152,26 @@ def test_triton_is_the_default_where_it_can_be_used(monkeypatch: pytest.MonkeyPa
     assert tiny().model.gpu_kernels == "auto"
 
 
-def test_what_triton_needs(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, compiler, expected in (
-        ("triton", "/usr/bin/gcc", ""),
-        ("triton", None, "triton needs a C compiler, and none was found"),
-        ("other", "/usr/bin/gcc", "triton is not installed"),
+def test_what_triton_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As its `runtime/build.py` looks for it; a `cc` alone, or a CC of several words, is not called."""
+    (tmp_path / "Python.h").touch()
+    nowhere = tmp_path / "without"
+    for package, cc, programs, headers, expected in (
+        ("triton", None, {"gcc"}, tmp_path, ""),
+        ("triton", "", {"clang"}, tmp_path, ""),
+        ("triton", "icx", {"icx"}, tmp_path, ""),
+        ("triton", None, {"cc"}, tmp_path, "triton needs a C compiler, and found neither gcc nor clang"),
+        ("triton", "ccache gcc", {"gcc"}, tmp_path, "needs a C compiler, and found no 'ccache gcc' (CC)"),
+        ("triton", None, {"gcc"}, nowhere, f"headers of Python, and {nowhere}/Python.h is missing"),
+        ("other", None, {"gcc"}, tmp_path, "triton is not installed"),
     ):
         choice.triton_problem.cache_clear()
-        monkeypatch.setattr("importlib.util.find_spec", lambda asked, name=name: asked == name or None)
-        monkeypatch.setattr("shutil.which", lambda asked, compiler=compiler: compiler)
-        assert choice.triton_problem() == expected
+        monkeypatch.setattr("importlib.util.find_spec", lambda asked, name=package: asked == name or None)
+        monkeypatch.setattr("shutil.which", lambda asked, found=programs: asked if asked in found else None)
+        monkeypatch.setattr("sysconfig.get_paths", lambda scheme, at=headers: {"include": str(at)})
+        monkeypatch.delenv("CC", raising=False) if cc is None else monkeypatch.setenv("CC", cc)
+        problem = choice.triton_problem()
+        assert expected in problem and bool(problem) == bool(expected)
     choice.triton_problem.cache_clear()
 
 

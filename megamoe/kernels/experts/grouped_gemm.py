@@ -235,7 +235,7 @@ def product_library(rows: Tensor, shape: torch.Size, kernels: Kernels) -> RowKer
 
     Return None for PyTorch's.
     """
-    if kernels.use_triton_grouped_gemm(rows):
+    if kernels.use_triton_grouped_gemm(rows, shape[0]):
         return kernels.rows_for(rows)
     library = kernels.library_for(rows)
     if library is None:

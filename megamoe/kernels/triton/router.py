@@ -40,6 +40,7 @@ PARTS = 32  # programs that share the sum over all tokens, for each block of the
 # though it was told not to, and spills registers for 9.0.
 EXPERTS_OF_A_GRADIENT = 32
 TOKENS_OF_A_PASS = 64  # of a program of the passes over rows of few numbers
+NUMBERS_OF_A_GRADIENT = 2048  # of the table [tokens, experts] of a program; more spill registers
 
 
 def _experts_of_a_block(experts: int) -> int:
@@ -144,8 +145,10 @@ def chosen_weights_backward(
 ) -> None:
     """Compute the gradient of p, 0 for experts that were not chosen."""
     if to_probs_TE.numel():
-        sizes = {"ROWS": TOKENS_OF_A_PASS, "EXPERTS": next_power_of_2(experts), "CHOICES": choices}
-        grid = (cdiv(tokens, TOKENS_OF_A_PASS),)
+        width = next_power_of_2(experts)
+        block = max(1, min(TOKENS_OF_A_PASS, NUMBERS_OF_A_GRADIENT // width))
+        sizes = {"ROWS": block, "EXPERTS": width, "CHOICES": choices}
+        grid = (cdiv(tokens, block),)
         arguments = (sent_TK, probs_TE, expert_TK, tokens, experts, smallest, scale, to_probs_TE)
         run_kernel(_chosen_weights_backward, grid, *arguments, **sizes)
 

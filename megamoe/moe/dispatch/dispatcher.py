@@ -159,9 +159,15 @@ class LocalDispatch(Dispatcher):
 def rows_of_places(
     hidden_TH: Tensor, routing: Routing, kernels: Kernels
 ) -> tuple[tuple[RowTokens, Tensor, Tensor], Tensor]:
-    """Return what `sort_by_expert` does, of pairs in fixed shares, and the tokens with one more, of zeros."""
-    pairs = routing.pairs
-    rows = RowTokens.of(pairs.token_N, routing.num_tokens + 1, kernels)
+    """Return what `sort_by_expert` does, of pairs in fixed shares, and the tokens with one more, of zeros.
+
+    Nobody reads the sum of the rows of zeros, and kernels do not compute it: it can have thousands of rows,
+    which one program on CUDA or one thread would add one by one.
+    """
+    pairs, num_tokens = routing.pairs, routing.num_tokens
+    rows = RowTokens.of(pairs.token_N, num_tokens + 1, kernels)
+    if rows.ends_T is not None:
+        rows.ends_T[num_tokens] = rows.ends_T[num_tokens - 1] if num_tokens else 0
     order_N = torch.arange(len(pairs.token_N), device=pairs.token_N.device)
     hidden_TH = torch.cat((hidden_TH, hidden_TH.new_zeros(1, hidden_TH.shape[1])))
     return (rows, pairs.weight_N, order_N), hidden_TH

@@ -1,5 +1,6 @@
 """Fixed shares: the rows of each expert by hand, and a layer that equals the one without empty rows."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -7,6 +8,9 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.experts.rows import sum_rows
+from megamoe.moe.dispatch.dispatcher import rows_of_places
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.routing import Places
 from megamoe.moe.validation import check_parts
@@ -73,6 +77,19 @@ def test_it_equals_rows_without_padding(tree: dict[str, Any]) -> None:
         scale = max(1.0, float(value.abs().max()))
         torch.testing.assert_close(padded[name], value, rtol=0, atol=1e-6 * scale, msg=name)
     assert int(plain["load"].sum()) > 0
+
+
+def test_kernels_do_not_add_up_the_empty_places() -> None:
+    """They can be thousands of rows, which one thread, or one program on CUDA, would add one by one."""
+    if not Kernels().library_on(torch.device("cpu")):
+        pytest.skip("there is no compiled library here")
+    for token_N, ends_T in (([2, 0, 2, 1, 2], [1, 2, 2]), ([], [0])):
+        tokens = len(ends_T) - 1
+        pairs = SimpleNamespace(token_N=torch.tensor(token_N, dtype=torch.int64), weight_N=None)
+        routing = SimpleNamespace(pairs=pairs, num_tokens=tokens)
+        (rows, *_), hidden_TH = rows_of_places(torch.ones(tokens, 4), routing, Kernels())  # type: ignore[arg-type]
+        assert rows.ends_T is not None and rows.ends_T.tolist() == ends_T
+        assert sum_rows(hidden_TH[rows.token_N], rows, Kernels())[:tokens].eq(1).all()
 
 
 def test_a_mask_of_the_whole_step_is_refused() -> None:

@@ -180,10 +180,12 @@ def check_the_choice() -> None:
             mock.patch("torch.cuda.is_available", return_value=True),
             mock.patch("torch.cuda.get_device_capability", return_value=capability),
         ):
-            assert Kernels(triton=True).use_triton_grouped_gemm(rows) is expected
-            assert Kernels(triton=True, triton_products=True).use_triton_grouped_gemm(rows)
-            assert Kernels(triton=True).use_triton_grouped_gemm(mock.Mock(device=cuda, dtype=torch.float32))
-            assert not Kernels().use_triton_grouped_gemm(rows)
+            in_fp32 = mock.Mock(device=cuda, dtype=torch.float32)
+            assert Kernels(triton=True).use_triton_grouped_gemm(rows, 1023) is expected
+            assert Kernels(triton=True).use_triton_grouped_gemm(rows, 1024)  # too many for PyTorch's kernel
+            assert Kernels(triton=True, triton_products=True).use_triton_grouped_gemm(rows, 8)
+            assert Kernels(triton=True).use_triton_grouped_gemm(in_fp32, 8)
+            assert not Kernels().use_triton_grouped_gemm(rows, 8)
     choice.has_grouped_product.cache_clear()
 
 
