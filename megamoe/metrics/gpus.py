@@ -41,9 +41,9 @@ GPUS = {
     "mi300x": Gpu("MI300X", 1307.4e12, 163.4e12, 5.3e12, 448e9, 50e9, 192e9),
 }
 # Words of a device's name as CUDA gives it -> its entry.
-# PCIe and NVL cards have the same words and lower peaks.
+# PCIe and NVL cards, and a part of a GPU (MIG, virtual GPUs), have the same words and lower peaks.
 NAMES = {"A100": "a100", "H100": "h100", "H200": "h200", "B200": "b200"}
-SLOWER = ("PCIE", "NVL")
+SLOWER = ("PCIE", "NVL", "MIG", "GRID")
 
 
 def gpu_of_device(name: str) -> Gpu | None:

@@ -82,7 +82,9 @@ def rounded_at_random(values: Tensor, key: Tensor) -> Tensor:
     """
     bits = values.view(torch.int32)
     draw = _mixed(bits ^ (key * -1640531527)) & 0xFFFF
-    return ((bits + draw) & KEPT_BITS).view(torch.float32).bfloat16()
+    rounded = ((bits + draw) & KEPT_BITS).view(torch.float32)
+    # A draw can overflow the bits of a NaN.
+    return torch.where(values.isfinite(), rounded, values).bfloat16()
 
 
 def _mixed(bits: Tensor) -> Tensor:

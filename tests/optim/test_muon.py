@@ -37,7 +37,11 @@ SYSTEMS = {
 }
 VARIANTS: dict[str, tuple[str, ...]] = {
     "moonlight": (),
-    "spectral": ("optimizer.muon.update_scale=spectral", "optimizer.muon.nesterov=false"),
+    "spectral": (
+        "optimizer.muon.update_scale=spectral",
+        "optimizer.muon.nesterov=false",
+        "optimizer.muon.lr_scale=0.2",
+    ),
     "polar_express": ("optimizer.muon.coefficients=polar_express", "optimizer.muon.steps=4"),
 }
 ADAMW_WORDS = ("embedding", "output_layer", "router", "losses", "norm", "bias")
@@ -122,7 +126,8 @@ class PlainMuon:
                 if self.options.update_scale == "spectral":
                     scale = math.sqrt(max(1, rows / columns))
                 parts.append(scale * self.orthogonal(part).float())
-            weight.mul_(1 - LR * DECAY).sub_(LR * joined_by_hand(name, weight, parts, *facts))
+            lr = LR * self.options.lr_scale
+            weight.mul_(1 - lr * DECAY).sub_(lr * joined_by_hand(name, weight, parts, *facts))
 
 
 def plain_weights(*overrides: str) -> dict[str, Tensor]:

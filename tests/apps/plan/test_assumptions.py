@@ -77,3 +77,5 @@ def test_a_device_is_found_by_its_name() -> None:
     assert gpu_of_device("NVIDIA H200") is GPUS["h200"]
     assert gpu_of_device("NVIDIA H100 80GB HBM3") is GPUS["h100"]
     assert gpu_of_device("NVIDIA H100 PCIe") is None
+    assert gpu_of_device("NVIDIA H100 80GB HBM3 MIG 1g.10gb") is None
+    assert gpu_of_device("GRID H100-7-80C") is None
