@@ -354,6 +354,8 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     if model.num_labels is not None:  # for each token, or once for a sequence
         times = shares.stacks.get("encoder", 1.0) if model.predicts in ("tags", "span") else 1 / length
         products += hidden * ((hidden if model.pooler else 0) + model.num_labels) * times
+    if model.head_transform:
+        products += shares.predicted * hidden * hidden
     depth = model.multi_token_prediction.depth
     products += depth * 2 * hidden * hidden
     products += (1 + depth) * shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
@@ -407,7 +409,10 @@ def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]
     depth = sum(each.num_layers for each in further)
     head = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     is_moe = bool(further and further[0].moe_blocks)
-    after = (1 + depth) * head + depth * (of(model.num_layers, is_moe) + 2 * model.hidden_size**2)
+    module = of(model.num_layers, is_moe) + 2 * model.hidden_size**2
+    if further and further[0].layers.insert_after:
+        module += layers[model.num_layers]
+    after = (1 + depth) * head + depth * module
     return [PASSES * 2.0 * work for work in blocks], PASSES * 2.0 * after
 
 

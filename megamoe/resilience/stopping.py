@@ -10,12 +10,15 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRule:
-    """Decides once a step whether to stop. The caller makes all ranks agree on the answer."""
+    """Decides once a step whether to stop. The caller makes all ranks agree on the answer.
 
-    def __init__(self, train: TrainConfig) -> None:
+    started: when the launch did, by `time.monotonic`; None: now.
+    """
+
+    def __init__(self, train: TrainConfig, started: float | None = None) -> None:
         self._steps = train.exit_after_steps
         self._minutes = train.exit_after_minutes
-        self._started = time.monotonic()
+        self._started = time.monotonic() if started is None else started
         self._done = 0
         self._signal: int | None = None
 
@@ -43,8 +46,13 @@ class StopRule:
         if self._steps is not None and self._done >= self._steps:
             return f"train.exit_after_steps {self._steps}"
         if self._minutes is not None and time.monotonic() - self._started >= 60 * self._minutes:
-            return f"train.exit_after_minutes {self._minutes:g}"
+            return self.planned
         return None
+
+    @property
+    def planned(self) -> str:
+        """Why to stop when the minutes are over, on this rank or another."""
+        return f"train.exit_after_minutes {self._minutes:g}"
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self._signal = self._signal or number

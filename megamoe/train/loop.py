@@ -52,19 +52,20 @@ def train(config: RunConfig, leaves: bool = True) -> ExitCode:
     with closing() as cleanup:
         if leaves:
             cleanup.callback(launch.stop)  # the ranks may already be started when the next line fails
+        started = time.monotonic()
         trainer = Trainer(config)
         cleanup.callback(trainer.release)
-        return Loop(trainer).run()
+        return Loop(trainer, started).run()
 
 
 class Loop:
-    """One launch of a run."""
+    """One launch of a run. started: by `time.monotonic`, None: now."""
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, started: float | None = None) -> None:
         self.trainer = trainer
         self.config = trainer.config
         self.is_first = trainer.world.is_first
-        self.stop_rule = StopRule(self.config.train)
+        self.stop_rule = StopRule(self.config.train, started)
         self.saved_step = trainer.progress.step
         self.save_is_due = False
         self.recorder: Recorder | None = None
@@ -120,8 +121,8 @@ class Loop:
         reason = None
         try:
             while trainer.progress.step < trainer.run.steps and reason is None:
+                trainer.callbacks.call("on_step_begin", trainer)  # which waits for the first rank's record
                 compute_timer.begin()
-                trainer.callbacks.call("on_step_begin", trainer)
                 profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
                 self._say_trace(profiler.after_step(trainer.progress.step))
@@ -244,7 +245,7 @@ class Loop:
         if not stops:
             return None
         self.stopped_by_signal = stops == 2
-        return mine or "another rank received a signal"
+        return mine or ("another rank received a signal" if stops == 2 else self.stop_rule.planned)
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
         if not self.config.evaluation.batches:

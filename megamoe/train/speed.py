@@ -25,7 +25,7 @@ class Speed:
     """What the speed is measured by.
 
     peak: FLOP/s of one rank's device, None if it is not known. length: the tokens of a sample that `flops`
-    counts. counted: those that the metrics count.
+    counts. counted: those that the metrics count. rollouts: how many times each sample is computed.
     """
 
     flops: ModelFlops
@@ -33,9 +33,10 @@ class Speed:
     peak: float | None
     length: int
     counted: int
+    rollouts: int = 1
 
     @classmethod
-    def of(cls, config: RunConfig, run: ResolvedRun, world: World) -> "Speed":
+    def of(cls, config: RunConfig, run: ResolvedRun, world: World, rollouts: int) -> "Speed":
         """Return it for a run; the peak is `log.peak_tflops` or that of a known GPU."""
         peak = None
         if config.log.peak_tflops is not None:
@@ -43,12 +44,12 @@ class Speed:
         elif world.device.type == "cuda":
             peak = peak_of_device(torch.cuda.get_device_name(world.device), run.plan.precision)
         flops = model_flops(config, run.vocabulary.size, token_shares(config))
-        return cls(flops, world.size, peak, config.data.sequence_length, run.sample_tokens)
+        return cls(flops, world.size, peak, config.data.sequence_length, run.sample_tokens, rollouts)
 
     def metrics(self, record: StepRecord, samples: int, seconds: float) -> dict[str, float]:
         """Return the metrics of a step over so many samples of the global batch."""
         pairs = {number: int(layer.load_E.sum()) for number, layer in record.layers.items()}
-        flops = self.flops.of_step(samples * self.length, pairs)
+        flops = self.flops.of_step(self.rollouts * samples * self.length, pairs)
         rate = flops / seconds / self.ranks
         metrics = {
             names.TOKENS_PER_S: samples * self.counted / seconds,

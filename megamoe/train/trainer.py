@@ -52,7 +52,7 @@ from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
 from megamoe.train.run_folder import RunFolder, choose_run_folder
 from megamoe.train.speed import Speed, stage_metrics
 from megamoe.train.start_model import start_model
-from megamoe.train.step import evaluate, train_step
+from megamoe.train.step import evaluate, num_rollouts, train_step
 from megamoe.train.step_record import StepRecord
 
 
@@ -124,7 +124,7 @@ class Trainer:
             self._seed()
             self.skip_policy = SkipPolicy(config.train)
             self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
-            self.speed = Speed.of(config, self.run, self.world)
+            self.speed = Speed.of(config, self.run, self.world, num_rollouts(model))
             self.last_checkpoint: Path | None = None
             if saved is not None:
                 self._resume(saved)

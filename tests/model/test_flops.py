@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megamoe.config.shapes import query_size
+from megamoe.config.shapes import moe_layer_numbers, query_size
 from megamoe.metrics.gpus import peak_of_device
-from megamoe.model.size import PASSES, model_flops
+from megamoe.model.size import PASSES, StackShares, block_flops, model_flops
 from megamoe.moe.experts.grouped import GroupedExperts
 from tests.support.moe.plain import loop_experts
 from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
@@ -26,6 +26,24 @@ CASES = {
     "inserted": ["moe.layers={insert_after: [1]}", "moe.expert_sublayers=2"],
     "heads of another size": ["model.head_size=10", "model.num_query_groups=1"],
 }
+
+
+def test_what_follows_the_blocks_has_the_layer_that_prediction_inserts() -> None:
+    """Multi-token prediction repeats the last block, with the MoE layer that follows it."""
+    inserted = ("moe.layers={insert_after: [2]}", "model.multi_token_prediction.depth=2")
+    config = tiny(*inserted, "moe.router.selector={name: top_k, k: 2}")
+    blocks, after = block_flops(config, VOCABULARY)
+    whole = model_flops(config, VOCABULARY).of_step(1, dict.fromkeys(moe_layer_numbers(config), 2))
+    assert sum(blocks) + after == pytest.approx(whole)
+
+
+def test_the_transform_of_a_masked_models_head_is_a_matrix_for_each_prediction() -> None:
+    masked = ("train.objective=masked", "model.architecture=encoder")
+    plain, transformed = (
+        model_flops(tiny(*masked, f"model.head_transform={on}"), VOCABULARY, StackShares({}, 0.25)).token
+        for on in ("false", "true")
+    )
+    assert transformed - plain == PASSES * 2 * 0.25 * 16 * 16
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -32,6 +32,8 @@ def test_after_so_many_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert rule.reason() is None
     clock.now += 0.1
     assert rule.reason() == "train.exit_after_minutes 1.5"
+    began_before = StopRule(TrainConfig(exit_after_minutes=1.5), started=clock.now - 90)
+    assert began_before.reason() == "train.exit_after_minutes 1.5"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -2,14 +2,17 @@
 
 import json
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from megamoe import registry
 from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
 from megamoe.moe.router import Router
 from megamoe.resilience import stragglers
+from megamoe.train.callbacks import Callback
 from megamoe.train.loop import Loop
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
@@ -18,8 +21,17 @@ from tests.support.ranks.runs import small_run
 STEPS = 10  # the first window of 2 has the start's compilations
 
 
+class Idle(Callback):
+    """Does nothing."""
+
+    @dataclass
+    class Config:
+        pass
+
+
 def metrics_of(where: Any, sleeper: int | None, **changes: Any) -> None:
     """Job: train; the sleeper sleeps in each call of `where`, a class and the name of its method."""
+    registry._parts["callback"].setdefault("idle", Idle)
     trainer = Trainer(small_run(**changes))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(stragglers, "STEPS", 2)
@@ -69,6 +81,13 @@ def test_data_is_own_time_and_exchanges_are_not(
     where: Any, sleeper: int | None, named: int, pool: Pool, tmp_path: Path
 ) -> None:
     assert rows_of(pool, tmp_path, where, sleeper)[-1]["perf/stragglers"] == named
+
+
+@pytest.mark.full
+def test_the_first_ranks_record_is_not_the_others_time(pool: Pool, tmp_path: Path) -> None:
+    """They wait for it where callbacks agree that none has failed."""
+    row = rows_of(pool, tmp_path, (Loop, "_record"), 0, train__callbacks=["idle"])[-1]
+    assert row["perf/stragglers"] == 0 and row["perf/slowest_own_s"] < 0.9
 
 
 @pytest.mark.full

@@ -68,13 +68,12 @@ class Chat(TrainingObjective):
 
     @classmethod
     def shares(cls, options: Config, config: RunConfig) -> TokenShares:
-        """Return what is counted of a sequence: packed ones are taken as full."""
+        """Return the share of a sequence that is no padding: packed ones are taken as full."""
         if options.packing:
             return TokenShares()
         card = load_chat_card(config.data.sources[0].path)
-        return TokenShares(
-            counted=min(1.0, card.learned.size / card.conversations / config.data.sequence_length)
-        )
+        share = min(1.0, card.learned.size / card.conversations / config.data.sequence_length)
+        return TokenShares(decoder=share, predicted=share, counted=share)
 
     def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
         super().__init__(options, config, vocabulary)
