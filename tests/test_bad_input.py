@@ -193,10 +193,6 @@ DEEPSPEED = {
         '{"zero_optimization": {"stage": 2, "reduce_bucket_size": 1000000000000000}}',
         "memory: a rank needs at least 3.6 PiB (the gradients' bucket 3.6 PiB)",
     ),
-    "what DeepSpeed asserts": (
-        '{"zero_optimization": {"stage": 2, "reduce_scatter": false}}',
-        "DeepSpeed refuses it: Reduce Scatter in ZeRO Stage 2 must be set to True for MoE",
-    ),
     "an odd bucket": (
         '{"zero_optimization": {"stage": 1, "allgather_bucket_size": 7}}',
         "allgather_bucket_size is 7, expected an even number",

@@ -55,6 +55,8 @@ from megamoe.train.start_model import start_model
 from megamoe.train.step import evaluate, num_rollouts, train_step
 from megamoe.train.step_record import StepRecord
 
+FILLS = 4  # an evaluation reads so many micro batches for each pipeline stage at a time
+
 
 @dataclass
 class Progress:
@@ -269,14 +271,20 @@ class Trainer:
         micro_batches = self.config.evaluation.batches * self.run.schedule.final // self.run.schedule.unit
         recorded = self.routing.of(self.progress.step, name)
         with recorded, self._stream_of(dataset, start_sample=0, workers=0) as stream:
-            batches = (self._take_known(stream) for _ in range(micro_batches))
+            batches = self._take_known(stream, micro_batches)
             return evaluate(self.engine, self.context, batches, self.run.objective)
 
-    def _take_known(self, stream: BatchStream) -> Batch:
-        """Return this rank's next micro batch; if choices are replayed, it must be in their record."""
-        batches = self._take(stream, 1)
-        self.routing.check_batches(batches)
-        return batches[0]
+    def _take_known(self, stream: BatchStream, count: int) -> Iterator[Batch]:
+        """Yield this rank's next micro batches; if choices are replayed, they must be in their record.
+
+        To take some is a collective of all ranks, for which a pipeline stage would wait after each.
+        """
+        stages = self.layout.pipeline
+        at_once = 1 if stages == 1 else FILLS * stages
+        for first in range(0, count, at_once):
+            batches = self._take(stream, min(at_once, count - first))
+            self.routing.check_batches(batches)
+            yield from batches
 
     def _take(self, stream: BatchStream, count: int) -> list[Batch]:
         """Return this rank's next micro batches; if any rank cannot read its own, all raise the same

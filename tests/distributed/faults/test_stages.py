@@ -78,6 +78,32 @@ def test_stages_keep_as_many_micro_batches_as_documented(pool: Pool) -> None:
         assert largest == 2 + 2 * (1 - rank) + 1  # one round through the first chunk, and the steady state
 
 
+def readings_of_an_evaluation(micro_batches: int) -> list[int]:
+    """Job: how many micro batches are read at a time; each reading is a collective of all stages."""
+    config = small_run(
+        parallel__pipeline=2,
+        model__num_layers=2,
+        evaluation__batches=micro_batches,
+        train__micro_batch_size=1,
+    )
+    trainer, found = Trainer(config), []
+    take = trainer._take
+
+    def counted(stream: Any, count: int) -> Any:
+        found.append(count)
+        return take(stream, count)
+
+    trainer._take = counted  # type: ignore[method-assign]
+    trainer.evaluate()
+    trainer.release()
+    return found
+
+
+def test_stages_do_not_wait_for_each_other_after_each_micro_batch_of_an_evaluation(pool: Pool) -> None:
+    for found in pool.run(readings_of_an_evaluation, 5, ranks=2):
+        assert found[0] == 8 and len(found) < sum(found) / 4, found
+
+
 def skipped_step() -> list[tuple[float, bool, bool]]:
     """Job: three steps, of which the second has a NaN in a weight's gradient of the last stage."""
     config = small_run(parallel__pipeline=2, model__num_layers=4, model__tie_embeddings=False)

@@ -21,7 +21,7 @@ from megamoe.parallel.zero.deepspeed_config import (
 from megamoe.validation import deepspeed
 from megamoe.validation.deepspeed import deepspeed_problems
 from tests.support.ranks.fp16 import with_fp16
-from tests.support.tiny import tiny
+from tests.support.tiny import tiny, tiny_engine
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3, "train_batch_size": 24}
 SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
@@ -169,3 +169,10 @@ def test_files_are_shipped() -> None:
     names = {f"zero{stage}_{precision}" for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")}
     names |= {f"zero{stage}_fp16" for stage in (1, 2, 3)} | {"zero3_bf16_offload", "zero3_bf16_nvme"}
     assert {path.stem for path in SHIPPED} >= names
+
+
+def test_what_deepspeed_asserts_of_the_file_is_one_line(one_rank: None, tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text('{"zero_optimization": {"stage": 2, "reduce_scatter": false}}')
+    with pytest.raises(UserError, match=r"ds\.json: DeepSpeed refuses it: Reduce Scatter in ZeRO Stage 2"):
+        tiny_engine(tiny(f"parallel.deepspeed={path}"))
