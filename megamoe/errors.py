@@ -1,8 +1,18 @@
 """The exception for users' mistakes, and the program's exit codes."""
 
+import re
 from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
+
+# Messages of gloo, NCCL, the store and the loader when the peer process is gone.
+LOST_CONTACT = re.compile(
+    r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process (has )?exited|recv.*failed"
+    r"|connectFullMesh failed|timed out waiting|(?<!dataloader )timed out after|failed to (recv|connect)"
+    r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective",
+    re.IGNORECASE,
+)
+DEAD_LOADER = re.compile(r"DataLoader (worker|timed out)", re.IGNORECASE)
 
 
 class UserError(ValueError):
@@ -56,6 +66,14 @@ class ExitCode(IntEnum):
     HANG = 70  # EX_SOFTWARE: ended by the watchdog
     STOPPED = 75  # EX_TEMPFAIL: stopped by a signal, after a save: start again to continue
     INTERRUPTED = 130  # 128 + SIGINT: Ctrl-C
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Return whether the error means that another rank is gone. That rank reports the reason."""
+    of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
+    return isinstance(error, RuntimeError | ConnectionError) and (
+        of_torch or (bool(LOST_CONTACT.search(str(error))) and not DEAD_LOADER.search(str(error)))
+    )
 
 
 def printable(text: object, length: int = 300) -> str:

@@ -15,31 +15,15 @@ import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
-from megamoe.errors import ExitCode, PluginError, UserError
+from megamoe.errors import DEAD_LOADER, ExitCode, PluginError, UserError, is_lost_contact
 
 FIRST_RANK_WAIT_S = 20  # the other ranks of a machine wait so long for its first rank to report
 CLOSING_LIMIT_S = 15  # to close everything after an error; launchers kill at 30
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 UNWRITABLE = (*DISK_FULL, errno.EROFS)
 TRACEBACK = "MEGAMOE_TRACEBACK"  # set to 1: print the traceback of every error too
-# Messages of gloo, NCCL, the store and the loader when the peer process is gone.
-LOST_CONTACT = re.compile(
-    r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process (has )?exited|recv.*failed"
-    r"|connectFullMesh failed|timed out waiting|(?<!dataloader )timed out after|failed to (recv|connect)"
-    r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective",
-    re.IGNORECASE,
-)
 # PyTorch's allocator on the CPU raises a plain RuntimeError.
 NO_MEMORY = re.compile(r"DefaultCPUAllocator: (not enough|can't allocate) memory", re.IGNORECASE)
-DEAD_LOADER = re.compile(r"DataLoader (worker|timed out)", re.IGNORECASE)
-
-
-def is_lost_contact(error: BaseException) -> bool:
-    """Return whether the error means that another rank is gone. That rank reports the reason."""
-    of_torch = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return isinstance(error, RuntimeError | ConnectionError) and (
-        of_torch or (bool(LOST_CONTACT.search(str(error))) and not DEAD_LOADER.search(str(error)))
-    )
 
 
 def is_out_of_memory(error: BaseException) -> bool:

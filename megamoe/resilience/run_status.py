@@ -18,8 +18,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from megamoe.errors import is_lost_contact
 from megamoe.io import replace_file
-from megamoe.resilience.error_reporting import explain, is_lost_contact
+from megamoe.resilience.error_reporting import explain
 from megamoe.resilience.heartbeat import silence_s, tick
 
 HEARTBEAT, LAUNCHES, FAILURES, ENVIRONMENT = "heartbeat.json", "launches.jsonl", "failures", "environment"

@@ -7,11 +7,10 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 from megamoe.config import PartChoice, RunConfig
-from megamoe.errors import UserError
+from megamoe.errors import UserError, is_lost_contact
 from megamoe.parallel.consensus import raise_any_error_fast
 from megamoe.parallel.launch import World
 from megamoe.registry import failure_of, get_part, is_ours
-from megamoe.resilience.error_reporting import is_lost_contact
 from megamoe.resilience.heartbeat import tick
 
 

@@ -16,7 +16,7 @@ from torch.utils.data import Dataset
 
 from megamoe.data import loader
 from megamoe.data.loader import MOST_DEATHS, Loader
-from megamoe.resilience.error_reporting import DEAD_LOADER
+from megamoe.errors import DEAD_LOADER
 
 
 class Numbers(Dataset[int]):

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.resilience.error_reporting import is_lost_contact
+from megamoe.errors import is_lost_contact
 
 
 @dataclass

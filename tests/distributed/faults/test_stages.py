@@ -80,12 +80,8 @@ def test_stages_keep_as_many_micro_batches_as_documented(pool: Pool) -> None:
 
 def readings_of_an_evaluation(micro_batches: int) -> list[int]:
     """Job: how many micro batches are read at a time; each reading is a collective of all stages."""
-    config = small_run(
-        parallel__pipeline=2,
-        model__num_layers=2,
-        evaluation__batches=micro_batches,
-        train__micro_batch_size=1,
-    )
+    changes: dict[str, Any] = {"parallel__pipeline": 2, "model__num_layers": 2, "train__micro_batch_size": 1}
+    config = small_run(**changes, evaluation__batches=micro_batches)
     trainer, found = Trainer(config), []
     take = trainer._take
 

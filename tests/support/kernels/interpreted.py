@@ -26,7 +26,7 @@ class OnTriton(Kernels):
     def uses_triton(self, device: torch.device) -> bool:
         return True
 
-    def use_triton_grouped_gemm(self, rows: Tensor) -> bool:
+    def use_triton_grouped_gemm(self, rows: Tensor, num_experts: int) -> bool:
         return True
 
     def rows_on(self, device: torch.device) -> RowKernels:
