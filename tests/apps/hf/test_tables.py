@@ -1,5 +1,6 @@
 """The tables of the classes: each element of ours has one place, and defaults are those of transformers."""
 
+import copy
 import json
 from typing import Any
 
@@ -58,6 +59,36 @@ def test_what_is_not_given_is_transformers_default(kind: str) -> None:
             found = getattr(theirs, name)
             assert default is None or found == default, name
             assert default is not None or not isinstance(found, bool) or found is False, name
+
+
+DEFAULT = {"rope_type": "default", "rope_theta": 5000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("llama", {"rope_parameters": DEFAULT, "rope_scaling": YARN}),
+        ("llama", {"rope_parameters": DEFAULT, "rope_scaling": YARN, "rope_theta": 700.0}),
+        ("llama", {"rope_parameters": DEFAULT, "rope_scaling": {**YARN, "rope_theta": 900.0}}),
+        ("llama", {"rope_parameters": DEFAULT, "rope_scaling": None, "rope_theta": 700.0}),
+        ("gpt_oss", {"rope_theta": 700.0}),
+        ("gpt_oss", {"rope_parameters": {}}),
+        ("minimax_m2", {"rotary_dim": 6}),
+        ("minimax_m2", {"rotary_dim": 6, "partial_rotary_factor": 1.0}),
+        ("minimax_m2", {"rotary_dim": 6, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.25}}),
+        ("minimax_m2", {"rotary_dim": 6, "rope_parameters": DEFAULT}),
+    ],
+)
+def test_rotary_positions_said_twice_are_what_transformers_takes(kind: str, keys: dict[str, Any]) -> None:
+    name, shape, _ = CONFIGS[kind]
+    content = {**shape, **keys}
+    theirs = getattr(transformers, name)(**copy.deepcopy(content)).rope_parameters  # it fills in the given
+    ours = as_config(FAMILIES[kind].read(content)).model
+    found = ours.rope_base, ours.rotary.share, ours.rotary.scaling.replace("none", "default")
+    assert found == (theirs["rope_theta"], theirs.get("partial_rotary_factor", 1.0), theirs["rope_type"])
+    if "factor" in theirs:
+        assert ours.rotary.factor == theirs["factor"]
 
 
 @pytest.mark.parametrize(("kind", "number"), KINDS)

@@ -246,8 +246,12 @@ NEED_LENGTH = ("yarn", "llama3")
 
 
 def _parameters(given: Json, base: float, default: Json) -> dict[str, Any]:
-    """Return the parameters of the rotary positions in the form of transformers 5."""
-    found = dict(given["rope_parameters"] or given["rope_scaling"] or default)
+    """Return the parameters of the rotary positions in the form of transformers 5.
+
+    As in transformers, `rope_scaling` replaces `rope_parameters` as a whole.
+    """
+    known = given["rope_scaling"] or given["rope_parameters"]
+    found = dict(default if known is None else known)
     if "type" in found:
         found.setdefault("rope_type", found["type"])
         del found["type"]

@@ -7,12 +7,14 @@ from megamoe.apps.hf.families.common import (
     HF_LAYER,
     LAYER,
     SHARED_KEYS,
+    TIED,
     TOP_K,
     WHOLE_NORMS,
     groups,
     heads,
     loss_weight,
     norm_and_rotary,
+    rotary,
 )
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same
@@ -55,14 +57,20 @@ MIXTRAL = Family(
 )
 
 
-def rotary_size() -> Entry:
-    """The columns of a head that rotate, under the name that released folders have (rotary_dim)."""
+def rotary_of_size() -> Entry:
+    """The rotary positions, whose share of a head's columns released folders give as a number (rotary_dim).
+
+    An explicit share counts instead, as in transformers.
+    """
+    by_share = rotary(base=5e6, share=1.0)
 
     def read(given: Json) -> Json:
-        size, head = given["rotary_dim"], given["head_dim"]
-        return {} if size is None else {"model.rotary.share": size / head}
+        size, share = given["rotary_dim"], given["partial_rotary_factor"]
+        if size is not None and share is None:
+            given = {**given, "partial_rotary_factor": size / given["head_dim"]}
+        return by_share.read(given)
 
-    return Entry({"rotary_dim": None, "head_dim": 128}, read, lambda config: {})
+    return Entry({**by_share.defaults, "rotary_dim": None, "head_dim": 128}, read, by_share.write)
 
 
 # Sigmoid of each score, chosen with a bias; norms over all heads.
@@ -86,8 +94,9 @@ MINIMAX_M2 = Family(
         loss_weight(0.001),
         groups(8),
         heads(128),
-        *norm_and_rotary(1e-6, base=5e6, share=1.0),
-        rotary_size(),
+        same("rms_norm_eps", "model.norm_eps", 1e-6),
+        rotary_of_size(),
+        TIED,
         ignored("router_jitter_noise"),
     ),
     table=(
