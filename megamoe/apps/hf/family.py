@@ -77,12 +77,17 @@ REPLACED = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors."""
+    """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors.
+
+    left_out: the beginning of the names of tensors that are for multi-token prediction, if the table has no
+    line for them.
+    """
 
     model_type: str
     architecture: str
     keys: tuple[Entry, ...]
     table: tuple[TensorMapping, ...]
+    left_out: str | None = None
 
     def read(self, given: Json, where: str = CONFIG) -> Json:
         """Return the keys of ours that a config.json says, as a tree with `model` and `moe`.

@@ -296,6 +296,9 @@ def _check_tensors(
             unused.setdefault("for they follow from the configuration", []).append(name)
         elif name.startswith(blocks):
             unused.setdefault(f"for want of {FURTHER_OPTION}", []).append(name)
+        elif family.left_out is not None and name.startswith(family.left_out):
+            why = f"for {family.architecture} has no multi-token prediction here"
+            unused.setdefault(why, []).append(name)
         else:
             raise UserError(
                 f"{folder.path}: {short(name)} has no place in {family.architecture} as {CONFIG} describes it"
