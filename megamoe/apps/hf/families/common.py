@@ -380,8 +380,11 @@ def block_range() -> Entry:
         }
 
     def write(config: RunConfig) -> Json:
-        blocks = moe_block_numbers(config)
-        return dict(zip(names, (min(blocks, default=1) - 1, max(blocks, default=1) - 1, 1), strict=True))
+        count = config.model.num_layers
+        blocks = [block for block in moe_block_numbers(config) if block <= count]
+        first, last = (blocks[0], blocks[-1]) if blocks else (count + 1, count)
+        step = blocks[1] - blocks[0] if len(blocks) > 1 else 1
+        return dict(zip(names, (first - 1, last - 1, step), strict=True))
 
     return Entry({**dict(zip(names, (1, -1, 1), strict=True)), "num_hidden_layers": REQUIRED}, read, write)
 
