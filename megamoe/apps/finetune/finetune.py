@@ -48,6 +48,7 @@ LAYOUT = "parallel."  # of overrides that do not change the result
 Result = TypeVar("Result")
 ENCODER = "encoder"
 PROGRESS_LINES = 20  # about as many of a run
+KEEP_ALL = 10**6  # checkpoints, the most that the key allows
 INIT = "checkpoint.init"
 OWN = ("name", "output", "seed", INIT, "checkpoint.resume", "data.sources", "data.split")  # of no override
 
@@ -371,7 +372,7 @@ def _tree(
         "checkpoint": {
             "resume": "auto",
             "every": steps_per_epoch if best else 0,
-            "keep": math.ceil(task.epochs) + 1 if best else 1,
+            "keep": KEEP_ALL if best else 1,
         },
         "log": {"report": False, "every": max(1, int(task.epochs * steps_per_epoch) // PROGRESS_LINES)},
     }

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.apps.generation.ends import with_all_ends
 from megamoe.apps.generation.experts import ExpertRecord, Experts
 from megamoe.apps.generation.runner import runner_of
 from megamoe.apps.generation.sampling import Sampling
@@ -24,7 +25,7 @@ class Generated:
     """The result of one prompt.
 
     prompt, tokens: token ids; `tokens` includes the end of a document that ended it. text: of the generated
-    tokens, without a stop text. reason: why it ended: `length`, `stop`, `end_of_turn` or
+    tokens, without a stop text. reason: why it ended: `length`, `stop`, `end_of_turn` (a stop token) or
     `end_of_document`. experts: of each token of the prompt and of `tokens`, if they were recorded.
     """
 
@@ -105,6 +106,7 @@ def generate(
     cached: use a key/value cache, and take `batch_size` prompts together; otherwise each prompt by itself.
     `runner.prepare` tells whether a model can.
     """
+    sampling = with_all_ends(trained, sampling)
     seen: Counter[tuple[int, ...]] = Counter()
     keys = []
     for prompt in prompts:
@@ -125,7 +127,8 @@ def _generate_batch(
     show_experts: bool,
 ) -> list[Generated]:
     results = [Generated(prompt) for prompt in prompts]
-    banned_N = torch.tensor(without_text(trained), dtype=torch.int64, device=trained.world.device)
+    banned = [token for token in without_text(trained) if token not in sampling.stop_tokens]
+    banned_N = torch.tensor(banned, dtype=torch.int64, device=trained.world.device)
     done = [False] * len(results)
     record = ExpertRecord()
     observe = record.take if show_experts else None

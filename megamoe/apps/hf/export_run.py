@@ -33,12 +33,11 @@ from megamoe.apps.hf.folder import (
     special_ids,
     tokenizer_files,
 )
-from megamoe.apps.hf.import_folder import KEPT
 from megamoe.apps.hf.keys import NUM_FURTHER, Json
 from megamoe.apps.hf.rules import BlockMapping, flat
 from megamoe.apps.hf.tensor_files import Stored, TensorWriter
 from megamoe.checkpoint.format.files import parse_json
-from megamoe.checkpoint.format.folder import candidates, find_checkpoints
+from megamoe.checkpoint.format.folder import candidates, find_checkpoints, kept_folder
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.checkpoint.tools.stream import new_tree
 from megamoe.checkpoint.tools.verify import refuse_damaged
@@ -123,7 +122,7 @@ def _target(
     if model_class is not None and model_class not in (CUSTOM, *FAMILIES):
         known = ", ".join((*FAMILIES, CUSTOM))
         raise UserError(f"--class: found {short(model_class)}, expected one of {known}")
-    kept = like or _kept(reader)
+    kept = like or kept_folder(reader.path, reader.meta["config"])
     if like is not None and not like.is_dir():
         raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
     given = portable(read_object(kept / CONFIG)) if kept is not None and (kept / CONFIG).exists() else {}
@@ -202,14 +201,6 @@ def _is_own(kind: str, choice: Any) -> bool:
     """Whether a checkpoint's choice of a part is of a plugin."""
     known, name = list_parts(kind), choice.get("name") if isinstance(choice, dict) else None
     return isinstance(name, str) and not (name in known and is_ours(known[name]))
-
-
-def _kept(reader: CheckpointReader) -> Path | None:
-    """Return the folder `hf` of the import from which the run, or the run that it started from, came."""
-    init = reader.meta["config"].get("checkpoint", {}).get("init", {}).get("path")
-    places = [reader.path, *([Path(init)] if isinstance(init, str) else [])]
-    found = [place.parent.parent / KEPT for place in places]
-    return next((place for place in found if (place / CONFIG).is_file()), None)
 
 
 def _family(path: Path, config: RunConfig, named: str | None, like: Family | None) -> Family:

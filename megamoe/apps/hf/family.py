@@ -52,11 +52,14 @@ OF_TRAINING = frozenset(
         "moe.frozen",
         "moe.expert_output_dropout",
         "moe.expert_activation_dropout",
+        "moe.weights_in_activation",
         "moe.router.scorer.jitter",
+        "moe.router.scorer.rows",
         "moe.router.selector.second",
         "moe.router.selector.renormalise",
         "moe.router.score_function.bias_update",
         "moe.router.score_function.bias_until",
+        "moe.router.score_function.mean_experts",
         "moe.router.replay",
     }
 )
@@ -77,12 +80,17 @@ REPLACED = frozenset(
 
 @dataclass(frozen=True)
 class Family:
-    """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors."""
+    """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors.
+
+    left_out: the beginning of the names of tensors that are for multi-token prediction, if the table has no
+    line for them.
+    """
 
     model_type: str
     architecture: str
     keys: tuple[Entry, ...]
     table: tuple[TensorMapping, ...]
+    left_out: str | None = None
 
     def read(self, given: Json, where: str = CONFIG) -> Json:
         """Return the keys of ours that a config.json says, as a tree with `model` and `moe`.
@@ -233,6 +241,8 @@ def function_of(config: RunConfig) -> Json:
     flat = dict(_flat({"model": tree["model"], "moe": tree["moe"]}, ""))
     if flat.get("moe.router.selector.weights") == "kept_softmax":  # the same function, see `top_k`
         flat["moe.router.selector.weights"] = "renormalised"
+    if not config.moe.router.masks and "moe.router.score_function.over" in flat:
+        flat["moe.router.score_function.over"] = "candidates"  # which are all experts
     if config.model.latent is not None:
         flat["model.latent.norm_eps"] = config.model.latent.norm_eps or config.model.norm_eps
     blocks = [block for block in moe_block_numbers(config) if block <= config.model.num_layers]

@@ -29,14 +29,14 @@ from megamoe.apps.hf.quantised import FLOATS, Weights, weights_of
 from megamoe.apps.hf.rules import BlockMapping, flat
 from megamoe.apps.hf.tensor_files import Shape, Stored, TensorWriter
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_file, write_sums
-from megamoe.checkpoint.format.folder import LATEST
+from megamoe.checkpoint.format.folder import KEPT, LATEST
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.checkpoint.tools.stream import new_tree
 from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
 
-CHECKPOINTS, STEP, KEPT, RUN_YAML = "checkpoints", "step_00000000", "hf", "continue.yaml"
+CHECKPOINTS, STEP, RUN_YAML = "checkpoints", "step_00000000", "continue.yaml"
 PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 LONGEST = 4096  # tokens of a sequence in the run's YAML, where the model allows more
 VOCABULARY_MULTIPLE = 64  # the embedding is not padded: its rows are divided by a divisor of this
@@ -296,6 +296,9 @@ def _check_tensors(
             unused.setdefault("for they follow from the configuration", []).append(name)
         elif name.startswith(blocks):
             unused.setdefault(f"for want of {FURTHER_OPTION}", []).append(name)
+        elif family.left_out is not None and name.startswith(family.left_out):
+            why = f"for {family.architecture} has no multi-token prediction here"
+            unused.setdefault(why, []).append(name)
         else:
             raise UserError(
                 f"{folder.path}: {short(name)} has no place in {family.architecture} as {CONFIG} describes it"

@@ -22,6 +22,7 @@ KEY = "quantization_config"
 SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 EXPONENT_BIAS = 127
+E4M3 = ("e4m3", "float8_e4m3fn")  # names of one format
 FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -54,10 +55,10 @@ class Dequantised:
     def _find_fp8(self, options: Json) -> None:
         size = options.get("weight_block_size")
         whole = isinstance(size, list) and len(size) == 2 and all(type(n) is int and n > 0 for n in size)
-        if not whole or options.get("fmt", "e4m3") != "e4m3":
+        if not whole or options.get("fmt", E4M3[0]) not in E4M3:
             raise UserError(
-                f"{self.path / CONFIG}: {KEY}: expected fmt e4m3 and a weight_block_size of two numbers, "
-                f"found {short(str(options.get('fmt')))} and {short(str(size))}"
+                f"{self.path / CONFIG}: {KEY}: expected fmt {' or '.join(E4M3)} and a weight_block_size of "
+                f"two numbers, found {short(str(options.get('fmt')))} and {short(str(size))}"
             )
         rows, columns = size  # type: ignore[misc]
         for name, stored in self._folder.tensors.items():

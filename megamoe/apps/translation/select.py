@@ -180,8 +180,9 @@ def write_labels(
     """Write train.jsonl, valid.jsonl and test.LANGUAGE.jsonl; return the labels, sorted.
 
     Training and validation texts are the sources, in the source language. The test sets are the test split's
-    sources, and for each language their translations. A text with several labels is left out, and so is a
-    label with fewer than `min_examples` training texts. Nothing is written for fewer than two labels.
+    sources, and for each language their translations. A text with several labels, in any split, is left out,
+    and so is a label with fewer than `min_examples` training texts. Nothing is written for fewer than two
+    labels.
 
     most: by split, how many texts of a label are kept in each of its sets; None: all. They are drawn by a
     hash of the source, so that the sets of all languages have the same messages.
@@ -197,11 +198,10 @@ def write_labels(
     folder.mkdir()
     sets = _sets(pairs, splits, source_language, unique)
     if most is not None:
-        source_of = {pair.target: pair.source for pair in in_split(pairs, splits, "test")}
-        sets = {
-            name: _at_most(most[name.partition(".")[0]], label_of, source_of)
-            for name, label_of in sets.items()
-        }
+        source_of = _source_of(pair for pair in in_split(pairs, splits, "test") if pair.source in unique)
+        for name, label_of in sets.items():
+            split, _, language = name.partition(".")
+            sets[name] = _at_most(most[split], label_of, source_of.get(language, {}))
         counts = Counter(sets["train"].values())
     content = {}
     for name, label_of in sets.items():
@@ -238,10 +238,23 @@ def _sets(
         "valid": _sources(in_split(pairs, splits, "valid"), unique),
         f"test.{source_language}": _sources(in_split(pairs, splits, "test"), unique),
     }
+    labels_of: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for pair in pairs:
+        labels_of[pair.language, pair.target].add(pair.label)
     for pair in in_split(pairs, splits, "test"):
-        if pair.source in unique:
+        if pair.source in unique and len(labels_of[pair.language, pair.target]) == 1:
             sets.setdefault(f"test.{pair.language}", {})[pair.target] = unique[pair.source]
     return sets
+
+
+def _source_of(pairs: Iterable[Pair]) -> dict[str, dict[str, str]]:
+    """Return the source of each translation, by language; of several the one that is drawn first."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for pair in pairs:
+        of_language = found[pair.language]
+        known = of_language.get(pair.target, pair.source)
+        of_language[pair.target] = min(known, pair.source, key=uniform)
+    return found
 
 
 def _at_most(number: int, label_of: dict[str, str], source_of: Mapping[str, str]) -> dict[str, str]:

@@ -7,13 +7,16 @@ checkpoints/latest             the name of the newest complete checkpoint
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from megamoe.checkpoint.format.files import META, SUMS, read_bytes
 from megamoe.errors import UserError
 
 LATEST = "latest"
+KEPT = "hf"  # beside `checkpoints` in an imported run: the files of a Hugging Face folder that are no weights
 SAVING, REPLACED, DELETING = ".saving_", ".replaced_", ".deleting_"  # prefixes of a checkpoint's name
 RUN_CHECKPOINT = re.compile(rf"(?:{re.escape(REPLACED)})?step_[0-9]{{8,}}")
 
@@ -91,6 +94,17 @@ def find_checkpoints(path: Path) -> tuple[list[Path], bool]:
     raise UserError(
         f"{path}: no checkpoint and no run's folder with one; name a step_* folder, or runs/<name>"
     )
+
+
+def kept_folder(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:
+    """Return the folder `hf` of the import that made a checkpoint, or the one that its run started from.
+
+    config: of the checkpoint's metadata. None: neither was imported.
+    """
+    init = (config.get("checkpoint") or {}).get("init") or {}
+    places = [checkpoint, *([Path(init["path"])] if isinstance(init.get("path"), str) else [])]
+    found = [place.parent.parent / KEPT for place in places]
+    return next((place for place in found if (place / "config.json").is_file()), None)
 
 
 def hide(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """The configuration of a seed's run: what the task says, the pretrained model's sections, and overrides."""
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,17 @@ def test_every_key_of_the_task_reaches_the_run(tmp_path: Path) -> None:
     assert (run.model.num_labels, run.model.predicts) == (2, "label")
     assert (run.evaluation.every, run.evaluation.batches) == (3, 2)  # 12 examples in batches of 4; 5 of valid
     assert run.checkpoint.init is not None and run.checkpoint.init.path == str(tmp_path / "step_00000001")
+
+
+@pytest.mark.parametrize(("epochs", "batch"), [(5, 7), (0.5, 3), (2, 12), (3, 20)])
+def test_every_checkpoint_is_kept_until_the_best_is_chosen(tmp_path: Path, epochs: float, batch: int) -> None:
+    """Of 12 examples; an epoch that is no whole number of batches has more than one checkpoint."""
+    checkpoint = run_of(
+        tmp_path, select="best", epochs=epochs, batch_size=batch, micro_batch_size=None
+    ).checkpoint
+    steps = math.floor(12 * epochs / batch)
+    saved = {*range(checkpoint.every, steps + 1, checkpoint.every), steps}
+    assert checkpoint.keep >= len(saved)
 
 
 @pytest.mark.parametrize(

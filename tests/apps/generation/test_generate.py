@@ -1,6 +1,7 @@
 """Generation: the cache against the plain forward pass, at any layout; prompts of different lengths."""
 
 import dataclasses
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -252,6 +253,63 @@ def test_two_ranks_generate_what_one_does(pool: Pool, runs: Path, alone: dict[st
             assert texts(results) == texts(alone["greedy"])
             assert chosen(results) == chosen(alone["greedy"])
         assert refused.startswith("parallel.tensor: found 2, which pads sequences, but the selector expert_")
+
+
+def greedy(trained: TrainedModel, *stop: str, special: dict[str, int] | None = None) -> Generated:
+    tokenizer = ByteTokenizer()
+    tokenizer.special = SpecialTokens(special or {})
+    words = Vocabulary(trained.vocabulary.size, None, tokenizer, tokenizer.special)
+    sampling = Sampling(max_tokens=12, temperature=0.0, stop=stop)
+    (found,) = generate(dataclasses.replace(trained, vocabulary=words), [[7, 9]], sampling)
+    return found
+
+
+def until_first(tokens: list[int], end: int) -> list[int]:
+    return tokens[: tokens.index(end) + 1]
+
+
+def test_a_stop_text_that_is_a_special_token_ends(one_rank: None) -> None:
+    """Decoded text does not have it."""
+    trained = opened()
+    free = greedy(trained)
+    end = free.tokens[5]
+    assert free.reason == "length" and until_first(free.tokens, end) != free.tokens
+    for stop in ("<|end|>", "<|end|>\n"):
+        found = greedy(trained, "never", stop, special={"<|end|>": end})
+        assert (found.tokens, found.reason) == (until_first(free.tokens, end), "end_of_turn")
+
+
+def test_an_imported_model_ends_at_all_tokens_of_its_folder(one_rank: None, tmp_path: Path) -> None:
+    """Also where one of them is the padding, and in a run that started from the import."""
+    trained = opened()
+    free = greedy(trained).tokens
+    end, other = free[5], max(free) + 1
+    ended = until_first(free, end)
+    (tmp_path / "hf").mkdir()
+    imported = tmp_path / "checkpoints/step_00000000"
+    started: Any = {"config": {"checkpoint": {"init": {"path": str(imported)}}}}
+    models = (
+        dataclasses.replace(trained, path=imported),
+        dataclasses.replace(trained, meta=trained.meta | started),
+    )
+
+    def write(name: str, ids: Any) -> None:
+        (tmp_path / "hf" / name).write_text(json.dumps({"eos_token_id": ids}))
+
+    for name, ids, expected in (
+        ("config.json", end, ended),
+        ("config.json", None, free),
+        ("generation_config.json", [other, end], ended),
+    ):
+        write(name, ids)
+        assert [greedy(model).tokens for model in models] == [expected] * 2
+    assert greedy(models[0], special={"<pad>": end}).tokens == ended  # no model writes other padding
+    write("generation_config.json", ["a"])
+    with pytest.raises(UserError, match=r"generation_config.json: eos_token_id: found \['a'\], expected ids"):
+        greedy(models[0])
+    (tmp_path / "hf/generation_config.json").write_text("[")
+    with pytest.raises(UserError, match="generation_config.json: .*; expected the JSON file of the import"):
+        greedy(models[0])
 
 
 @pytest.mark.parametrize("temperature", [0.0, 5.0])

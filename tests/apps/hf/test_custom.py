@@ -49,7 +49,7 @@ REFUSED = {  # what the class does not cover of them
     "top_any": "moe.router.selector.name top_any",
 }
 PRESETS = sorted(path.stem for path in (ROOT / "examples/presets").glob("*.yaml"))
-QUICK = ("x_moe_hypersphere", "deepseek_v3")
+QUICK = ("x_moe_hypersphere", "deepseek_v3", "tables")
 # Beside the presets: what models and routers can be.
 OTHERS: dict[str, tuple[str, ...]] = {
     "learned": (
@@ -95,6 +95,11 @@ OTHERS: dict[str, tuple[str, ...]] = {
         "moe.router.scorer={name: linear, bias: true}",
         "moe.router.score_function=sigmoid",
         "moe.router.selector={name: expert_choice, k: 1.5, allow_non_causal: true}",
+        "moe.losses={}",
+    ),
+    "tables": (
+        "moe.router.scorer=hash",
+        "moe.router.selector={name: table, k: 2, scale: 2.5}",
         "moe.losses={}",
     ),
     "dense": ("moe.layers=none",),
@@ -195,8 +200,9 @@ def test_presets_that_it_does_not_cover_are_refused_with_the_reason() -> None:
         custom_family(Path("a"), load_config(None, ["moe.layers.every=1", *weighted]))
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.full]) for name in OTHERS]
+)
 def test_other_models_are_equal(name: str, tmp_path: Path) -> None:
     check_equal(tmp_path, "switch", NO_CAPACITY, *OTHERS[name])
 

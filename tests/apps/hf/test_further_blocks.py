@@ -126,6 +126,23 @@ def test_without_the_option_the_block_is_left_out_by_name(tmp_path: Path) -> Non
     assert not any(name.startswith(LAST) for name in all_tensors(tmp_path / "back"))
 
 
+def test_tensors_of_ernies_prediction_are_left_out(tmp_path: Path) -> None:
+    make("ernie4_5_moe", tmp_path / "hf")
+    further = {f"model.mtp_{name}.0.weight": torch.ones(32) for name in ("block", "emb_norm", "hidden_norm")}
+    found = all_tensors(tmp_path / "hf")
+    write_tensors(tmp_path / "hf", found | further)
+    change_config(tmp_path / "hf", num_nextn_predict_layers=1)
+    lines: list[str] = []
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lines.append)
+    (line,) = [line for line in lines if "left out" in line]
+    assert line == (
+        "left out for Ernie4_5_MoeForCausalLM has no multi-token prediction here: 3 tensors, the first of "
+        "them model.mtp_block.0.weight"
+    )
+    export_run(tmp_path / "run", tmp_path / "back", report=silent)
+    assert all_tensors(tmp_path / "back").keys() == found.keys()
+
+
 def changed(found: dict[str, Tensor], name: str) -> None:
     found[LAST + name] = found[LAST + name] + 1
 

@@ -1,6 +1,7 @@
 """config.json of released models, in the form in which the hub has them, and folders of several files."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +149,69 @@ GPT_OSS = {
     "swiglu_limit": 7.0,
     "vocab_size": 201088,
 }
+MINIMAX_M2 = {
+    "model_type": "minimax_m2",
+    "architectures": ["MiniMaxM2ForCausalLM"],
+    "attn_type_list": [1] * 62,
+    "head_dim": 128,
+    "hidden_size": 3072,
+    "intermediate_size": 1536,
+    "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0,
+    "layernorm_mlp_beta": 1.0,
+    "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192,
+    "mtp_transformer_layers": 1,
+    "num_attention_heads": 48,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 62,
+    "num_key_value_heads": 8,
+    "num_local_experts": 256,
+    "num_mtp_modules": 3,
+    "output_router_logits": False,
+    "qk_norm_type": "per_layer",
+    "rope_theta": 5000000,
+    "rotary_dim": 64,
+    "router_aux_loss_coef": 0.001,
+    "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 0,
+    "shared_moe_mode": "sigmoid",
+    "sliding_window": None,
+    "use_mtp": True,
+    "use_qk_norm": True,
+    "use_routing_bias": True,
+    "vocab_size": 200064,
+}
+QWEN3_CODER = {
+    "model_type": "qwen3_moe",
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "decoder_sparse_step": 1,
+    "head_dim": 128,
+    "hidden_size": 2048,
+    "intermediate_size": 5472,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 28,
+    "mlp_only_layers": [],
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "qkv_bias": False,
+    "rope_scaling": None,
+    "rope_theta": 10000000,
+    "router_aux_loss_coef": 0.0,
+    "shared_expert_intermediate_size": 0,
+    "sliding_window": None,
+    "use_qk_norm": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Llama 3.1": (
         LLAMA3,
@@ -177,6 +241,22 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moe.expert_activation": "swiglu_clamped",
         },
     ),
+    "MiniMax-M2": (
+        MINIMAX_M2,
+        {
+            "model.rotary.share": 0.5,
+            "model.attention.window": None,
+            "model.attention.query_key_norm": "whole",
+            "moe.num_shared_experts": 0,
+        },
+    ),
+    "Qwen3-Coder": (
+        QWEN3_CODER,
+        {
+            "model.attention.query_key_norm": "head",
+            "moe.num_shared_experts": 0,
+        },
+    ),
 }
 
 
@@ -192,6 +272,26 @@ def test_released_configurations_are_read(case: str) -> None:
         assert (mask.options.num_groups, mask.options.keep, mask.options.best) == (8, 4, 2)
         dims = dims_of(config, 129280)
         assert (dims["Q"], dims["U"], dims["O"]) == (128 * 192, 128 * 256, 128 * 128)
+
+
+@pytest.mark.parametrize(
+    ("content", "key", "value", "expected"),
+    [
+        (MINIMAX_M2, "attn_type_list", [1, 0], "1 for each block"),
+        (MINIMAX_M2, "shared_intermediate_size", 8, "0"),
+        (MINIMAX_M2, "sliding_window", 8, "null"),
+        (MINIMAX_M2, "layernorm_mlp_beta", 0.5, "1.0"),
+        (QWEN3_CODER, "shared_expert_intermediate_size", 8, "0"),
+        (QWEN3_CODER, "use_qk_norm", False, "true"),
+        (QWEN3_CODER, "qkv_bias", True, "false"),
+    ],
+)
+def test_another_value_of_such_a_key_is_refused(
+    content: dict[str, Any], key: str, value: Any, expected: str
+) -> None:
+    words = re.escape(f"{key}: found {value}, expected {expected}; ")
+    with pytest.raises(ValueError, match=words):
+        FAMILIES[content["model_type"]].read({**COMMON, **content, key: value})
 
 
 DOTS1 = {

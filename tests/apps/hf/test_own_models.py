@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from megamoe.apps.hf.export_run import _configuration, export_run
+from megamoe.apps.hf.family import differences
 from megamoe.apps.hf.folder import special_ids, tokenizer_files
-from megamoe.config import parse_config, to_dict
+from megamoe.config import load_config, parse_config, to_dict
 from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
@@ -117,6 +118,27 @@ def test_special_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     prepare(Preparation(output, [source], special="pad"))
     card = special_ids(parse_config({"data": {"sources": [str(tmp_path / "text")]}}))
     assert card == none | {"eos_token_id": 256, "pad_token_id": 257}
+
+
+LIMITED = "moe.router.masks=[{name: group_limit, num_groups: 4, keep: 2}]"
+BIASED = "moe.router.score_function={name: softmax, bias_update: 0.001%s}"
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ([], ["moe.weights_in_activation=true"], set()),
+        ([], ["moe.router.scorer.rows=true"], set()),
+        ([BIASED % ""], [BIASED % ", mean_experts: 1.5"], set()),
+        ([], ["moe.router.score_function.over=all"], set()),
+        ([LIMITED], [LIMITED, "moe.router.score_function.over=all"], {"moe.router.score_function.over"}),
+    ],
+)
+def test_what_does_not_change_the_function_stands_in_no_way(
+    one: list[str], other: list[str], expected: set[str]
+) -> None:
+    configs = [load_config(None, ["moe.layers.every=1", *changes]) for changes in (one, other)]
+    assert differences(*configs).keys() == expected
 
 
 def test_parts_of_plugins() -> None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megamoe.apps.hf.export_run import export_run
 from megamoe.apps.hf.import_folder import import_folder
-from megamoe.apps.hf.quantised import E2M1, from_blocks, from_mxfp4
+from megamoe.apps.hf.quantised import E2M1, Dequantised, from_blocks, from_mxfp4
 from megamoe.errors import UserError
 from tests.support.apps.hf_models import change_config, make, write_tensors
 from tests.support.apps.hf_training import all_tensors
@@ -119,6 +120,19 @@ def test_a_quantised_folder_is_the_folder_that_it_stands_for(make_folder: Any, t
     assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
     if make_folder is quantised_deepseek:
         assert any("model.layers.2.eh_proj.weight" in line and "left out" in line for line in lines)
+
+
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn", "e5m2"])
+def test_the_format_has_two_names(fmt: str) -> None:
+    """The second is that of MiniMax-M2."""
+    folder: Any = SimpleNamespace(
+        path=Path("hf"), tensors={}, config={"quantization_config": {**FP8, "fmt": fmt}}
+    )
+    if fmt != "e5m2":
+        assert Dequantised(folder).config == {}
+        return
+    with pytest.raises(UserError, match="expected fmt e4m3 or float8_e4m3fn and .*, found e5m2 and"):
+        Dequantised(folder)
 
 
 DAMAGES: dict[str, Any] = {

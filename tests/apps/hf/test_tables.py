@@ -1,5 +1,6 @@
 """The tables of the classes: each element of ours has one place, and defaults are those of transformers."""
 
+import copy
 import json
 from typing import Any
 
@@ -10,7 +11,8 @@ from megamoe.apps.hf.families import FAMILIES
 from megamoe.apps.hf.family import Family, as_config, differences
 from megamoe.apps.hf.keys import REQUIRED
 from megamoe.apps.hf.rules import BlockMapping, flat
-from tests.support.apps.hf_models import CONFIGS
+from megamoe.config.shapes import moe_block_numbers
+from tests.support.apps.hf_models import CONFIGS, WORDS
 
 transformers = pytest.importorskip("transformers")
 # Keys whose absence means something else than transformers' default, and keys of earlier versions that the
@@ -58,6 +60,63 @@ def test_what_is_not_given_is_transformers_default(kind: str) -> None:
             found = getattr(theirs, name)
             assert default is None or found == default, name
             assert default is not None or not isinstance(found, bool) or found is False, name
+
+
+TINY = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
+DEFAULT = {"rope_type": "default", "rope_theta": 5000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("llama", {"rope_parameters": DEFAULT, "rope_scaling": YARN}),
+        ("llama", {"rope_parameters": DEFAULT, "rope_scaling": YARN, "rope_theta": 700.0}),
+        ("llama", {"rope_parameters": DEFAULT, "rope_scaling": {**YARN, "rope_theta": 900.0}}),
+        ("llama", {"rope_parameters": DEFAULT, "rope_scaling": None, "rope_theta": 700.0}),
+        ("gpt_oss", {"rope_theta": 700.0}),
+        ("gpt_oss", {"rope_parameters": {}}),
+        ("minimax_m2", {"rotary_dim": 6}),
+        ("minimax_m2", {"rotary_dim": 6, "partial_rotary_factor": 1.0}),
+        ("minimax_m2", {"rotary_dim": 6, "rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.25}}),
+        ("minimax_m2", {"rotary_dim": 6, "rope_parameters": DEFAULT}),
+    ],
+)
+def test_rotary_positions_said_twice_are_what_transformers_takes(kind: str, keys: dict[str, Any]) -> None:
+    name, shape, _ = CONFIGS[kind]
+    content = {**shape, **keys}
+    theirs = getattr(transformers, name)(**copy.deepcopy(content)).rope_parameters  # it fills in the given
+    ours = as_config(FAMILIES[kind].read(content)).model
+    found = ours.rope_base, ours.rotary.share, ours.rotary.scaling.replace("none", "default")
+    assert found == (theirs["rope_theta"], theirs.get("partial_rotary_factor", 1.0), theirs["rope_type"])
+    if "factor" in theirs:
+        assert ours.rotary.factor == theirs["factor"]
+
+
+@pytest.mark.parametrize("at", [[], [1], [3], [2, 3, 4], [2, 4], [3, 6]])
+def test_ernie_says_which_blocks_have_an_moe_layer(at: list[int]) -> None:
+    family = FAMILIES["ernie4_5_moe"]
+    tree = family.read({**written("ernie4_5_moe", 0), "num_hidden_layers": 6})
+    tree["moe"]["layers"] = {"at": at}
+    anew = family.write(as_config(tree))
+    assert moe_block_numbers(as_config(family.read(anew))) == at
+    names = ("num_hidden_layers", "moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
+    theirs = transformers.Ernie4_5_MoeConfig(
+        **{name: anew[name] for name in names}, **TINY, moe_num_experts=2
+    )
+    with torch.device("meta"):
+        layers = transformers.AutoModel.from_config(theirs).layers
+    assert [number for number, layer in enumerate(layers, 1) if hasattr(layer.mlp, "experts")] == at
+
+
+def test_gpt_oss_without_windows_runs_in_transformers() -> None:
+    """It builds the mask of a window even if no block has one."""
+    family = FAMILIES["gpt_oss"]
+    tree = family.read({**written("gpt_oss", 0), "layer_types": ["full_attention"] * 2})
+    anew = family.write(as_config(tree))
+    model = transformers.AutoModelForCausalLM.from_config(transformers.GptOssConfig(**anew))
+    assert model(torch.tensor([[1, 2, 3]])).logits.shape == (1, 3, WORDS)
+    assert as_config(family.read(anew)).model.attention.window is None
 
 
 @pytest.mark.parametrize(("kind", "number"), KINDS)

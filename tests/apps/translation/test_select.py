@@ -113,6 +113,52 @@ def test_labels(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
+def test_a_translation_with_several_labels_is_left_out(tmp_path: Path) -> None:
+    """A word of two messages with different labels, one of them perhaps in training."""
+    pairs = [
+        Pair("open a file", "öffnen", "de", "editor"),
+        Pair("unlock", "öffnen", "de", "bank"),
+        Pair("open a file", "ouvrir", "fr", "editor"),
+        Pair("save", "sichern", "de", "editor"),
+        Pair("secure", "sichern", "de", "bank"),
+        Pair("close", "schließen", "de", "editor"),
+        Pair("close it", "schließen", "de", "editor"),
+        *(Pair(f"{label} {n}", "x", "de", label) for label in ("editor", "bank") for n in range(3)),
+    ]
+    splits = ["test"] * 4 + ["train"] + ["test"] * 2 + ["train"] * 6
+    assert write_labels(pairs, splits, "en", 3, tmp_path / "labels") == ["bank", "editor"]
+
+    def texts(language: str) -> list[str]:
+        path = tmp_path / "labels" / f"test.{language}.jsonl"
+        return [json.loads(line)["text"] for line in path.read_text().splitlines()]
+
+    assert (texts("de"), texts("fr")) == (["schließen"], ["ouvrir"])
+    assert texts("en") == ["open a file", "unlock", "save", "close", "close it"]
+
+
+def test_a_translation_of_several_messages_is_drawn_with_the_first_of_them(tmp_path: Path) -> None:
+    """In each language by its own messages, though languages have words in common."""
+    pairs = [
+        Pair(f"{label} {n}", f"{label} word {n // 2 + shift}", language, label)
+        for label in ("shop", "blog")
+        for language, shift in (("de", 0), ("fr", 3))
+        for n in range(40)
+    ]
+    train = [Pair(f"{label} train {n}", "x", "de", label) for label in ("shop", "blog") for n in range(3)]
+    splits = ["test"] * len(pairs) + ["train"] * len(train)
+    most = {"train": 9, "valid": 9, "test": 8}
+    write_labels([*pairs, *train], splits, "en", 3, tmp_path / "labels", most)
+
+    def numbers(language: str) -> set[tuple[str, int]]:
+        path = tmp_path / "labels" / f"test.{language}.jsonl"
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        return {(row["label"], int(row["text"].rpartition(" ")[2])) for row in rows}
+
+    english = {(label, number // 2) for label, number in numbers("en")}
+    assert english <= numbers("de")
+    assert {(label, number + 3) for label, number in english} <= numbers("fr")
+
+
 def test_at_most_so_many_texts_of_a_label(tmp_path: Path) -> None:
     """The same messages in all languages; a label with fewer keeps all."""
     pairs, splits = [], []

@@ -248,7 +248,7 @@ SELECTOR_OPTIONS: dict[str, Callable[[Any], Json]] = {
     **dict.fromkeys(("top_k", "sample", "sinkhorn", "balanced"), _best_k),
     "threshold": _threshold,
     "expert_choice": lambda options: {"k": options.k},
-    "table": lambda options: {"k": options.k},
+    "table": lambda options: {"k": options.k, "scale": options.scale},
     "hierarchical_top_k": lambda options: {"groups": options.groups, "k": options.k},
     "entropy_aware": lambda options: {name: getattr(options, name) for name in ("min_k", "max_k", "weights")},
 }

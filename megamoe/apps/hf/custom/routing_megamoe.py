@@ -126,7 +126,8 @@ class Router(nn.Module):
             chosen_TE, weight_TE = self._entropy_aware(ranking_TE, probs_TE, candidates_TE)
         else:
             if self.choice == "table":
-                expert_TK, weight_TK = further, torch.ones_like(further, dtype=torch.float32)
+                scale = self.options["scale"]
+                expert_TK, weight_TK = further, torch.full_like(further, scale, dtype=torch.float32)
             elif self.choice == "hierarchical_top_k":
                 expert_TK, weight_TK = self._levels(further, inner_TE, candidates_TE)
             else:

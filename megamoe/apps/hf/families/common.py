@@ -246,8 +246,12 @@ NEED_LENGTH = ("yarn", "llama3")
 
 
 def _parameters(given: Json, base: float, default: Json) -> dict[str, Any]:
-    """Return the parameters of the rotary positions in the form of transformers 5."""
-    found = dict(given["rope_parameters"] or given["rope_scaling"] or default)
+    """Return the parameters of the rotary positions in the form of transformers 5.
+
+    As in transformers, `rope_scaling` replaces `rope_parameters` as a whole.
+    """
+    known = given["rope_scaling"] or given["rope_parameters"]
+    found = dict(default if known is None else known)
     if "type" in found:
         found.setdefault("rope_type", found["type"])
         del found["type"]
@@ -376,8 +380,11 @@ def block_range() -> Entry:
         }
 
     def write(config: RunConfig) -> Json:
-        blocks = moe_block_numbers(config)
-        return dict(zip(names, (min(blocks, default=1) - 1, max(blocks, default=1) - 1, 1), strict=True))
+        count = config.model.num_layers
+        blocks = [block for block in moe_block_numbers(config) if block <= count]
+        first, last = (blocks[0], blocks[-1]) if blocks else (count + 1, count)
+        step = blocks[1] - blocks[0] if len(blocks) > 1 else 1
+        return dict(zip(names, (first - 1, last - 1, step), strict=True))
 
     return Entry({**dict(zip(names, (1, -1, 1), strict=True)), "num_hidden_layers": REQUIRED}, read, write)
 

@@ -94,6 +94,10 @@ QWEN3_MOE = Family(
     keys=(
         *qwen_keys(dense=6144, expert=768, experts=128, chosen=8),
         fixed(model__attention__query_key_norm="head"),
+        # Of Qwen3-Coder.
+        only("use_qk_norm", True, default=True, written=False),
+        only("qkv_bias", False, default=False, written=False),
+        only("shared_expert_intermediate_size", 0, default=0, written=False),
         groups(4),
         heads(),
         *norm_and_rotary(1e-6),
@@ -209,6 +213,7 @@ ERNIE4_5_MOE = Family(
         *EXPERTS,
         *SHARED,
     ),
+    left_out="model.mtp_",
 )
 
 QWEN2_MOE = Family(

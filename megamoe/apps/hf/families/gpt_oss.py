@@ -32,6 +32,7 @@ from megamoe.config.shapes import window_of
 
 EXPERTS, ROUTER = f"{HF_LAYER}mlp.experts.", f"{HF_LAYER}mlp.router."
 WINDOW, WHOLE = "sliding_attention", "full_attention"
+DEFAULT_WINDOW = 128
 
 
 def windows() -> Entry:
@@ -51,9 +52,11 @@ def windows() -> Entry:
         model = config.model
         found = [window_of(model, block + 1) for block in range(model.num_layers)]
         kinds = [WHOLE if window is None else WINDOW for window in found]
-        return {"sliding_window": model.attention.window, "layer_types": kinds}
+        # transformers wants a number even if no block has a window.
+        return {"sliding_window": model.attention.window or DEFAULT_WINDOW, "layer_types": kinds}
 
-    return Entry({"sliding_window": 128, "layer_types": None, "num_hidden_layers": REQUIRED}, read, write)
+    defaults = {"sliding_window": DEFAULT_WINDOW, "layer_types": None, "num_hidden_layers": REQUIRED}
+    return Entry(defaults, read, write)
 
 
 # That of the released models' rotary positions.

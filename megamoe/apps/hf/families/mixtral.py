@@ -7,15 +7,17 @@ from megamoe.apps.hf.families.common import (
     HF_LAYER,
     LAYER,
     SHARED_KEYS,
+    TIED,
     TOP_K,
     WHOLE_NORMS,
     groups,
     heads,
     loss_weight,
     norm_and_rotary,
+    rotary,
 )
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same
+from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same, unsupported
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, whole
 
 EXPERTS = f"{HF_LAYER}block_sparse_moe.experts.{{e}}."
@@ -55,15 +57,35 @@ MIXTRAL = Family(
 )
 
 
-def rotary_size() -> Entry:
-    """The columns of a head that rotate, under the name that released folders have (rotary_dim)."""
+def rotary_of_size() -> Entry:
+    """The rotary positions, whose share of a head's columns released folders give as a number (rotary_dim).
+
+    An explicit share counts instead, as in transformers.
+    """
+    by_share = rotary(base=5e6, share=1.0)
 
     def read(given: Json) -> Json:
-        size, head = given["rotary_dim"], given["head_dim"]
-        return {} if size is None else {"model.rotary.share": size / head}
+        size, share = given["rotary_dim"], given["partial_rotary_factor"]
+        if size is not None and share is None:
+            given = {**given, "partial_rotary_factor": size / given["head_dim"]}
+        return by_share.read(given)
 
-    return Entry({"rotary_dim": None, "head_dim": 128}, read, lambda config: {})
+    return Entry({**by_share.defaults, "rotary_dim": None, "head_dim": 128}, read, by_share.write)
 
+
+def whole_attention() -> Entry:
+    """Every block sees all earlier tokens, which is the kind 1 (attn_type_list)."""
+
+    def read(given: Json) -> Json:
+        kinds = given["attn_type_list"] or []
+        if any(kind != 1 for kind in kinds):
+            raise unsupported("attn_type_list", kinds, ["1 for each block"])
+        return {}
+
+    return Entry({"attn_type_list": None}, read, lambda config: {})
+
+
+NORM_FACTORS = ("full_attention", "linear_attention", "mlp")
 
 # Sigmoid of each score, chosen with a bias; norms over all heads.
 MINIMAX_M2 = Family(
@@ -82,12 +104,20 @@ MINIMAX_M2 = Family(
         only("use_qk_norm", True, default=True, written=False),
         only("qk_norm_type", "per_layer", None, written=False),
         only("use_routing_bias", True, default=True, written=False),
-        only("attn_type_list", None, written=False),
+        whole_attention(),
+        # Of released folders: no shared expert, multi-token prediction without weights, and keys that their
+        # own code does not read, or at the one value that changes nothing.
+        only("shared_intermediate_size", 0, default=0, written=False),
+        only("sliding_window", None, written=False),
+        *(only(f"layernorm_{part}_beta", 1.0, default=1.0, written=False) for part in NORM_FACTORS),
+        ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
+        ignored("mlp_intermediate_size", "shared_moe_mode", "max_model_len"),
         loss_weight(0.001),
         groups(8),
         heads(128),
-        *norm_and_rotary(1e-6, base=5e6, share=1.0),
-        rotary_size(),
+        same("rms_norm_eps", "model.norm_eps", 1e-6),
+        rotary_of_size(),
+        TIED,
         ignored("router_jitter_noise"),
     ),
     table=(
