@@ -19,22 +19,22 @@ from typing import Any
 
 from megamoe.apps.lab.tasks import Task
 from megamoe.compat.glibc import signal_at_parents_end
-from megamoe.errors import UserError
-from megamoe.io import read_plain, reason, replace_file
+from megamoe.errors import ExitCode, UserError
+from megamoe.io import METRICS_FILE, SUMMARY_FILE, read_plain, reason, replace_file
 from megamoe.metrics.formats import format_duration
-from megamoe.metrics.recorder import METRICS_FILE
 
 LARGEST_RECORD = 1 << 20  # bytes
 POLL_S, PROGRESS_S, WAIT_S = 0.1, 30.0, 60.0
 STAGE_STEPS = 20  # of training, as which a stage counts
-DONE = "done"
-MOST_TAIL = 1 << 16  # bytes of a task's output that are searched for its error
+STARTED, DONE, STOPPED, FAILED = "started", "done", "stopped", "failed"
+MOST_TAIL = 1 << 16  # bytes at the end of a task's output that are searched for its error
 
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """What is known of a task. state: started, done or failed. seconds: of its last process. memory: the
-    largest resident set of one of its processes, in bytes. problem: why it failed, in a line.
+    """What is known of a task. state: started, done, stopped (before its end, as planned or by a signal; the
+    next call goes on with it) or failed. seconds: of its last process. memory: the largest resident set of
+    one of its processes, in bytes. problem: why it is not done, in a line.
     """
 
     identity: str
@@ -111,7 +111,7 @@ class Runner:
     def run(self, tasks: Iterable[Task], after: int = 0) -> None:
         """Run all tasks that are not complete, each after those that it needs.
 
-        What needs a task that failed fails too. A process that a signal ended is started once more. after:
+        What needs a task that failed or stopped fails too. A process that a signal ended is started once more. after:
         the steps of later calls, which the time left includes.
         """
         waiting = [task for task in tasks if not self.is_done(task)]
@@ -169,7 +169,7 @@ class Runner:
             waiting.remove(task)
             failed.add(task.name)
             missing = ", ".join(sorted(failed & set(task.needs)))
-            self._write(task, TaskRecord(task.identity, "failed", problem=f"{missing} failed"))
+            self._write(task, TaskRecord(task.identity, FAILED, problem=f"{missing} is not complete"))
 
     def _start(self, task: Task, slot: str | None) -> _Running | None:
         """Start a task's process; None if another lab, such as a job of an array, has completed it by now."""
@@ -187,7 +187,7 @@ class Runner:
             task.folder.mkdir(exist_ok=True)
         if task.checkpoints_of is not None:
             arguments += [str(path) for path in sorted(task.checkpoints_of.glob("checkpoints/step_*"))]
-        self._write(task, TaskRecord(task.identity, "started"))
+        self._write(task, TaskRecord(task.identity, STARTED))
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         if slot is not None:
@@ -211,8 +211,7 @@ class Runner:
             return False
         each.process.returncode = code = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - each.since
-        state = "failed" if code else DONE
-        problem = _problem(self.folder / f"{each.task.name}.log", code) if code else ""
+        state, problem = _outcome(each.task, code, self.folder / f"{each.task.name}.log")
         self._write(each.task, TaskRecord(each.task.identity, state, seconds, usage.ru_maxrss << 10, problem))
         os.close(each.lock)
         return True
@@ -281,16 +280,50 @@ def _saved_step(task: Task) -> int:
 
 
 def _last_step(path: Path) -> int:
+    """Return the step of the last whole record; 0 without any. One of many experts is longer than a tail."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - MOST_TAIL))
-            lines = file.read().splitlines()
-        for line in reversed(lines):
-            if line.endswith(b"}"):
-                return int(json.loads(line)["step"])
+            size, tail = os.fstat(file.fileno()).st_size, MOST_TAIL
+            while True:
+                file.seek(max(0, size - tail))
+                for line in reversed(file.read().splitlines()):
+                    if (step := _step_in(line)) is not None:
+                        return step
+                if tail >= size:
+                    return 0
+                tail *= 4
+    except OSError:
+        return 0
+
+
+def _step_in(line: bytes) -> int | None:
+    """Return the step of a record; None of a line that is cut off."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _outcome(task: Task, code: int, log: Path) -> tuple[str, str]:
+    """Return the state of a task whose process ended with this code, and why it is not done.
+
+    A run that `train.exit_after_*` has stopped ends with 0 too.
+    """
+    step, steps = _last_step(task.folder / METRICS_FILE), task.steps or _steps_in(task.folder / SUMMARY_FILE)
+    if code == 0 and step >= steps:
+        return DONE, ""
+    if code not in (0, ExitCode.STOPPED):
+        return FAILED, _problem(log, code)
+    place = f" at step {step:,} of {steps:,}" if steps else ""
+    return STOPPED, f"stopped{place}; the same command goes on with it"
+
+
+def _steps_in(summary: Path) -> int:
+    """Return the steps of a run by its summary, for one of epochs; 0 of a stage, which has none."""
+    try:
+        return int(json.loads(read_plain(summary, LARGEST_RECORD))["steps"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return 0
+        return 0
 
 
 def _problem(log: Path, code: int) -> str:

@@ -31,6 +31,7 @@ RESULT = {  # of a stage, in its folder
     "evaluate": "rows.json",
 }
 DEFAULTS = {"log": {"report": False}}  # the study has a page of its own
+STOPS = ("exit_after_steps", "exit_after_minutes")  # of `train`: of a launch, and not of the run
 
 
 @dataclass(frozen=True)
@@ -132,10 +133,14 @@ def _training(
     """Return the task of a run, after a check of its configuration. by: a metric that it should record."""
     runs = output / "runs"
     tree = merge(DEFAULTS, tree)
+    stops: list[str] = []
+    if isinstance(train := tree.get("train"), dict):
+        tree["train"] = {key: value for key, value in train.items() if key not in STOPS}
+        stops = [f"train.{key}={json.dumps(train[key])}" for key in STOPS if key in train]
     unnamed = tree
     tree = merge(tree, {"name": name, "output": str(runs), "seed": seed})
     try:
-        config = configure(merge(tree, {}), [])
+        config = configure(merge(tree, {}), stops)
     except UserError as error:
         raise UserError(f"{plan.path}: row {row}: {str(error).removeprefix('configuration: ')}") from None
     if by is not None:
@@ -151,7 +156,7 @@ def _training(
     return Task(
         name,
         runs / name,
-        (*arguments, "checkpoint.resume=auto"),
+        (*arguments, "checkpoint.resume=auto", *stops),
         identity,
         configuration=(path, dump(tree)),
         steps=config.train.steps or 0,

@@ -44,6 +44,16 @@ def test_the_identity_of_training_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     assert {name: found[name] for name in KEPT} == KEPT and len(found) == 36
 
 
+def test_what_stops_a_launch_is_not_of_the_run(tmp_path: Path) -> None:
+    path, stop = written(tmp_path), ["train.exit_after_steps=2", "train.exit_after_minutes=5"]
+    plain, stopped = (
+        study_tasks(load_plan(path, "smoke", None, overrides), Path("e"), {}).training["one", 1]
+        for overrides in ([], stop)
+    )
+    assert stopped.identity == plain.identity and stopped.configuration == plain.configuration
+    assert stopped.arguments == (*plain.arguments, *stop)
+
+
 def test_the_identity_of_fine_tuning_is_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = stage_of(tmp_path, "labels", **LABELS).identity
     task = (tmp_path / "task.yaml").read_text()
