@@ -93,6 +93,14 @@ def find_checkpoints(path: Path) -> tuple[list[Path], bool]:
     )
 
 
+def inode_of(path: Path) -> int:
+    """Return by what a folder is told from another one of its name; 0 if there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
 def hide(path: Path) -> Path:
     """Rename a checkpoint so that nobody loads it while `remove` deletes it; return the new path."""
     gone = path.with_name(f"{DELETING}{path.name.lstrip('.')}")
