@@ -188,7 +188,8 @@ def test_a_listing_without_what_latest_names_is_no_empty_storage(
     place = RemoteFolder(f"file://{storage}", "a")
     new = made(storage / "a/step_00000004-4f2a91c0")
     (storage / "a/latest").write_text(new.name)
-    find, listings = place._fs.find, [[]]
+    find = place._fs.find
+    listings: list[list[str]] = [[]]
     monkeypatch.setattr(place._fs, "find", lambda path: listings.pop() if listings else find(path))
     assert place.complete() == [new.name]
     shutil.rmtree(new)

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megamoe.apps.lab.tasks import Task
@@ -25,7 +26,7 @@ from megamoe.metrics.formats import format_duration
 
 LARGEST_RECORD = 1 << 20  # bytes
 POLL_S, PROGRESS_S, WAIT_S = 0.1, 30.0, 60.0
-STAGE_STEPS = 20  # of training, as which a stage counts
+STAGE_STEPS = 20  # of training, as which a stage counts until one has ended
 STARTED, DONE, STOPPED, FAILED = "started", "done", "stopped", "failed"
 MOST_TAIL = 1 << 16  # bytes at the end of a task's output that are searched for its error
 
@@ -97,6 +98,11 @@ class Runner:
         found = self.record(task)
         return found is not None and found.state == DONE
 
+    def has_ended(self, task: Task) -> bool:
+        """Whether the task is done or has failed; one that was interrupted or stopped goes on."""
+        found = self.record(task)
+        return found is not None and found.state in (DONE, FAILED)
+
     def was_started(self, task: Task) -> bool:
         """Whether the task has a record, of whatever identity."""
         return (self.folder / f"{task.name}.json").exists()
@@ -111,11 +117,15 @@ class Runner:
     def run(self, tasks: Iterable[Task], after: int = 0) -> None:
         """Run all tasks that are not complete, each after those that it needs.
 
-        What needs a task that failed or stopped fails too. A process that a signal ended is started once more. after:
-        the steps of later calls, which the time left includes.
+        What needs a task that failed or stopped fails too. A process that a signal ended is started once
+        more. after: the steps of later calls, which the time left includes.
         """
+        tasks = [*tasks]
         waiting = [task for task in tasks if not self.is_done(task)]
-        self.pace = Pace(waiting, after)
+        self.pace = Pace(waiting, after, len(self.slots))
+        for known in tasks:
+            if self.is_done(known):
+                self.pace.know(known, self.record_of(known).seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
         total, running, tried = len(waiting), list[_Running](), set[str]()
         failed: set[str] = set()
@@ -133,14 +143,15 @@ class Runner:
                 for each in [it for it in running if self._ended(it)]:
                     running.remove(each)
                     free.append(each.slot)
-                    self.pace.ended(each.task, self.is_done(each.task))
+                    record = self.record_of(each.task)
+                    self.pace.ended(each.task, record.state == DONE, record.seconds)
                     if each.process.returncode < 0 and each.task.name not in tried:
                         tried.add(each.task.name)
                         waiting.insert(0, each.task)
                         self.report(
                             f"{each.task.name}: ended by signal {-each.process.returncode}; once more"
                         )
-                    elif self.record_of(each.task).state != DONE:
+                    elif record.state != DONE:
                         failed.add(each.task.name)
                     self.report(self._progress(total, waiting, running))
                     told = time.monotonic()
@@ -235,21 +246,33 @@ class Runner:
 
 
 class Pace:
-    """The time left, at the steps per second of this call.
+    """The time left: steps at the pace of this call, and each stage as long as the mean of those before it.
 
-    after: the steps of later calls. begun: when this one began, of the monotonic clock. Steps that an earlier
-    call has trained and saved count neither as done nor as left.
+    after: the steps of later calls. slots: processes at a time. begun: when this call began, of the monotonic
+    clock. Steps that an earlier call has trained and saved count neither as done nor as left. A stage, or a
+    run of epochs, of which none is complete yet, counts as STAGE_STEPS steps.
     """
 
-    def __init__(self, tasks: Iterable[Task], after: int = 0) -> None:
+    def __init__(self, tasks: Iterable[Task], after: int = 0, slots: int = 1) -> None:
         self.begun = time.monotonic()
-        self._after = after
+        self._after, self._slots = after, slots
         self._saved = {task.name: _saved_step(task) for task in tasks}
         self._done = 0
+        self._seconds: dict[Path, list[float]] = {}  # of complete tasks without a number of steps
+        self._in_stages = 0.0  # seconds of this call's processes
 
-    def ended(self, task: Task, whole: bool) -> None:
-        """A task's process has ended; whole: with success."""
-        step = steps_of(task) if whole else _last_step(task.folder / METRICS_FILE)
+    def know(self, task: Task, seconds: float) -> None:
+        """A task is complete, and its process took so long."""
+        if not task.steps:
+            self._seconds.setdefault(task.folder.parent, []).append(seconds)
+
+    def ended(self, task: Task, whole: bool, seconds: float = 0.0) -> None:
+        """A task's process has ended, after so long; whole: with success."""
+        if whole and not task.steps:
+            self.know(task, seconds)
+            self._in_stages += seconds
+            return
+        step = task.steps if whole else _last_step(task.folder / METRICS_FILE)
         self._done += max(0, min(step, steps_of(task)) - self._saved[task.name])
         self._saved[task.name] = _saved_step(task)
 
@@ -260,16 +283,22 @@ class Pace:
 
         past: seconds since the beginning. running: tasks with the steps that they are at.
         """
-        done, left = self._done, self._after
+        done, left, in_stages = self._done, self._after, 0.0
         for task, step in [*((task, 0) for task in waiting), *running]:
+            if known := self._seconds.get(task.folder.parent) if not task.steps else None:
+                in_stages += fmean(known)
+                continue
             saved = self._saved[task.name]
             done += max(0, min(step, steps_of(task)) - saved)
             left += max(0, steps_of(task) - max(step, saved))
-        return None if done < STAGE_STEPS else past / done * left
+        if left and done < STAGE_STEPS:
+            return None
+        of_steps = max(0.0, past - self._in_stages / self._slots) / done * left if left else 0.0
+        return of_steps + in_stages / self._slots
 
 
 def steps_of(task: Task) -> int:
-    """Return what a task counts as for the time left: its steps; few for a stage, or a run by epochs."""
+    """Return what a task counts as for the time left: its steps; few for one without a number of steps."""
     return task.steps or STAGE_STEPS
 
 

@@ -20,7 +20,7 @@ OLD = [
 def fact(name: str, rows: list[dict[str, Any]], **config: Any) -> Any:
     statistics = compute_statistics(rows)
     run = SimpleNamespace(rows=rows, summary={"ranks": 2}, config=config, statistics=statistics)
-    return FACTS[name](run, None, None)  # type: ignore[arg-type]
+    return FACTS[name](run, None, None)
 
 
 def test_flops_are_those_that_the_run_has_recorded() -> None:
