@@ -1,25 +1,7 @@
 """The faults that `planted_faults.py` plants: one small edit of the code for each promise of docs/."""
 
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Fault:
-    """An edit that breaks a promise.
-
-    name: for the command line. promise: what the page says. page: relative to docs/. file: the one that is
-    edited. before, after: the text, which must occur in it once, and what takes its place. tests: pytest's
-    arguments that select the tests which should notice it.
-    """
-
-    name: str
-    promise: str
-    page: str
-    file: str
-    before: str
-    after: str
-    tests: tuple[str, ...]
-
+from tests.fault import Fault
+from tests.faults_of_studies import FAULTS_OF_STUDIES
 
 FAULTS = (
     Fault(
@@ -592,4 +574,5 @@ FAULTS = (
         "    use_one_stream()\n",
         ("tests/model/test_backends.py",),
     ),
+    *FAULTS_OF_STUDIES,
 )

@@ -22,7 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # as a script, it sees tests/ alone
 
-from tests.faults import FAULTS, Fault  # noqa: E402
+from tests.fault import Fault  # noqa: E402
+from tests.faults import FAULTS  # noqa: E402
 
 COPIED = ("megamoe", "tests", "tools", "examples", "ds_configs", "benchmarks", "docs", "constraints")
 COPIED_FILES = ("pyproject.toml", "pretrain_gpt_moe.py", "README.md", "Makefile")

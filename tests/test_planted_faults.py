@@ -4,7 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import FAULTS, Fault
+from tests.fault import Fault
+from tests.faults import FAULTS
 from tests.planted_faults import ROOT, planted
 
 

@@ -25,6 +25,7 @@ from megamoe.checkpoint.format.folder import (
     candidates,
     has_run_name,
     hide,
+    inode_of,
     remove,
 )
 from megamoe.checkpoint.format.meta import Meta, RandomLayout
@@ -55,12 +56,17 @@ RESUME_ELSEWHERE = (
 
 
 def first_intact(
-    paths: list[Path], report: Callable[[str], None], way_out: str = RESUME_ELSEWHERE
+    paths: list[Path],
+    report: Callable[[str], None],
+    way_out: str = RESUME_ELSEWHERE,
+    replace: Callable[[Path, int], bool] | None = None,
 ) -> tuple[Path, list[Path]]:
     """Return the first intact checkpoint of the first rank's `paths`, and the damaged ones before it.
 
     Intact means that every byte is as it was saved. Collective: the ranks divide the files among them.
     report: called on the first rank with a line for each damaged checkpoint. way_out: ends the message.
+    replace: called on every rank with a damaged checkpoint and the inode that its folder had; returns whether
+    another copy is in its place.
 
     Raises:
         UserError: on every rank, if no checkpoint is intact.
@@ -71,13 +77,17 @@ def first_intact(
     problem = ""
     damaged: list[Path] = []
     for path in broadcast[0]:
+        inode = inode_of(path)
         found = first_problem(next(files.problems(path, rank, size), None))
         if found is None:
             return path, damaged
-        damaged.append(path)
         problem = f"{path}: {found[1]}"
         if rank == 0:
             report(f"damaged: {problem}")
+        replaced = replace is not None and first_problem("replaced" if replace(path, inode) else None)
+        if replaced and first_problem(next(files.problems(path, rank, size), None)) is None:
+            return path, damaged
+        damaged.append(path)
     raise UserError(f"{problem}; no intact checkpoint is left to go on from: {way_out}")
 
 
@@ -85,9 +95,8 @@ class Checkpoints:
     """The checkpoints of one run, in `folder`. The newest `keep` of them are kept.
 
     background: whether `begin` returns while the files are still being written. uploads: on the first rank,
-    where checkpoints are copied to object storage. damaged: the checkpoints that
-    were found damaged; they are neither counted nor deleted. A checkpoint that a user renamed is not deleted
-    either.
+    where checkpoints are copied to object storage. damaged: the checkpoints that were found damaged. These,
+    and those that a user renamed, are neither counted nor deleted.
     """
 
     def __init__(
@@ -230,8 +239,8 @@ class Checkpoints:
         replace_file(self.folder / LATEST, save.final.name.encode(), synced=True)
         sync(self.folder)
         self.damaged.discard(save.final)
-        good = [path for path in candidates(self.folder) if path not in self.damaged]
-        old = [path for path in good[self.keep :] if path != save.final and has_run_name(path)]
+        good = [path for path in candidates(self.folder) if path not in self.damaged and has_run_name(path)]
+        old = [path for path in good[self.keep :] if path != save.final]
         if self.uploads is not None:
             old = [path for path in old if not self.uploads.needs(path)]
         self._delete([*old, *([replaced] if replaced.exists() else [])])

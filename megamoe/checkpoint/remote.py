@@ -16,12 +16,15 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from filelock import FileLock
+
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
-from megamoe.checkpoint.format.folder import LATEST, candidates, remove
+from megamoe.checkpoint.format.folder import LATEST, candidates, inode_of, remove
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
@@ -33,6 +36,7 @@ from megamoe.object_storage import (
     attempt,
     has_credentials,
     open_system,
+    reason_of,
     without_credentials,
 )
 from megamoe.resilience.processes import Launch
@@ -128,7 +132,8 @@ class RemoteFolder:
                 if OWN_NAME.fullmatch(name) and file:  # not one that a user renamed
                     found.setdefault(name, 0.0)
                     if file == SUMS:
-                        found[name] = self._fs.modified(path).timestamp()
+                        with contextlib.suppress(FileNotFoundError):  # an old one, deleted meanwhile
+                            found[name] = self._fs.modified(path).timestamp()
             return found
 
         try:
@@ -137,10 +142,20 @@ class RemoteFolder:
             return {}
 
     def complete(self) -> list[str]:
-        """Return the names of complete checkpoints: what `latest` names, then the newest first."""
-        latest = self.read_name(LATEST)
-        found = {name: date for name, date in self.folders().items() if date}
-        return sorted(found, key=lambda name: (name != latest, -found[name]))
+        """Return the names of complete checkpoints: what `latest` names, then the newest first.
+
+        Raises:
+            RemoteError: also if `latest` names one, and none is listed twice: a run would begin at step 0.
+        """
+        for _ in range(2):  # a listing may be older than `latest`
+            latest = self.read_name(LATEST)
+            found = {name: date for name, date in self.folders().items() if date}
+            if found or not latest:
+                return sorted(found, key=lambda name: (name != latest, -found[name]))
+        raise RemoteError(
+            f"`{LATEST}` names {latest}, but no complete checkpoint is listed (were they deleted on purpose, "
+            f"delete `{LATEST}` too)"
+        )
 
     def put(self, local: Path, *names: str) -> None:
         """Upload a file, and compare the size of the object with it."""
@@ -157,6 +172,13 @@ class RemoteFolder:
     def get(self, local: Path, *names: str) -> None:
         """Download an object into a new file."""
         self._attempt(lambda: self._fs.get_file(self._place(*names), str(local)))
+
+    def delete_all(self) -> None:
+        """Delete all checkpoints, `latest` first."""
+        with contextlib.suppress(FileNotFoundError):
+            self._attempt(lambda: self._fs.rm_file(self._place(LATEST)))
+        for name in self.folders():
+            self.delete(name)
 
     def delete(self, name: str) -> None:
         """Delete a checkpoint, SHA256SUMS first, so that none is half deleted and looks complete."""
@@ -220,8 +242,6 @@ def fetch_newest(
     Raises:
         UserError: if the storage does not answer, or, without a checkpoint in the folder, if none is intact.
     """
-    from filelock import FileLock
-
     checkpoints = run_folder / "checkpoints"
     fetches = not candidates(checkpoints)
     with told(remote) if fetches or is_first else contextlib.suppress(RemoteError):
@@ -230,13 +250,58 @@ def fetch_newest(
         return
     try:
         run_folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(run_folder.with_name(f".{run_folder.name}.fetch.lock"), poll_interval=LOCK_POLL_S)
-        with told(remote), lock:
+        with told(remote), _fetch_lock(run_folder):
             _fetch(remote, run_folder, say)
     except OSError as error:
         raise UserError(
             f"{KEY}: {error.filename or run_folder} cannot be written: {error.strerror}"
         ) from None
+
+
+def replacement(config: RunConfig, say: Callable[[str], None]) -> Callable[[Path, int], bool] | None:
+    """Return what puts the storage's copy in a damaged checkpoint's place; None without a storage."""
+    url = config.checkpoint.remote
+    return None if url is None else partial(replace_damaged, RemoteFolder(url, config.name), say)
+
+
+def replace_damaged(remote: RemoteFolder, say: Callable[[str], None], path: Path, inode: int) -> bool:
+    """Put the storage's copy in the place of a damaged local checkpoint; return whether one is there now.
+
+    One process of those that see the folder does it, the others wait. Otherwise a line says why not, and all
+    stays as it is. inode: that of the damaged folder, see `folder.inode_of`.
+    """
+    try:
+        with _fetch_lock(path.parent.parent):
+            if inode_of(path) == inode:  # else another process has done it
+                name = _copy_of(remote, path)
+                if name is None:
+                    say(f"{KEY}: {remote.url} has no copy of {path.name}")
+                    return False
+                temporary = _download(remote, name, path.parent, say)
+                if temporary is None:
+                    return False
+                _put(temporary, path, say)
+    except (RemoteError, OSError) as error:
+        say(f"{KEY}: {path.name} cannot be fetched from {remote.url}: {reason_of(error)}")
+        return False
+    say(f"{KEY}: fetched {path.name} from {remote.url} in place of the damaged one")
+    return True
+
+
+def _copy_of(remote: RemoteFolder, path: Path) -> str | None:
+    """Return the storage's copy of a local checkpoint: the same list of checksums, as long as it has one."""
+    names = [name for name in remote.complete() if name.partition("-")[0] == path.name]
+    try:
+        listed = files.read_bytes(path / SUMS)
+        files.parse_sums(listed)
+    except (OSError, ValueError):
+        return next(iter(names), None)
+    return next((name for name in names if remote.read(name, SUMS, most=files.LARGEST_JSON) == listed), None)
+
+
+def _fetch_lock(run_folder: Path) -> FileLock:
+    """Return the lock of the process that fetches into a run's folder."""
+    return FileLock(run_folder.with_name(f".{run_folder.name}.fetch.lock"), poll_interval=LOCK_POLL_S)
 
 
 def step_of(name: str) -> int:
@@ -269,40 +334,51 @@ def _later(remote: RemoteFolder, checkpoints: Path) -> list[str]:
 
 
 def _fetch(remote: RemoteFolder, run_folder: Path, say: Callable[[str], None]) -> None:
-    checkpoints, problem = run_folder / "checkpoints", ""
-    own, known = next(_intact(checkpoints), None), _known_damages(checkpoints)
+    checkpoints, name = run_folder / "checkpoints", ""
+    own = next(_intact(checkpoints), None)
     for name in _later(remote, checkpoints):
-        step_name = name.partition("-")[0]
-        final, temporary = checkpoints / step_name, checkpoints / f"{FETCHING}{step_name}"
-        for left in checkpoints.glob(f"{FETCHING}*"):
-            remove(left)
-        temporary.mkdir(parents=True)
-        found = known.get(name) or _fetch_files(remote, name, temporary)
-        if found is not None:
-            problem = f"{name}: {found}"
-            say(f"{KEY}: damaged: {problem}")
-            remove(temporary)
-            known[name] = found
-            replace_file(checkpoints / DAMAGES, json.dumps(known).encode())
+        if (temporary := _download(remote, name, checkpoints, say)) is None:
             continue
         record = run_folder / METRICS_FILE
-        partial = record.with_name(f"{FETCHING}{METRICS_FILE}")
+        arrived = record.with_name(f"{FETCHING}{METRICS_FILE}")
         with contextlib.suppress(FileNotFoundError):
-            remote.get(partial, METRICS_FILE)
+            remote.get(arrived, METRICS_FILE)
             _set_aside(record, say)
-            os.replace(partial, record)
-        _set_aside(final, say)
-        os.replace(temporary, final)
-        sync(checkpoints)
+            os.replace(arrived, record)
+        step_name = name.partition("-")[0]
+        _put(temporary, checkpoints / step_name, say)
         replace_file(checkpoints / LATEST, step_name.encode(), synced=True)
         later = f", of a later step than {own}" if own else ""
         say(f"{KEY}: fetched {remote.url}/{name}{later}")
         return
-    if problem and not own:
+    if name and not own:
+        problem = _known_damages(checkpoints).get(name, "damaged")
         raise UserError(
-            f"{KEY}: {remote.url} has no intact checkpoint: {problem}; begin anew by overwrite=true "
+            f"{KEY}: {remote.url} has no intact checkpoint: {name}: {problem}; begin anew by overwrite=true "
             "checkpoint.resume=never, or choose another name"
         )
+
+
+def _download(remote: RemoteFolder, name: str, checkpoints: Path, say: Callable[[str], None]) -> Path | None:
+    """Fetch a checkpoint into a folder with a temporary name; None, with a line, if it is damaged there."""
+    for left in checkpoints.glob(f"{FETCHING}*"):
+        remove(left)
+    temporary, known = checkpoints / f"{FETCHING}{name.partition('-')[0]}", _known_damages(checkpoints)
+    temporary.mkdir(parents=True)
+    problem = known.get(name) or _fetch_files(remote, name, temporary)
+    if problem is None:
+        return temporary
+    say(f"{KEY}: damaged: {name}: {problem}")
+    remove(temporary)
+    replace_file(checkpoints / DAMAGES, json.dumps({**known, name: problem}).encode())
+    return None
+
+
+def _put(temporary: Path, final: Path, say: Callable[[str], None]) -> None:
+    """Give a fetched checkpoint its name; what has it now gets another one."""
+    _set_aside(final, say)
+    os.replace(temporary, final)
+    sync(final.parent)
 
 
 def _known_damages(checkpoints: Path) -> dict[str, str]:

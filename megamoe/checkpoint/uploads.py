@@ -5,10 +5,11 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 from megamoe.checkpoint.format import files
-from megamoe.checkpoint.format.files import SUMS
+from megamoe.checkpoint.format.files import META, SUMS
 from megamoe.checkpoint.format.folder import LATEST
 from megamoe.checkpoint.remote import KEY, STREAMS, WRITER, RemoteFolder, step_of, told
 from megamoe.config import RunConfig
@@ -33,8 +34,7 @@ def open_uploads(config: RunConfig, say: Callable[[str], None], *, continues: bo
     with told(remote):
         uploads.take_over()
         if not continues and config.overwrite:
-            for name in remote.folders():
-                remote.delete(name)
+            remote.delete_all()
     return uploads
 
 
@@ -82,7 +82,7 @@ class Uploads:
     def are_done(self) -> bool:
         """Whether every checkpoint that was added is in the storage, or could not be uploaded."""
         with self._changed:
-            return self._waiting is None and self._current is None
+            return self._thread is None or (self._waiting is None and self._current is None)
 
     def close(self) -> str | None:
         """Wait for the uploads; return why the newest checkpoint is not in the storage, or None."""
@@ -95,15 +95,32 @@ class Uploads:
         return self._problem
 
     def _run(self) -> None:
-        for checkpoint in self._taken():
+        """Upload what is added, until the uploads are closed; `_thread` is None when the thread has ended."""
+        try:
+            for checkpoint in self._taken():
+                self._try(checkpoint)
+        finally:
+            with self._changed:
+                if self._thread is threading.current_thread():
+                    self._thread = None
+
+    def _try(self, checkpoint: Path) -> None:
+        """Upload a checkpoint, or report in a line why it cannot be uploaded."""
+        problem: str | None = f"{KEY}: {checkpoint} is not in {self.remote.url}"
+        try:
+            self._upload(checkpoint)
             problem = None
-            try:
-                self._upload(checkpoint)
-            except Exception as error:  # training goes on whatever the storage's package raises
-                problem = f"{KEY}: {checkpoint} is not in {self.remote.url}: {reason_of(error)}"
-                self._say(f"{problem}; it stays where it is")
+        except Exception as error:  # training goes on whatever the storage's package raises
+            problem = f"{problem}: {reason_of(error)}"
+            self._tell(f"{problem}; it stays where it is")
+        finally:
             with self._changed:
                 self._problem, self._current = problem, None
+
+    def _tell(self, line: str) -> None:
+        """Print a line; a full disk or a closed pipe behind the output stops no upload."""
+        with suppress(OSError, ValueError):
+            self._say(line)
 
     def _taken(self) -> Iterator[Path]:
         while True:
@@ -123,11 +140,12 @@ class Uploads:
         latest = self.remote.read_name(LATEST)
         if latest and self.remote.read(latest, SUMS, most=files.LARGEST_JSON) == listed:
             return  # this is where the run goes on
-        name = f"{checkpoint.name}-{self.launch}"
+        # By its step: a run may go on from a checkpoint that a user renamed.
+        name = f"step_{files.read_json(checkpoint / META)['step']:08d}-{self.launch}"
         if step_of(latest) > step_of(name):
             place = f"{self.remote.url}/{latest}"
             line = f"{place} is of a later step than {checkpoint.name}; it stays until this run has passed it"
-            self._say(f"{KEY}: {line}")
+            self._tell(f"{KEY}: {line}")
         with ThreadPoolExecutor(STREAMS) as pool:  # after an error the files that wait are not tried
             list(pool.map(lambda file: self.remote.put(checkpoint / file, name, file), sums))
         self._check_writer()

@@ -1,7 +1,7 @@
 """Learning rate and global batch size as functions of the step, and the length of a run in steps."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megamoe.config.schema import OptimizerConfig, RunConfig, TrainConfig
@@ -86,12 +86,16 @@ class BatchSchedule:
 
     def total_samples(self, steps: int, consumed: int = 0) -> int:
         """Return `consumed` and the samples of the `steps` steps after them."""
+        return consumed + sum(size * count for size, count in self.spans(steps, consumed))
+
+    def spans(self, steps: int, consumed: int = 0) -> Iterator[tuple[int, int]]:
+        """Yield the batch sizes of the `steps` steps after `consumed` samples, and the steps of each."""
         while steps > 0:
             size = self.size_at(consumed)
             count = min(steps, self._steps_of_this_size(consumed, size) or steps)
+            yield size, count
             consumed += count * size
             steps -= count
-        return consumed
 
     def whole_steps(self, samples: int, consumed: int = 0) -> int:
         """Return the number of steps after `consumed` samples whose batches fit into that many in all."""

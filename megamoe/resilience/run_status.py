@@ -108,6 +108,15 @@ class RunStatus:
                 replace_file(path, json.dumps(failure).encode())
 
 
+def stopped_at(folder: Path) -> tuple[int, int] | None:
+    """Return at which step the last launch was stopped, and the run's steps; None if it was not stopped."""
+    try:
+        beat = json.loads((folder / HEARTBEAT).read_bytes())
+        return (int(beat["step"]), int(beat["steps"])) if beat["state"] == "stopped" else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _process() -> dict[str, Any]:
     return {"host": host_name(), "pid": os.getpid(), "job": _job()}
 

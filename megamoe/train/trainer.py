@@ -417,11 +417,15 @@ class Trainer:
         raise_any_error(problem)
 
     def _open_checkpoint(self) -> CheckpointReader | None:
-        """Open the first intact candidate; it is uploaded if the storage lacks it."""
+        """Open the first intact candidate, a damaged one replaced by the storage's copy.
+
+        It is uploaded if the storage lacks it.
+        """
         checked = self.folder.resume_from  # was found to fit this run
         if checked is None:
             return None
-        path, damaged = first_intact(list(self.folder.candidates), self.world.say)
+        replace = remote.replacement(self.config, self.world.say) if self.folder.continues else None
+        path, damaged = first_intact(list(self.folder.candidates), self.world.say, replace=replace)
         self.checkpoints.damaged.update(damaged)
         if path != checked:
             self._changes = check_resume(self.config, self.run.vocabulary.size, path)

@@ -12,7 +12,8 @@ import pytest
 
 from megamoe.checkpoint import remote
 from megamoe.checkpoint.format.files import SUMS
-from megamoe.checkpoint.remote import RemoteFolder, check_url, fetch_newest
+from megamoe.checkpoint.format.folder import inode_of
+from megamoe.checkpoint.remote import RemoteFolder, check_url, fetch_newest, replace_damaged
 from megamoe.checkpoint.uploads import Uploads
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.loop import train
@@ -64,14 +65,11 @@ def test_a_damaged_checkpoint_is_told_and_the_next_is_taken(
 ) -> None:
     run(tmp_path / "first", storage)
     newest = storage / "a" / (storage / "a/latest").read_text()
-    shard = next(newest.glob("*.safetensors"))
-    content = bytearray(shard.read_bytes())
-    content[-1] ^= 1
-    shard.write_bytes(content)
+    damage(newest)
     rows = run(tmp_path / "second", storage, "checkpoint.resume=auto")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     told = capfd.readouterr().out
-    assert f"damaged: {newest.name}: {shard.name}: damaged, its SHA-256" in told
+    assert f"damaged: {newest.name}: shard_00000.safetensors: damaged, its SHA-256" in told
     assert "fetched" in told and not list((tmp_path / "second/a/checkpoints").glob(".fetching_*"))
     for left in (storage / "a").glob("step_*"):
         next(left.glob("*.safetensors")).unlink()
@@ -166,13 +164,95 @@ def test_a_storage_that_is_away_ends_the_first_rank_alone(
         fetched(tmp_path / "second/a", storage, [], is_first=False)
 
 
-def test_a_damaged_local_checkpoint_is_not_uploaded(tmp_path: Path, storage: Path) -> None:
-    """The storage lacks both checkpoints, as after a job whose uploads did not arrive."""
-    run(tmp_path / "first", storage, "checkpoint.remote=null")
-    shard = next((tmp_path / "first/a/checkpoints/step_00000004").glob("*.safetensors"))
+def test_a_checkpoint_that_is_deleted_meanwhile_hides_no_other(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an earlier launch that is still alive: the run would begin at step 0."""
+    place = RemoteFolder(f"file://{storage}", "a")
+    old, new = (made(storage / f"a/step_0000000{step}-4f2a91c0") for step in (2, 4))
+    (storage / "a/latest").write_text(new.name)
+    find = place._fs.find
+
+    def find_and_delete(path: str) -> Any:
+        found = find(path)
+        shutil.rmtree(old, ignore_errors=True)
+        return found
+
+    monkeypatch.setattr(place._fs, "find", find_and_delete)
+    assert place.complete() == [new.name]
+
+
+def test_a_listing_without_what_latest_names_is_no_empty_storage(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = RemoteFolder(f"file://{storage}", "a")
+    new = made(storage / "a/step_00000004-4f2a91c0")
+    (storage / "a/latest").write_text(new.name)
+    find = place._fs.find
+    listings: list[list[str]] = [[]]
+    monkeypatch.setattr(place._fs, "find", lambda path: listings.pop() if listings else find(path))
+    assert place.complete() == [new.name]
+    shutil.rmtree(new)
+    with pytest.raises(UserError, match="`latest` names step_00000004-4f2a91c0, but no complete checkpoint"):
+        fetched(tmp_path / "first/a", storage, [])
+    place.delete_all()  # as overwrite=true does
+    assert place.complete() == [] and not (storage / "a/latest").exists()
+
+
+def damage(checkpoint: Path) -> None:
+    """Change a bit of the tensors."""
+    shard = next(checkpoint.glob("*.safetensors"))
     content = bytearray(shard.read_bytes())
     content[-1] ^= 1
     shard.write_bytes(content)
+
+
+def test_a_damaged_local_checkpoint_is_replaced_by_the_copy_in_the_storage(
+    tmp_path: Path, storage: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its JSON files are intact. Without a copy the next older one is taken."""
+    run(tmp_path / "first", storage)
+    newest = tmp_path / "first/a/checkpoints/step_00000004"
+    damage(newest)
+    rows = run(tmp_path / "first", storage, "checkpoint.resume=auto", "train.steps=6")
+    told = capfd.readouterr().out
+    assert (
+        f"damaged: {newest}: " in told and f"fetched step_00000004 from file://{storage}/a in place" in told
+    )
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6] and "going on from" not in told
+    assert newest.with_name("step_00000004.before-1").is_dir()
+    shutil.rmtree(next((storage / "a").glob("step_00000006-*")))
+    damage(tmp_path / "first/a/checkpoints/step_00000006")
+    run(tmp_path / "first", storage, "checkpoint.resume=auto", "train.steps=6")
+    told = capfd.readouterr().out
+    assert f"file://{storage}/a has no copy of step_00000006" in told and f"going on from {newest}" in told
+
+
+def test_of_the_processes_of_a_machine_one_replaces_a_damaged_checkpoint(
+    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, told = RemoteFolder(f"file://{storage}", "a"), list[str]()
+    path = made(tmp_path / "a/checkpoints/step_00000004")
+    shutil.copytree(path, storage / "a/step_00000004-4f2a91c0")
+    (path / "checkpoint.json").write_text("damaged")
+    inode = inode_of(path)
+    assert replace_damaged(place, told.append, path, inode)
+    assert (path / "checkpoint.json").read_text() == '{"step": 4}'
+    assert replace_damaged(place, told.append, path, inode) and told[-1] == told[-2]  # the next process
+    assert [each.name for each in path.parent.glob("*.before-*")] == ["step_00000004.before-1"]
+
+    def away(*unused: object, **also_unused: object) -> None:
+        raise remote.RemoteError("away")
+
+    monkeypatch.setattr(RemoteFolder, "read", away)
+    assert not replace_damaged(place, told.append, path, inode_of(path))
+    assert told[-1].endswith(f"step_00000004 cannot be fetched from file://{storage}/a: away")
+
+
+def test_a_damaged_local_checkpoint_is_not_uploaded(tmp_path: Path, storage: Path) -> None:
+    """The storage lacks both checkpoints, as after a job whose uploads did not arrive."""
+    run(tmp_path / "first", storage, "checkpoint.remote=null")
+    damage(tmp_path / "first/a/checkpoints/step_00000004")
     run(tmp_path / "first", storage, "checkpoint.resume=auto", "train.exit_after_steps=1")
     assert steps(storage)[0] == "step_00000002" and "step_00000004" not in steps(storage)
 
@@ -191,8 +271,9 @@ def test_what_is_there_is_not_replaced_unasked(tmp_path: Path, storage: Path) ->
     assert before not in {path.name for path in (storage / "a").iterdir()}
 
 
-def made(folder: Path, text: str = "{}") -> Path:
-    """A folder that looks like a checkpoint to the uploads."""
+def made(folder: Path) -> Path:
+    """A folder that looks like a checkpoint to the uploads, of the step in its name."""
+    text = json.dumps({"step": int(folder.name[5:13]) if folder.name[5:13].isdecimal() else 0})
     folder.mkdir(parents=True)
     (folder / "checkpoint.json").write_text(text)
     (folder / SUMS).write_text(f"{sha256(text.encode()).hexdigest()}  checkpoint.json\n")
@@ -207,13 +288,13 @@ def test_the_launch_that_started_last_writes(tmp_path: Path, storage: Path) -> N
     second.take_over()
     second.add(made(tmp_path / "step_00000002"))
     assert second.close() is None and steps(storage) == ["step_00000002"]
-    first.add(made(tmp_path / "step_00000004", "{ }"))
+    first.add(made(tmp_path / "step_00000004"))
     problem = first.close()
     assert problem is not None and f"another launch ({second.launch})" in problem and len(told) == 1
     assert place.read_name("latest") == f"step_00000002-{second.launch}"
     # What the first has left incomplete goes with the next checkpoint.
     assert len(steps(storage)) == 2
-    second.add(made(tmp_path / "step_00000006", "{  }"))
+    second.add(made(tmp_path / "step_00000006"))
     assert second.close() is None and steps(storage) == ["step_00000006"]
 
 
@@ -224,9 +305,44 @@ def test_only_what_a_run_named_is_deleted(tmp_path: Path, storage: Path) -> None
     (left / SUMS).unlink()
     uploads = Uploads(RemoteFolder(f"file://{storage}", "a"), tmp_path, 1, print)
     uploads.take_over()
-    uploads.add(made(tmp_path / "step_00000002", "{ }"))
+    uploads.add(made(tmp_path / "step_00000002"))
     assert uploads.close() is None
     assert all(path.is_dir() for path in kept) and not (left / "checkpoint.json").exists()
+
+
+def test_a_renamed_checkpoint_is_uploaded_by_its_step(tmp_path: Path, storage: Path) -> None:
+    """Under its own name no other machine would find it."""
+    place = RemoteFolder(f"file://{storage}", "a")
+    uploads = Uploads(place, tmp_path, 1, print)
+    uploads.take_over()
+    uploads.add(made(tmp_path / "step_00000300_best"))
+    assert uploads.close() is None
+    assert place.complete() == [f"step_00000300-{uploads.launch}"] == [place.read_name("latest")]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), RuntimeError("any other")])
+def test_output_that_cannot_be_written_does_not_end_the_uploads(
+    error: Exception, tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an error that is not expected the thread dies; the run still ends, with a problem."""
+
+    def say(line: str) -> None:
+        raise error
+
+    uploads = Uploads(RemoteFolder(f"file://{storage}", "a"), tmp_path, 5, say)
+    uploads.take_over()
+    broken = tmp_path / "step_00000002"
+    broken.mkdir()  # without SHA256SUMS
+    uploads.add(broken)
+    closes = threading.Thread(target=uploads.close, daemon=True)
+    closes.start()
+    closes.join(20)
+    assert not closes.is_alive() and uploads.are_done and not uploads.needs(broken)
+    problem = uploads.close()
+    assert problem is not None and "step_00000002 is not in file://" in problem
+    uploads.add(made(tmp_path / "step_00000004"))
+    assert uploads.close() is None and steps(storage) == ["step_00000004"]
 
 
 def test_of_those_that_wait_the_newest_is_uploaded(
@@ -235,7 +351,7 @@ def test_of_those_that_wait_the_newest_is_uploaded(
     place, told = RemoteFolder(f"file://{storage}", "a"), list[str]()
     uploads = Uploads(place, tmp_path, 5, told.append)
     uploads.take_over()
-    paths = [made(tmp_path / f"step_0000000{step}", "{" + " " * step + "}") for step in range(4)]
+    paths = [made(tmp_path / f"step_0000000{step}") for step in range(4)]
     began, go_on, upload = threading.Event(), threading.Event(), Uploads._upload
 
     def slow(uploads: Uploads, checkpoint: Path) -> None:

@@ -40,11 +40,12 @@ from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import ExitCode, UserError
 from megamoe.parallel.consensus import catch_error, gather_from_ranks, raise_any_error
 from megamoe.parallel.layout import Layout
+from megamoe.resilience.run_status import stopped_at
 from megamoe.train.loop import train
 from megamoe.train.objective import data_vocabulary, num_added_ids
 from megamoe.train.step import model_inputs, set_context
 
-LAYOUT = "parallel."  # of overrides that do not change the result
+NO_RESULT = ("parallel.", "train.exit_after_")  # beginnings of overrides that do not change the result
 Result = TypeVar("Result")
 ENCODER = "encoder"
 PROGRESS_LINES = 20  # about as many of a run
@@ -66,7 +67,8 @@ class Options:
 def finetune(task: Task, options: Options, session: Session) -> ExitCode:
     """Tune the model of a checkpoint to a task with each of its seeds, and print and write the results.
 
-    A seed that is complete is not repeated, and one that was interrupted goes on. Collective over all ranks.
+    A seed that is complete is not repeated, and one that was interrupted goes on. A seed that a signal or
+    `train.exit_after_*` stops ends the call. Collective over all ranks.
 
     Raises:
         UserError: on every rank, for every mistake that a user can correct.
@@ -84,6 +86,12 @@ def finetune(task: Task, options: Options, session: Session) -> ExitCode:
             gc.collect()  # an engine and its parameters refer to each other
             if code is not ExitCode.FINISHED:
                 return code
+            if (stop := _on_first(session, partial(stopped_at, work.output / run_name(seed)))) is not None:
+                step, steps = stop
+                session.world.say(
+                    f"seed {seed}: stopped at step {step} of {steps}; repeat the command to go on"
+                )
+                return ExitCode.STOPPED
             done = work.evaluate(seed)
         found[seed] = done
         everything = results(task, examples, found, work.about)
@@ -146,7 +154,7 @@ class _Work:
             "task": settings,
             "examples": digest(examples),
             "checkpoint": hashlib.sha256((checkpoint / SUMS).read_bytes()).hexdigest(),
-            "overrides": [each for each in options.overrides if not each.startswith(LAYOUT)],
+            "overrides": [each for each in options.overrides if not each.startswith(NO_RESULT)],
         }
         about = {"checkpoint": name, "path": str(checkpoint), "pretrained_step": meta["step"]}
         return cls(task, examples, output, session, configs, identity, about)

@@ -13,6 +13,7 @@ Exit code 1: a run failed, or no run has the metric of a measure or curve.
 
 import argparse
 import fcntl
+import glob
 import os
 import re
 import shlex
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.command import check_positive, parser_of, run_tool
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 from megamoe.object_storage import is_url
 
 STUDIES = Path("examples/studies")
@@ -193,7 +194,7 @@ def _tell(plan: Any, choices: dict[str, Any]) -> None:
         choices = {f"all rows, by {' and '.join(plan.study.tuned_rows)}": next(iter(choices.values()))}
     for row, choice in choices.items():
         shown = ", ".join(
-            f"{value}: {'failed' if loss is None else f'{loss:.4f}'}"
+            f"{value}: {'no result' if loss is None else f'{loss:.4f}'}"
             for value, loss in zip(choice.values, choice.losses, strict=True)
         )
         chosen = "not tuned, so not trained" if choice.index is None else choice.values[choice.index]
@@ -203,35 +204,56 @@ def _tell(plan: Any, choices: dict[str, Any]) -> None:
 def _run_chain(plan: Any, output: Path, options: argparse.Namespace) -> None:
     """Run one chain of tasks, in a job of an array. The tasks' own locks keep two jobs from the same one.
 
-    A job of the study only reads what the tuning came to: of many at a time, none runs the tuning.
+    A job of the study only reads what the tuning came to: of many at a time, none runs the tuning. While a
+    run of it was interrupted, the rows that it decides wait for the last job.
     """
     from megamoe.apps.lab.runner import Runner
     from megamoe.apps.lab.tasks import planned_tasks, study_tasks, tuning_tasks
     from megamoe.apps.lab.tuning import tune, tuning_to_run, values_of
 
     runner = Runner(output, [None], lambda line: print(line, flush=True), plan.size.ranks)
+    choices: dict[str, Any] = {}
     if options.phase == "tuning":
         chains = tuning_tasks(plan, output)[0].chains()
         tasks = {task.name: task for task in tuning_to_run(plan, output, runner)}
     else:
-        chains = planned_tasks(plan, output).chains()
-        tasks = study_tasks(plan, output, *values_of(tune(plan, output, runner, run=False))).by_name
+        planned = planned_tasks(plan, output)
+        chains, choices = planned.chains(), tune(plan, output, runner, run=False)
+        tasks = study_tasks(plan, output, *values_of(choices)).by_names_in(planned)
     if not 0 <= options.chain < len(chains):
         raise UserError(f"--chain: found {options.chain}, the study has {len(chains)}")
-    runner.run([tasks[each.name] for each in chains[options.chain] if each.name in tasks])
+    chain = chains[options.chain]
+    if choices and chain[0].name not in tasks:
+        waits = dict.fromkeys(line for it in choices.values() if it.index is None for line in it.problems)
+        told = "the last job, or another submission, completes the tuning first"
+        print(f"{chain[0].name}: not run, because its row has no tuned value: {'; '.join(waits)}; {told}")
+    runner.run([tasks[each.name] for each in chain if each.name in tasks])
 
 
 def _check_data(plan: Any) -> None:
     """Refuse a study whose prepared data is missing, before a run starts."""
     for row, config in {**plan.tuning_configs, **plan.configs}.items():
-        data = config.get("data") or {}
+        data = config.get("data")
+        if not isinstance(data, dict) or data.get("mock"):
+            continue
         sources = data.get("sources")
-        for source in [sources] if isinstance(sources, str) else sources or []:
-            prefix = source if isinstance(source, str) else str((source or {}).get("path", ""))
-            known = "*" in prefix or is_url(prefix) or list(Path(prefix).parent.glob(f"{Path(prefix).name}*"))
-            if not data.get("mock") and not known:
+        for source in sources if isinstance(sources, list) else [sources]:
+            prefix = source.get("path") if isinstance(source, dict) else source
+            # What is no path is refused with the row's configuration.
+            if isinstance(prefix, str) and not _is_prepared(prefix):
                 needs = f"; {plan.study.needs} prepares it" if plan.study.needs else ""
-                raise UserError(f"{plan.path}: row {row}: data.sources: {prefix} does not exist{needs}")
+                raise UserError(
+                    f"{plan.path}: row {row}: data.sources: {printable(prefix)} does not exist{needs}"
+                )
+
+
+def _is_prepared(prefix: str) -> bool:
+    """Whether files have this prefix; of a pattern or a URL that is not looked up."""
+    try:
+        files = Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}*")
+        return "*" in prefix or is_url(prefix) or any(files)
+    except (OSError, ValueError):  # such as a name that is too long
+        return False
 
 
 def _slots(ranks: int, workers: int | None) -> list[str | None]:

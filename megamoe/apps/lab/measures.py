@@ -247,19 +247,22 @@ def spikes(values: Sequence[float]) -> int:
 
 def flops_per_token(run: Run) -> float | None:
     """Return the FLOPs of a training step's forward and backward pass by the tokens of the step, 2 for a
-    multiply-add: the mean over the logged steps of what `perf/tflops_per_rank` counts.
+    multiply-add: the mean of `perf/gflops_per_token` over the logged steps.
+
+    Records of earlier versions lack it: the mean of what `perf/tflops_per_rank` counts, by the tokens of the
+    step, whose batch may grow.
     """
+    logged = series(run.rows, names.GFLOPS_PER_TOKEN)[1]
+    if logged:
+        return 1e9 * statistics.fmean(logged)
     ranks = run.summary.get("ranks") or 1
-    batch = run.config.get("train.global_batch_size")
     length = run.config.get("data.sequence_length")
-    steps = [
-        row[names.TFLOPS_PER_RANK] * row[names.STEP_S] * 1e12 * ranks
-        for row in run.rows
-        if names.TFLOPS_PER_RANK in row and names.STEP_S in row
+    keys = (names.TFLOPS_PER_RANK, names.STEP_S, names.BATCH_SIZE)
+    of_steps = [
+        tuple(row[key] for key in keys) for row in run.rows if all(row.get(key) for key in keys) and length
     ]
-    if not steps or not batch or not length:
-        return None
-    return float(statistics.fmean(steps) / (batch * length))
+    found = [1e12 * rate * seconds * ranks / (batch * length) for rate, seconds, batch in of_steps]
+    return statistics.fmean(found) if found else None
 
 
 def _training_flops(run: Run) -> float | None:

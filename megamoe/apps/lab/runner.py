@@ -15,26 +15,27 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from megamoe.apps.lab.tasks import Task
 from megamoe.compat.glibc import signal_at_parents_end
-from megamoe.errors import UserError
-from megamoe.io import read_plain, reason, replace_file
+from megamoe.errors import ExitCode, UserError
+from megamoe.io import METRICS_FILE, SUMMARY_FILE, read_plain, reason, replace_file
 from megamoe.metrics.formats import format_duration
-from megamoe.metrics.recorder import METRICS_FILE
 
 LARGEST_RECORD = 1 << 20  # bytes
 POLL_S, PROGRESS_S, WAIT_S = 0.1, 30.0, 60.0
-STAGE_STEPS = 20  # of training, as which a stage counts
-DONE = "done"
-MOST_TAIL = 1 << 16  # bytes of a task's output that are searched for its error
+STAGE_STEPS = 20  # of training, as which a stage counts until one has ended
+STARTED, DONE, STOPPED, FAILED = "started", "done", "stopped", "failed"
+MOST_TAIL = 1 << 16  # bytes at the end of a task's output that are searched for its error
 
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """What is known of a task. state: started, done or failed. seconds: of its last process. memory: the
-    largest resident set of one of its processes, in bytes. problem: why it failed, in a line.
+    """What is known of a task. state: started, done, stopped (before its end, as planned or by a signal; the
+    next call goes on with it) or failed. seconds: of its last process. memory: the largest resident set of
+    one of its processes, in bytes. problem: why it is not done, in a line.
     """
 
     identity: str
@@ -97,6 +98,11 @@ class Runner:
         found = self.record(task)
         return found is not None and found.state == DONE
 
+    def has_ended(self, task: Task) -> bool:
+        """Whether the task is done or has failed; one that was interrupted or stopped goes on."""
+        found = self.record(task)
+        return found is not None and found.state in (DONE, FAILED)
+
     def was_started(self, task: Task) -> bool:
         """Whether the task has a record, of whatever identity."""
         return (self.folder / f"{task.name}.json").exists()
@@ -111,11 +117,15 @@ class Runner:
     def run(self, tasks: Iterable[Task], after: int = 0) -> None:
         """Run all tasks that are not complete, each after those that it needs.
 
-        What needs a task that failed fails too. A process that a signal ended is started once more. after:
-        the steps of later calls, which the time left includes.
+        What needs a task that failed or stopped fails too. A process that a signal ended is started once
+        more. after: the steps of later calls, which the time left includes.
         """
+        tasks = [*tasks]
         waiting = [task for task in tasks if not self.is_done(task)]
-        self.pace = Pace(waiting, after)
+        self.pace = Pace(waiting, after, len(self.slots))
+        for known in tasks:
+            if self.is_done(known):
+                self.pace.know(known, self.record_of(known).seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
         total, running, tried = len(waiting), list[_Running](), set[str]()
         failed: set[str] = set()
@@ -133,14 +143,15 @@ class Runner:
                 for each in [it for it in running if self._ended(it)]:
                     running.remove(each)
                     free.append(each.slot)
-                    self.pace.ended(each.task, self.is_done(each.task))
+                    record = self.record_of(each.task)
+                    self.pace.ended(each.task, record.state == DONE, record.seconds)
                     if each.process.returncode < 0 and each.task.name not in tried:
                         tried.add(each.task.name)
                         waiting.insert(0, each.task)
                         self.report(
                             f"{each.task.name}: ended by signal {-each.process.returncode}; once more"
                         )
-                    elif self.record_of(each.task).state != DONE:
+                    elif record.state != DONE:
                         failed.add(each.task.name)
                     self.report(self._progress(total, waiting, running))
                     told = time.monotonic()
@@ -169,7 +180,7 @@ class Runner:
             waiting.remove(task)
             failed.add(task.name)
             missing = ", ".join(sorted(failed & set(task.needs)))
-            self._write(task, TaskRecord(task.identity, "failed", problem=f"{missing} failed"))
+            self._write(task, TaskRecord(task.identity, FAILED, problem=f"{missing} is not complete"))
 
     def _start(self, task: Task, slot: str | None) -> _Running | None:
         """Start a task's process; None if another lab, such as a job of an array, has completed it by now."""
@@ -187,7 +198,7 @@ class Runner:
             task.folder.mkdir(exist_ok=True)
         if task.checkpoints_of is not None:
             arguments += [str(path) for path in sorted(task.checkpoints_of.glob("checkpoints/step_*"))]
-        self._write(task, TaskRecord(task.identity, "started"))
+        self._write(task, TaskRecord(task.identity, STARTED))
         environment = dict(os.environ)
         environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         if slot is not None:
@@ -211,8 +222,7 @@ class Runner:
             return False
         each.process.returncode = code = os.waitstatus_to_exitcode(status)
         seconds = time.monotonic() - each.since
-        state = "failed" if code else DONE
-        problem = _problem(self.folder / f"{each.task.name}.log", code) if code else ""
+        state, problem = _outcome(each.task, code, self.folder / f"{each.task.name}.log")
         self._write(each.task, TaskRecord(each.task.identity, state, seconds, usage.ru_maxrss << 10, problem))
         os.close(each.lock)
         return True
@@ -236,21 +246,33 @@ class Runner:
 
 
 class Pace:
-    """The time left, at the steps per second of this call.
+    """The time left: steps at the pace of this call, and each stage as long as the mean of those before it.
 
-    after: the steps of later calls. begun: when this one began, of the monotonic clock. Steps that an earlier
-    call has trained and saved count neither as done nor as left.
+    after: the steps of later calls. slots: processes at a time. begun: when this call began, of the monotonic
+    clock. Steps that an earlier call has trained and saved count neither as done nor as left. A stage, or a
+    run of epochs, of which none is complete yet, counts as STAGE_STEPS steps.
     """
 
-    def __init__(self, tasks: Iterable[Task], after: int = 0) -> None:
+    def __init__(self, tasks: Iterable[Task], after: int = 0, slots: int = 1) -> None:
         self.begun = time.monotonic()
-        self._after = after
+        self._after, self._slots = after, slots
         self._saved = {task.name: _saved_step(task) for task in tasks}
         self._done = 0
+        self._seconds: dict[Path, list[float]] = {}  # of complete tasks without a number of steps
+        self._in_stages = 0.0  # seconds of this call's processes
 
-    def ended(self, task: Task, whole: bool) -> None:
-        """A task's process has ended; whole: with success."""
-        step = steps_of(task) if whole else _last_step(task.folder / METRICS_FILE)
+    def know(self, task: Task, seconds: float) -> None:
+        """A task is complete, and its process took so long."""
+        if not task.steps:
+            self._seconds.setdefault(task.folder.parent, []).append(seconds)
+
+    def ended(self, task: Task, whole: bool, seconds: float = 0.0) -> None:
+        """A task's process has ended, after so long; whole: with success."""
+        if whole and not task.steps:
+            self.know(task, seconds)
+            self._in_stages += seconds
+            return
+        step = task.steps if whole else _last_step(task.folder / METRICS_FILE)
         self._done += max(0, min(step, steps_of(task)) - self._saved[task.name])
         self._saved[task.name] = _saved_step(task)
 
@@ -261,16 +283,22 @@ class Pace:
 
         past: seconds since the beginning. running: tasks with the steps that they are at.
         """
-        done, left = self._done, self._after
+        done, left, in_stages = self._done, self._after, 0.0
         for task, step in [*((task, 0) for task in waiting), *running]:
+            if known := self._seconds.get(task.folder.parent) if not task.steps else None:
+                in_stages += fmean(known)
+                continue
             saved = self._saved[task.name]
             done += max(0, min(step, steps_of(task)) - saved)
             left += max(0, steps_of(task) - max(step, saved))
-        return None if done < STAGE_STEPS else past / done * left
+        if left and done < STAGE_STEPS:
+            return None
+        of_steps = max(0.0, past - self._in_stages / self._slots) / done * left if left else 0.0
+        return of_steps + in_stages / self._slots
 
 
 def steps_of(task: Task) -> int:
-    """Return what a task counts as for the time left: its steps; few for a stage, or a run by epochs."""
+    """Return what a task counts as for the time left: its steps; few for one without a number of steps."""
     return task.steps or STAGE_STEPS
 
 
@@ -281,16 +309,50 @@ def _saved_step(task: Task) -> int:
 
 
 def _last_step(path: Path) -> int:
+    """Return the step of the last whole record; 0 without any. One of many experts is longer than a tail."""
     try:
         with path.open("rb") as file:
-            file.seek(max(0, path.stat().st_size - MOST_TAIL))
-            lines = file.read().splitlines()
-        for line in reversed(lines):
-            if line.endswith(b"}"):
-                return int(json.loads(line)["step"])
+            size, tail = os.fstat(file.fileno()).st_size, MOST_TAIL
+            while True:
+                file.seek(max(0, size - tail))
+                for line in reversed(file.read().splitlines()):
+                    if (step := _step_in(line)) is not None:
+                        return step
+                if tail >= size:
+                    return 0
+                tail *= 4
+    except OSError:
+        return 0
+
+
+def _step_in(line: bytes) -> int | None:
+    """Return the step of a record; None of a line that is cut off."""
+    try:
+        return int(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _outcome(task: Task, code: int, log: Path) -> tuple[str, str]:
+    """Return the state of a task whose process ended with this code, and why it is not done.
+
+    A run that `train.exit_after_*` has stopped ends with 0 too.
+    """
+    step, steps = _last_step(task.folder / METRICS_FILE), task.steps or _steps_in(task.folder / SUMMARY_FILE)
+    if code == 0 and step >= steps:
+        return DONE, ""
+    if code not in (0, ExitCode.STOPPED):
+        return FAILED, _problem(log, code)
+    place = f" at step {step:,} of {steps:,}" if steps else ""
+    return STOPPED, f"stopped{place}; the same command goes on with it"
+
+
+def _steps_in(summary: Path) -> int:
+    """Return the steps of a run by its summary, for one of epochs; 0 of a stage, which has none."""
+    try:
+        return int(json.loads(read_plain(summary, LARGEST_RECORD))["steps"])
     except (OSError, ValueError, KeyError, TypeError):
-        pass
-    return 0
+        return 0
 
 
 def _problem(log: Path, code: int) -> str:

@@ -20,6 +20,8 @@ study may build on others by `base`, as a run's YAML does.
 import hashlib
 import json
 import re
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -28,12 +30,14 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megamoe.apps.lab.claims import Claim, parse_claim
 from megamoe.config.files import merge, plugins_beside, read_run
-from megamoe.config.load import apply_override
+from megamoe.config.load import apply_override, to_dict
 from megamoe.config.messages import first_problem
 from megamoe.config.parts import STRICT
+from megamoe.config.schema import RunConfig
 from megamoe.config.values import PathText, PositiveInt, Seed
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 from megamoe.metrics.names import VAL_LM_LOSS
+from megamoe.registry import nearest
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 STAGES = ("evaluate", "finetune", "translate", "analyze")
@@ -191,8 +195,8 @@ class Tuning:
 @dataclass
 class Size:
     """How large the study's runs are. time: what it takes, as text. scale: factors by key, such as
-    `moe.expert_ffn_hidden_size`, of what a row has there. samples: of every stage, instead of its own.
-    ranks: of each run, by torchrun.
+    `moe.expert_ffn_hidden_size`, of the numbers that rows have there. samples: of every stage, instead of its
+    own. ranks: of each run, by torchrun.
     """
 
     __pydantic_config__ = STRICT
@@ -249,8 +253,9 @@ class ClaimText:
 class Plan:
     """A study at one size, checked: what the lab runs.
 
-    configs: each row's configuration as a tree, without seed and name. tuning_configs: the same of the
-    rows that are trained for the tuning. task_overrides: `task.key=value` of the user.
+    configs: each row's configuration as a tree, without seed and name. all_configs: the same of all rows that
+    the size has, those that `--rows` leaves out too. tuning_configs: of the rows that are trained for the
+    tuning. task_overrides: `task.key=value` of the user.
     """
 
     name: str
@@ -259,6 +264,7 @@ class Plan:
     size_name: str
     size: Size
     configs: dict[str, dict[str, Any]]
+    all_configs: dict[str, dict[str, Any]]
     tuning_configs: dict[str, dict[str, Any]]
     claims: list[tuple[ClaimText, Claim]]
     task_overrides: list[str]
@@ -303,25 +309,31 @@ def load_plan(
     chosen = study.sizes[size]
     if seeds is not None:
         chosen = replace(chosen, seeds=list(range(1, seeds + 1)))
-    if rows is not None:
-        chosen = replace(chosen, rows=rows)
     try:
         of_size = _rows(study, chosen)
-        claims = _checked(study, of_size)
+        if rows is not None:
+            chosen = replace(chosen, rows=rows)
+        of_call = _rows(study, chosen)
+        claims = _checked(study, of_call)
     except ValueError as error:
         raise UserError(f"{path}: {error}") from None
     of_task = [each for each in overrides if each.startswith(TASK_PREFIX)]
     of_run = [each for each in overrides if not each.startswith(TASK_PREFIX)]
     if of_task and not any(stage.finetune for stage in study.stages.values()):
         raise UserError(f"{of_task[0]}: the study has no stage `finetune`; leave it out")
-    configs = {name: _config(path.parent, study, chosen, row, of_run) for name, row in of_size.items()}
-    tuning_configs = dict(configs)
-    if study.tuned_rows is not None:
-        of_rows = {name: study.rows[name] for name in study.tuned_rows}
-        tuning_configs = {
-            name: _config(path.parent, study, chosen, row, of_run) for name, row in of_rows.items()
-        }
-    return Plan(path.stem, path, study, size, chosen, configs, tuning_configs, claims, of_task)
+
+    def config_of(name: str) -> dict[str, Any]:
+        return _config(path.parent, study, chosen, study.rows[name], of_run)
+
+    all_configs = {}
+    for name in {**of_size, **of_call}:
+        with nullcontext() if name in of_call else suppress(UserError):  # of a row that is not run
+            all_configs[name] = config_of(name)
+    _check_scale(path, size, chosen, all_configs)
+    configs = {name: all_configs[name] for name in of_call}
+    tuned = study.tuned_rows
+    tuning_configs = configs if tuned is None else {name: config_of(name) for name in tuned}
+    return Plan(path.stem, path, study, size, chosen, configs, all_configs, tuning_configs, claims, of_task)
 
 
 def _rows(study: Study, size: Size) -> dict[str, Row]:
@@ -420,12 +432,46 @@ def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[st
     for settings in (study.set, size.set, row.set):
         tree = merge(tree, plugins_beside(folder, settings))
     for key, factor in size.scale.items():
-        section, _, name = key.partition(".")
-        if isinstance(found := (tree.get(section) or {}).get(name), int):
+        if _is_number(found := _at(tree, key)):
             apply_override(tree, f"{key}={factor * found}")
     for override in overrides:
         apply_override(tree, override)
     return tree
+
+
+def _at(tree: Any, key: str) -> Any:
+    """Return what a tree has at a dotted key; None if it has nothing there."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_scale(path: Path, size: str, chosen: Size, configs: dict[str, dict[str, Any]]) -> None:
+    """Refuse a key of `scale` that is neither of the configuration nor of a row, or is no number there.
+
+    A row may lack it: the rows of dense models have no experts.
+    """
+    for key in chosen.scale:
+        found = {row: value for row, tree in configs.items() if (value := _at(tree, key)) is not None}
+        where = f"{path}: sizes.{size}.scale"
+        for row, value in found.items():
+            if not _is_number(value):
+                raise UserError(f"{where}: {key} of row {row} is {printable(value, 60)}, expected a number")
+        known = [*_keys(to_dict(RunConfig()))]
+        if not found and key not in known:
+            raise UserError(f"{where}: unknown key {key!r}{nearest(key, known)}")
+
+
+def _keys(tree: dict[str, Any], before: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a tree."""
+    for name, value in tree.items():
+        yield f"{before}{name}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{before}{name}.")
 
 
 def digest(*content: Any) -> str:

@@ -1,6 +1,7 @@
 """The tasks of a study: a training run for each row and seed, and what is done with the trained models.
 
-Rows with the same configuration share their runs. The folder of a study has
+Rows with the same configuration share their runs, which have the name of the first of these rows. The folder
+of a study has
 
     configurations/  the YAML of each run                 runs/    the runs' folders
     stages/          what each stage wrote, by run        tasks/   a record and the output of each task
@@ -8,8 +9,9 @@ Rows with the same configuration share their runs. The folder of a study has
 """
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,7 @@ RESULT = {  # of a stage, in its folder
     "evaluate": "rows.json",
 }
 DEFAULTS = {"log": {"report": False}}  # the study has a page of its own
+STOPS = ("exit_after_steps", "exit_after_minutes")  # of `train`: of a launch, and not of the run
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,11 @@ class Tasks:
         same = next((it for it in self.by_name.values() if it.identity == task.identity), task)
         return self.by_name.setdefault(same.name, same)
 
+    def by_names_in(self, other: "Tasks") -> dict[str, Task]:
+        """Return the tasks by the names that they have in other ones of the same rows, seeds and stages."""
+        mine, theirs = ({**it.training, **it.stages} for it in (self, other))
+        return {theirs[key].name: task for key, task in mine.items()}
+
     def chains(self) -> list[list[Task]]:
         """Return each training run with the stages that need only it, in order: the work of one job."""
         chains = {task.name: [task] for task in self.by_name.values() if not task.needs}
@@ -81,14 +89,18 @@ def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[list[T
     if tuning is None:
         return tasks, {}
     of_rows: dict[str, list[list[Task]]] = {row: [] for row in plan.tuning_configs}
-    for row, config in plan.tuning_configs.items():
-        for number, value in enumerate(tuning.values):
-            tree = merge(config, tuning.set)
-            apply_override(tree, f"{tuning.key}={json.dumps(value)}")
-            task = tasks.add(
-                _training(plan, output, row, f"tuning-{row}-{number}", tree, tuning.seed, tuning.by)
-            )
-            of_rows[row].append([task])
+    known = plan.all_configs if plan.study.tuned_rows is None else plan.tuning_configs
+    overrides = [f"{tuning.key}={json.dumps(value)}" for value in tuning.values]
+    trees = [
+        {row: _with(merge(config, tuning.set), override) for row, config in known.items()}
+        for override in overrides
+    ]
+    sharing = [_sharing(of_value) for of_value in trees]
+    for row in plan.tuning_configs:
+        for number, of_value in enumerate(trees):
+            names = [f"tuning-{each}-{number}" for each in sharing[number][row]]
+            make = _trained(plan, output, row, of_value[row], tuning.seed, tuning.by)
+            of_rows[row].append([tasks.add(_named(output, names, make))])
     if plan.study.tuned_rows is not None:
         together = [[task for [task] in of_value] for of_value in zip(*of_rows.values(), strict=True)]
         of_rows = dict.fromkeys(plan.configs, together)
@@ -108,22 +120,81 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collec
     tuning has succeeded.
     """
     tasks, tuning = Tasks(), plan.size.tuning
-    configs = {row: config for row, config in plan.configs.items() if row not in without}
-    for row, config in configs.items():
-        tree = merge(config, {})
+    rows = [row for row in plan.configs if row not in without]
+    trees = dict(plan.all_configs)
+    if tuning is not None:  # rows of one configuration have one value; which one decides no name
+        trees = {row: _with(config, f"{tuning.key}=null") for row, config in trees.items()}
+    sharing = _sharing(trees)
+    for row in rows:
+        tree = plan.configs[row]
         if tuning is not None and row in tuned:
-            apply_override(tree, f"{tuning.key}={json.dumps(tuned[row])}")
+            tree = _with(tree, f"{tuning.key}={json.dumps(tuned[row])}")
         for seed in plan.seeds:
-            tasks.training[row, seed] = tasks.add(_training(plan, output, row, f"{row}-{seed}", tree, seed))
+            names = [f"{each}-{seed}" for each in sharing[row]]
+            task = _named(output, names, _trained(plan, output, row, tree, seed))
+            tasks.training[row, seed] = tasks.add(task)
     for name, stage in plan.study.stages.items():
-        for row in configs if stage.rows is None else [row for row in stage.rows if row in configs]:
-            over_seeds = stage.analyze is not None and stage.analyze.of == "seeds"
+        of_stage = [row for row in (trees if stage.rows is None else stage.rows) if row in trees]
+        sharing = _sharing({row: [trees[row], _of_row(plan, stage, row)] for row in of_stage})
+        over_seeds = stage.analyze is not None and stage.analyze.of == "seeds"
+        for row in [row for row in of_stage if row in rows]:
             for seed in plan.seeds[:1] if over_seeds else plan.seeds:
                 runs = [tasks.training[row, it] for it in (plan.seeds if over_seeds else [seed])]
+                names = [f"{name}-{each}-{seed}" for each in sharing[row]]
                 tasks.stages[name, row, seed] = tasks.add(
-                    _of_stage(plan, output, (name, stage), row, runs, seed)
+                    _named(output, names, partial(_of_stage, plan, output, (name, stage), row, runs, seed))
                 )
     return tasks
+
+
+def _with(config: dict[str, Any], override: str) -> dict[str, Any]:
+    tree = merge(config, {})
+    apply_override(tree, override)
+    return tree
+
+
+def _sharing(trees: dict[str, Any]) -> dict[str, list[str]]:
+    """Return for each row all rows with the same configuration, in order.
+
+    A task has the name of the first of them, also if the call names others by `--rows`.
+    """
+    return {row: [each for each in trees if trees[each] == trees[row]] for row in trees}
+
+
+def _named(output: Path, names: list[str], make: Callable[[str], Task]) -> Task:
+    """Return a task under the first of its names, or under another one that it already has a record of: a
+    call of `--rows` of an earlier version named it after the first of its own rows.
+    """
+    task = make(names[0])
+    if not _record(output, names[0]).exists():
+        same = (name for name in names[1:] if _identity_in(_record(output, name)) == task.identity)
+        if (name := next(same, None)) is not None:
+            return make(name)
+    return task
+
+
+def _record(output: Path, name: str) -> Path:
+    return output / "tasks" / f"{name}.json"
+
+
+def _identity_in(record: Path) -> str | None:
+    try:
+        found: str = json.loads(read_plain(record, LARGEST_FILE))["identity"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return found
+
+
+def _of_row(plan: Plan, stage: Stage, row: str) -> dict[str, Any]:
+    """Return what a row's keys change in a stage."""
+    return {} if stage.finetune is None else plan.study.rows[row].finetune
+
+
+def _trained(
+    plan: Plan, output: Path, row: str, tree: dict[str, Any], seed: int, by: str | None = None
+) -> Callable[[str], Task]:
+    """Return what makes the task of a run under a name."""
+    return lambda name: _training(plan, output, row, name, tree, seed, by)
 
 
 def _training(
@@ -132,10 +203,14 @@ def _training(
     """Return the task of a run, after a check of its configuration. by: a metric that it should record."""
     runs = output / "runs"
     tree = merge(DEFAULTS, tree)
+    stops: list[str] = []
+    if isinstance(train := tree.get("train"), dict):
+        tree["train"] = {key: value for key, value in train.items() if key not in STOPS}
+        stops = [f"train.{key}={json.dumps(train[key])}" for key in STOPS if key in train]
     unnamed = tree
     tree = merge(tree, {"name": name, "output": str(runs), "seed": seed})
     try:
-        config = configure(merge(tree, {}), [])
+        config = configure(merge(tree, {}), stops)
     except UserError as error:
         raise UserError(f"{plan.path}: row {row}: {str(error).removeprefix('configuration: ')}") from None
     if by is not None:
@@ -151,7 +226,7 @@ def _training(
     return Task(
         name,
         runs / name,
-        (*arguments, "checkpoint.resume=auto"),
+        (*arguments, "checkpoint.resume=auto", *stops),
         identity,
         configuration=(path, dump(tree)),
         steps=config.train.steps or 0,
@@ -176,7 +251,7 @@ def _text(path: Path, where: str) -> str:
 
 
 def _of_stage(
-    plan: Plan, output: Path, named: tuple[str, Stage], row: str, runs: list[Task], seed: int
+    plan: Plan, output: Path, named: tuple[str, Stage], row: str, runs: list[Task], seed: int, task_name: str
 ) -> Task:
     """Return the task of a stage.
 
@@ -184,13 +259,13 @@ def _of_stage(
     what is done with them.
     """
     name, stage = named
-    folder = output / "stages" / name / f"{row}-{seed}"
+    folder = output / "stages" / name / task_name.removeprefix(f"{name}-")
     result = folder / RESULT[stage.kind]
     paths = [str(run.folder) for run in runs]
     checkpoints_of = None
     decides: list[Any] = []  # besides the settings
     if stage.finetune is not None:
-        given = merge(merge(stage.finetune.set, plan.size.finetune), plan.study.rows[row].finetune)
+        given = merge(merge(stage.finetune.set, plan.size.finetune), _of_row(plan, stage, row))
         given = given | {"seeds": given.get("seeds", [seed])}
         settings = [f"task.{key}={json.dumps(value)}" for key, value in given.items()] + plan.task_overrides
         task_file = plan.path.parent / stage.finetune.task
@@ -217,7 +292,7 @@ def _of_stage(
     identity = digest(stage.kind, settings, decides, [run.identity for run in runs])
     arguments = (*COMMANDS, stage.kind, *settings, *places)  # in this order: checkpoints may follow
     needs = tuple(run.name for run in runs)
-    return Task(f"{name}-{row}-{seed}", folder, arguments, identity, needs, checkpoints_of)
+    return Task(task_name, folder, arguments, identity, needs, checkpoints_of)
 
 
 def _samples(plan: Plan, of_stage: int | None) -> list[str]:

@@ -1,7 +1,8 @@
 """The tuned value of each row: chosen once from the runs that tune it, and kept in tasks/tuned.json.
 
 Later calls take what was chosen. A tuning run that failed is not tried again then: its success could change
-the value, with which the row's runs were already trained.
+the value, with which the row's runs were already trained. While one has neither ended nor failed, nothing is
+chosen, and the row's runs wait.
 """
 
 import json
@@ -27,8 +28,9 @@ class Choice:
     """What the tuning of a row came to.
 
     identity: a digest of the rule and of the tuning runs; rows that are tuned together have the same. values:
-    those tried; losses: of each, the mean of its runs, None if one failed. index: of the chosen value; None:
-    no value has a loss. problems: a line for each failed run.
+    those tried; losses: of each, the mean of its runs, None if one failed or is not complete. index: of the
+    chosen value; None: no value has a loss, or a run may still go on. problems: a line for each run that
+    failed or is not complete.
     """
 
     identity: str
@@ -59,7 +61,8 @@ def tune(plan: Plan, output: Path, runner: Runner, run: bool = True) -> dict[str
             problems = [
                 f"{task.name}: {runner.problem_of(task) or f'no {rule.by} was recorded'}" for task in failed
             ]
-            known[identity] = Choice(identity, rule.values, losses, index, problems)
+            ended = all(runner.has_ended(task) for task in chain(*tasks))
+            known[identity] = Choice(identity, rule.values, losses, index if ended else None, problems)
         found[row] = known[identity]
     return _keep(runner.folder, found)
 
@@ -73,7 +76,8 @@ def values_of(choices: dict[str, Choice]) -> tuple[dict[str, Any], list[str]]:
 def tuning_to_run(plan: Plan, output: Path, runner: Runner) -> list[Task]:
     """Return the tuning tasks of the rows whose value is not chosen yet.
 
-    A row of a folder without the file of choices counts as chosen if a run of it was started.
+    A row of a folder without the file of choices counts as chosen if a run of it was started after the
+    tuning had ended.
     """
     tasks, of_rows = tuning_tasks(plan, output)
     kept, training = _kept(runner.folder), planned_tasks(plan, output).training
@@ -84,8 +88,8 @@ def tuning_to_run(plan: Plan, output: Path, runner: Runner) -> list[Task]:
         chosen = _identity(plan, of_values) in known
         if not chosen and row not in kept:
             begun = any(runner.was_started(training[row, seed]) for seed in plan.seeds)
-            tried = all(runner.was_started(task) for task in of_row)
-            chosen = begun and tried and any(runner.is_done(task) for task in of_row)
+            ended = begun and all(runner.has_ended(task) for task in of_row)
+            chosen = ended and any(runner.is_done(task) for task in of_row)
         wanted |= set() if chosen else {task.name for task in of_row}
     return [task for task in tasks.by_name.values() if task.name in wanted]
 

@@ -56,9 +56,9 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run costs. micro_batches: of a rank in a step. figures: of one rank's step. changes: what was
-    replaced, see `without_data`. simulated: numbers of blocks of the models that were simulated, of `blocks`.
-    pipeline: its stages; figures are then of the stage that holds most. None without stages.
+    """What a run costs. micro_batches: of a rank in the last step. figures: of one rank's step. changes: what
+    was replaced, see `without_data`. simulated: numbers of blocks of the models that were simulated, of
+    `blocks`. pipeline: its stages; figures are then of the stage that holds most. None without stages.
     """
 
     config: RunConfig
@@ -116,8 +116,17 @@ class Plan:
 
     @property
     def run_seconds(self) -> float:
-        """The time of all steps, without evaluation and checkpoints."""
-        return self.step_seconds * self.run.steps
+        """The time of all steps, without evaluation and checkpoints. Those of a smaller batch take less."""
+        spans, unit = self.run.schedule.spans(self.run.steps), self.run.schedule.unit
+        return sum(steps * self.seconds_of(size // unit) for size, steps in spans)
+
+    def seconds_of(self, micro_batches: int) -> float:
+        """Return the time of a step of other than the planned number of micro batches: each takes its two
+        passes, with stages those of the slowest one.
+        """
+        stages = [self.figures] if self.pipeline is None else [each.figures for each in self.pipeline.stages]
+        passes = max(each.numbers["forward"] + each.numbers["backward"] for each in stages)
+        return self.step_seconds - (self.micro_batches - micro_batches) * passes
 
     @property
     def checkpoint_bytes(self) -> int:

@@ -290,7 +290,9 @@ def _time(plan: Plan) -> list[str]:
     lines.append(f"  TFLOP of a rank: {flops / 1e12:,.1f}, of the model alone {model / 1e12:,.1f}")
     hours = plan.run_seconds / 3600
     gpu_hours = hours * plan.cluster.ranks
-    lines.append(f"  {plan.run.steps:,} steps: {hours:,.3g} hours, {gpu_hours:,.3g} GPU hours")
+    sizes = [size for size, _ in plan.run.schedule.spans(plan.run.steps)]
+    grows = f" of {sizes[0]:,} to {sizes[-1]:,} sequences" if len({*sizes}) > 1 else ""
+    lines.append(f"  {plan.run.steps:,} steps{grows}: {hours:,.3g} hours, {gpu_hours:,.3g} GPU hours")
     return lines
 
 

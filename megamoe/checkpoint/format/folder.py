@@ -107,6 +107,14 @@ def kept_folder(checkpoint: Path, config: Mapping[str, Any]) -> Path | None:
     return next((place for place in found if (place / "config.json").is_file()), None)
 
 
+def inode_of(path: Path) -> int:
+    """Return by what a folder is told from another one of its name; 0 if there is none."""
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return 0
+
+
 def hide(path: Path) -> Path:
     """Rename a checkpoint so that nobody loads it while `remove` deletes it; return the new path."""
     gone = path.with_name(f"{DELETING}{path.name.lstrip('.')}")

@@ -6,7 +6,15 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megamoe.checkpoint.format.folder import DELETING, REPLACED, SAVING, candidates, find_checkpoints, hide
+from megamoe.checkpoint.format.folder import (
+    DELETING,
+    REPLACED,
+    SAVING,
+    candidates,
+    find_checkpoints,
+    has_run_name,
+    hide,
+)
 from megamoe.checkpoint.tools import verify
 from megamoe.checkpoint.tools.describe import file_sizes, size
 from megamoe.checkpoint.tools.stream import CONVERTING, OLD_S, age_s
@@ -43,16 +51,19 @@ def find_deletions(
     killed saves.
 
     Damaged checkpoints do not count as kept ones. They are deleted if `damaged`, else kept and reported.
+    Those that a user renamed, or a fetch set aside, do not count either; they are kept and reported.
     """
     folder = paths[0].parent
     order = candidates(folder)  # the order of a resume: what `latest` names first, then the newest
     broken = {path: it for path in paths if (it := next(verify.problems(path), None))}
-    intact = [path for path in order if path not in broken]
+    intact = [path for path in order if path not in broken and has_run_name(path)]
     newest = sorted(intact, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     kept = {*intact[:keep], *newest[:1]}
     for path in paths:
         if path.is_symlink():
             report(f"kept {path}: a link")
+        elif not has_run_name(path):
+            report(f"kept {path}: it was renamed")
         elif path in broken and damaged:
             yield path, "damaged"
         elif path in broken:

@@ -137,7 +137,8 @@ def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(tmp_path: Path)
         "ended by signal 9"
     )
     assert (
-        found["after"].problem == "twice failed" and found["wrong"].problem == "error: no data (exit code 1)"
+        found["after"].problem == "twice is not complete"
+        and found["wrong"].problem == "error: no data (exit code 1)"
     )
     Runner(tmp_path, [None], lines.append).run(
         tasks

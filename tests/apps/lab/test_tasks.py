@@ -1,5 +1,6 @@
 """Identities of tasks: of all that decides a result, and of nothing else; GPUs and threads of processes."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from megamoe.apps.lab.command import _slots
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import load_plan
-from megamoe.apps.lab.tasks import Task, Tasks, study_tasks, tuning_tasks
+from megamoe.apps.lab.tasks import Task, Tasks, planned_tasks, study_tasks, tuning_tasks
+from megamoe.cli import call
 from megamoe.errors import UserError
 from tests.apps.lab.test_lab import written
 from tests.support.tiny import ROOT
@@ -42,6 +44,16 @@ def test_the_identity_of_training_is_kept(tmp_path: Path, monkeypatch: pytest.Mo
     tuning = tuning_tasks(plan, tmp_path)[0].by_name
     found = {task.name: task.identity for task in (*training.values(), *tuning.values())}
     assert {name: found[name] for name in KEPT} == KEPT and len(found) == 36
+
+
+def test_what_stops_a_launch_is_not_of_the_run(tmp_path: Path) -> None:
+    path, stop = written(tmp_path), ["train.exit_after_steps=2", "train.exit_after_minutes=5"]
+    plain, stopped = (
+        study_tasks(load_plan(path, "smoke", None, overrides), Path("e"), {}).training["one", 1]
+        for overrides in ([], stop)
+    )
+    assert stopped.identity == plain.identity and stopped.configuration == plain.configuration
+    assert stopped.arguments == (*plain.arguments, *stop)
 
 
 def test_the_identity_of_fine_tuning_is_of_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +127,80 @@ def test_the_identity_of_a_run_holds_the_content_of_its_plugins(tmp_path: Path) 
     assert found[0] == found[1] and len({plain, *found}) == 3
     written(tmp_path, set={"plugins": ["idle.py"]})  # beside the study
     assert tasks_of(path).training["two", 1].identity == found[2]
+
+
+def test_a_shared_run_has_one_name_whatever_rows_a_call_names(tmp_path: Path) -> None:
+    """Otherwise `--rows` trains it once more."""
+    rule = {"key": "optimizer.lr", "values": [0.1, 0.2]}
+    path = written(tmp_path, sizes={"smoke": {"seeds": [1], "time": "seconds", "tuning": rule}})
+    all_rows, again = (load_plan(path, "smoke", None, [], rows) for rows in (None, ["two_again"]))
+    output, tuned = tmp_path / "lab", {"two": 0.2, "two_again": 0.2}
+    tasks = study_tasks(again, output, tuned)
+    assert tasks.training["two_again", 1].name == "two-1" and [*tasks.training] == [("two_again", 1)]
+    assert tasks.stages["routing", "two_again", 1].folder == output / "stages/routing/two-1"
+    assert [*tuning_tasks(again, output)[0].by_name] == ["tuning-two-0", "tuning-two-1"]
+    # A folder of an earlier version, in which `--rows two_again` was the first call.
+    (output / "tasks").mkdir(parents=True)
+    of_before = ["two_again-1", "routing-two_again-1", "tuning-two_again-0"]
+    known = {**tasks.by_name, **tuning_tasks(again, output)[0].by_name}
+    for name in of_before:
+        identity = known[name.replace("_again", "")].identity
+        (output / f"tasks/{name}.json").write_text(json.dumps({"identity": identity, "state": "done"}))
+    found = study_tasks(all_rows, output, tuned)
+    assert {"two_again-1", "routing-two_again-1"} <= found.by_name.keys() and "two-1" not in found.by_name
+    assert "tuning-two_again-0" in tuning_tasks(all_rows, output)[0].by_name
+    jobs = found.by_names_in(planned_tasks(all_rows, output))  # which do not know the tuned value
+    assert jobs["two-1"].name == "two_again-1" and jobs["one-1"].name == "one-1"
+    (output / "tasks/two_again-1.json").write_text(json.dumps({"identity": "another", "state": "done"}))
+    assert study_tasks(all_rows, output, tuned).training["two_again", 1].name == "two-1"
+
+
+def test_a_row_that_is_not_run_may_have_mistakes(tmp_path: Path) -> None:
+    path = written(tmp_path, rows={"wrong": {"base": "nowhere.yaml"}, "two": {"base": "run.yaml"}}, claims=[])
+    assert [*load_plan(path, "smoke", None, [], ["two"]).all_configs] == ["two"]
+    with pytest.raises(UserError, match=r"nowhere\.yaml"):
+        load_plan(path, "smoke", None, [])
+
+
+def test_factors_of_a_size(tmp_path: Path) -> None:
+    """Keys of any depth; what a row does not have stays its default."""
+    scale = {"moe.router.selector.k": 2, "data.sequence_length": 3, "optimizer.lr": 2, "model.num_layers": 2}
+    rows = {"one": {"base": "run.yaml", "set": {"moe": {"router": {"selector": {"k": 1}}}}}}
+    rows["two"] = {"base": "run.yaml", "set": {"optimizer": {"lr": 0.25}, "moe": 5}}  # refused later
+    sizes = {"smoke": {"seeds": [1], "time": "seconds", "scale": scale}}
+    one, two = load_plan(
+        written(tmp_path, rows=rows, sizes=sizes, claims=[]), "smoke", None, []
+    ).configs.values()
+    assert one["moe"]["router"]["selector"]["k"] == 2 and "optimizer" not in one
+    assert two["optimizer"]["lr"] == 0.5 and two["moe"] == 5
+    assert {tree["data"]["sequence_length"] for tree in (one, two)} == {48}
+
+
+@pytest.mark.parametrize(
+    ("settings", "scale", "message"),
+    [
+        ({}, {"moe.num_expert": 2}, "scale: unknown key 'moe.num_expert'; did you mean 'moe.num_experts'?"),
+        ({}, {"moe.router.selector.kk": 2}, "sizes.smoke.scale: unknown key 'moe.router.selector.kk'"),
+        ({}, {"data.mock": 2}, "sizes.smoke.scale: data.mock of row one is True, expected a number"),
+        ({"moe": 5}, {"moe.num_experts": 2}, "row one: moe: "),
+        ({"data": [1]}, {}, "row one: data: "),
+        ({"data": {"mock": False, "sources": 5}}, {}, "row one: data.sources: "),
+        ({"data": {"mock": False, "sources": [5]}}, {}, "row one: data.sources"),
+        ({"data": {"mock": False, "sources": ["x" * 5000 + "/x"]}}, {}, "row one: data.sources: xxx"),
+    ],
+)  # fmt: skip
+def test_mistakes_of_scale_and_data(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    settings: dict[str, Any],
+    scale: dict[str, int],
+    message: str,
+) -> None:
+    sizes = {"smoke": {"seeds": [1], "time": "seconds", "scale": scale}}
+    path = written(tmp_path, rows={"one": {"base": "run.yaml", "set": settings}}, sizes=sizes, claims=[])
+    assert call("lab", [str(path), "--output", str(tmp_path / "lab")]) == 2
+    told = capsys.readouterr().err
+    assert message in told and told.startswith("error: ") and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(

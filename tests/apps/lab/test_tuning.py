@@ -232,6 +232,45 @@ def test_an_interrupted_tuning_is_completed_first(lab: Lab, tmp_path: Path) -> N
     assert results(tmp_path)["rows"]["one"]["tuned"] == 0.1 and calls(tmp_path, "tuning-two-0") == 1
 
 
+@pytest.mark.parametrize("state", ["started", "stopped"])
+def test_an_interrupted_tuning_run_decides_nothing(
+    state: str, lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As of a job that reached its time limit, or by a signal. It would have had the lowest loss."""
+    plan, output = load_plan(tmp_path / "study.yaml", "smoke", None, []), tmp_path / "lab"
+    runner, [_, task, *_] = Runner(output, [None], print), tuning_tasks(plan, output)[0].by_name.values()
+    assert task.name == "tuning-one-1"
+    for chain in (0, 2, 3):
+        assert lab({}, "--phase", "tuning", "--chain", str(chain)) == 0
+    runner._write(task, TaskRecord(task.identity, state))
+    capsys.readouterr()
+    assert lab({}, "--phase", "study", "--chain", "0") == 0
+    told = capsys.readouterr().out
+    assert told == "one-1: not run, because its row has no tuned value: tuning-one-1: not complete; " + (
+        "the last job, or another submission, completes the tuning first\n"
+    )
+    assert lab({}, "--phase", "study", "--chain", "1") == 0
+    assert calls(tmp_path, "one-1") == 0 and calls(tmp_path, "two-1") == 1
+    assert [*json.loads((output / "tasks" / TUNED).read_text())] == ["two"]
+    assert lab({"tuning-one-1": 1.0}) == 0  # the last job
+    assert results(tmp_path)["rows"]["one"]["tuned"] == 0.2 and calls(tmp_path, "one-1") == 1
+    # A folder without the file, as those of before have none: an interrupted run goes on first.
+    (output / "tasks" / TUNED).unlink()
+    runner._write(task, TaskRecord(task.identity, state))
+    assert lab({"tuning-one-1": 1.0}) == 0 and calls(tmp_path, "tuning-one-1") == 2
+
+
+def test_a_half_trained_run_has_no_number(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The stand-in ends with step 4, as train.exit_after_steps=4 does."""
+    study(tmp_path, None)
+    assert lab({}, "train.steps=6") == 1
+    told = capsys.readouterr().out
+    assert "failed: one-1: stopped at step 4 of 6; the same command goes on with it" in told
+    assert results(tmp_path)["claims"][0]["verdict"] == "not measured"
+
+
 def test_jobs_of_an_array_do_not_tune(lab: Lab, tmp_path: Path) -> None:
     """One failed tuning run, and a row without any: the jobs of the study read what the others came to."""
     losses: dict[str, float | None] = {"tuning-one-0": None, "tuning-two-0": None, "tuning-two-1": None}
@@ -287,6 +326,17 @@ def test_the_time_left(tmp_path: Path) -> None:
     (tmp_path / "other/metrics.jsonl").write_text('{"step": 200}\n')
     pace.ended(other, whole=False)  # its steps were done, and nothing of it is left
     assert pace.seconds_left(80, [third], []) == pytest.approx(80 / 800 * (1000 + 5000))
+    stages = [Task(f"tuned-{row}", tmp_path / "stages/tuned" / row, (), row) for row in "abc"]
+    of_stages = Pace([third, *stages], slots=2)
+    of_stages.know(stages[0], 30)  # of an earlier call
+    of_stages.ended(stages[1], whole=True, seconds=50)
+    # 100 s of two processes, of which 50 s were the stage's: 75 s for 300 steps; two stages of 40 s.
+    assert of_stages.seconds_left(100, [stages[0]], [(third, 300), (stages[2], 0)]) == pytest.approx(
+        75 / 300 * 700 + 2 * 40 / 2
+    )
+    assert (
+        of_stages.seconds_left(100, [stages[0]], []) == 20 and of_stages.seconds_left(9, [third], []) is None
+    )
     of_epochs = Pace([stage, third])  # a run without a number of steps, at step 700
     assert of_epochs.seconds_left(20, [third], [(stage, 700)]) == pytest.approx(20 / STAGE_STEPS * 1000)
 

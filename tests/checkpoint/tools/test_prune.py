@@ -156,6 +156,22 @@ def test_links_are_left_alone(run: Path, tmp_path: Path) -> None:
     assert steps(run) == [0, 5] and len(list(outside.iterdir())) == 5
 
 
+def test_renamed_ones_stay_and_do_not_count(run: Path) -> None:
+    """By the user, or set aside by a fetch from object storage; a damaged one too."""
+    folder = run / "checkpoints"
+    names = ("step_00000001_best", "step_00000004.before-1", "step_00000005_best")
+    for name in names:
+        (folder / name[:13]).rename(folder / name)
+    broken = folder / names[0] / "shard_00000.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-1] + b"?")
+    (folder / "latest").write_text("step_00000005_best")
+    output = pruned(run, 1, damaged=True)
+    assert sorted(path.name for path in folder.glob("step_*")) == sorted([*names, "step_00000003"])
+    assert [line for line in output if line.startswith("kept")] == [
+        f"kept {folder / name}: it was renamed" for name in names
+    ]
+
+
 @pytest.mark.parametrize("keep", [0, -1])
 def test_at_least_one_checkpoint_stays(run: Path, keep: int) -> None:
     with pytest.raises(UserError, match="would leave no checkpoint"):
