@@ -353,5 +353,34 @@ class OrderedPairs(Dataset[dict[str, torch.Tensor]]):
         return self._dataset[int(self._batches[number][place])]
 
 
+class EvaluatedPairs(Dataset[dict[str, torch.Tensor]]):
+    """The pairs of a set that is evaluated: every pair once, then every pair again, up to `num_samples`.
+
+    They come in batches of `pairs` pairs of similar widths. Unlike `PairBatches`, no rest of a pass is left
+    out, so what is measured on as many samples as there are pairs does not depend on the seed.
+    """
+
+    def __init__(self, dataset: PairDataset, *, seed: int, pairs: int, num_samples: int) -> None:
+        """Raise a UserError if there are no pairs."""
+        if not len(dataset):
+            raise UserError("pairs: found none to evaluate; choose other languages")
+        passes = range(-(-num_samples // len(dataset)))
+        orders = [epoch_order(dataset.groups, dataset.sizes, 1.0, seed, number) for number in passes]
+        order_N = np.concatenate([np.zeros(0, np.int64), *orders])[:num_samples]
+        width_N = np.maximum(dataset.source_lengths, dataset.target_lengths)[order_N]
+        order_N = order_N[np.argsort(width_N, kind="stable")]
+        batches = [order_N[first : first + pairs] for first in range(0, num_samples, pairs)]
+        shuffled = _generator(seed, "evaluated", "", 0).permutation(len(batches))
+        self._dataset = dataset
+        self._order_N = np.concatenate([order_N[:0], *(batches[place] for place in shuffled)])
+
+    def __len__(self) -> int:
+        return len(self._order_N)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return sample `index` (an item of `PairDataset`); raise IndexError past the end."""
+        return self._dataset[int(self._order_N[index])]
+
+
 def _generator(seed: int, purpose: str, name: str, number: int) -> np.random.Generator:
     return np.random.default_rng([seed, zlib.crc32(f"pairs {purpose} {name}".encode()), number])

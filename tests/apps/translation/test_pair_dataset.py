@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from megamoe.apps.translation.dataset import (
+    EvaluatedPairs,
     OrderedPairs,
     PairBatches,
     PairDataset,
@@ -212,6 +213,37 @@ def test_samples_are_the_planned_batches(prefix: str, vocabulary: Vocabulary) ->
     assert batches.locate(35) == (1, 0) and {*drawn.values()} == {1}
     with pytest.raises(IndexError):
         ordered[240]
+
+
+def test_an_evaluation_leaves_no_pair_out(prefix: str, vocabulary: Vocabulary) -> None:
+    """141 pairs in batches of 4: in training a rest of one is left out, another one for each seed."""
+    pairs = PairDataset(prefix, vocabulary)
+    targets = Counter(repr(pairs[number]) for number in range(141))
+    for samples, least, most in ((141, 1, 1), (144, 1, 2), (300, 2, 3)):
+        for seed in (1, 2):
+            found = EvaluatedPairs(pairs, seed=seed, pairs=4, num_samples=samples)
+            drawn = Counter(repr(found[number]) for number in range(len(found)))
+            assert len(found) == samples and drawn.keys() == targets.keys()
+            assert all(
+                least * targets[item] <= count <= most * targets[item] for item, count in drawn.items()
+            )
+    first, again, other = (
+        [repr(found[number]) for number in range(144)]
+        for found in (EvaluatedPairs(pairs, seed=seed, pairs=4, num_samples=144) for seed in (1, 1, 2))
+    )
+    assert first == again != other
+    widths = [max(len(found[number][side]) for side in ("source", "target")) for number in range(300)]
+    gaps = [max(widths[at : at + 4]) - min(widths[at : at + 4]) for at in range(0, 300, 4)]
+    assert sum(gaps) <= max(widths) - min(widths)  # the batches divide the range
+    with pytest.raises(IndexError):
+        found[300]
+    with pytest.raises(UserError, match="^pairs: found none to evaluate"):
+        EvaluatedPairs(_Nothing(), seed=1, pairs=4, num_samples=8)  # type: ignore[arg-type]
+
+
+class _Nothing:
+    def __len__(self) -> int:
+        return 0
 
 
 def test_the_example_of_the_docs_runs(

@@ -10,6 +10,7 @@ from torch.utils.data import Dataset
 from megamoe.apps.translation.card import PairCard, load_pair_card
 from megamoe.apps.translation.dataset import (
     Direction,
+    EvaluatedPairs,
     OrderedPairs,
     PairBatches,
     PairDataset,
@@ -132,7 +133,7 @@ class Translation(TrainingObjective):
             self._validation[name] = self._open_part(sources[0].path)
 
     def samples_per_epoch(self) -> int:
-        return len(self._batches(self._pairs, self.options.bucket).epoch(0)) * self.options.bucket
+        return len(self._batches().epoch(0)) * self.options.bucket
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
         """Return the batch of pairs; their lengths are filled up to a `length_multiple`."""
@@ -142,24 +143,25 @@ class Translation(TrainingObjective):
     def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
         verify_pairs(self.config.data, self._checked, self.vocabulary.of_data)
         exponent = self.config.data.sampling_exponent
-        train = self._ordered(self._pairs, train_samples, 1.0 if exponent is None else exponent)
+        batches = self._batches(1.0 if exponent is None else exponent)
+        train = OrderedPairs(self._pairs, batches, train_samples)
         if not validation_samples:
             return Datasets(train, {})
         validation = {
-            name: self._ordered(pairs, validation_samples) for name, pairs in self._validation.items()
+            name: self._evaluated(pairs, validation_samples) for name, pairs in self._validation.items()
         }
-        test = None if self._test is None else self._ordered(self._test, validation_samples)
+        test = None if self._test is None else self._evaluated(self._test, validation_samples)
         return Datasets(train, validation, test)
 
-    def _ordered(self, pairs: PairDataset, samples: int, exponent: float = 1.0) -> Dataset[Item]:
-        """Return the pairs in the order of their batches; a set without a whole bucket has smaller ones."""
-        bucket = self.options.bucket
-        if pairs is not self._pairs and len(pairs) < bucket:
-            bucket = self.config.train.micro_batch_size
-        return OrderedPairs(pairs, self._batches(pairs, bucket, exponent), samples)
+    def _evaluated(self, pairs: PairDataset, samples: int) -> Dataset[Item]:
+        """Return samples of a set; where buckets do not divide them, micro batches have similar lengths."""
+        fits = samples % self.options.bucket == 0
+        size = self.options.bucket if fits else self.config.train.micro_batch_size
+        return EvaluatedPairs(pairs, seed=self.config.seed, pairs=size, num_samples=samples)
 
-    def _batches(self, pairs: PairDataset, bucket: int, exponent: float = 1.0) -> PairBatches:
-        return PairBatches(pairs, seed=self.config.seed, exponent=exponent, pairs=bucket)
+    def _batches(self, exponent: float = 1.0) -> PairBatches:
+        seed, size = self.config.seed, self.options.bucket
+        return PairBatches(self._pairs, seed=seed, exponent=exponent, pairs=size)
 
     def _languages(self) -> list[str]:
         """Return the languages of the training pairs."""
