@@ -82,7 +82,7 @@ def test_an_installed_wheel_trains_with_its_compiled_kernels(tmp_path: Path) -> 
     config = tiny("output=runs", "name=a", "train.steps=2", "model.cpu_kernels=compiled")
     (work / "run.yaml").write_text(dump_yaml(config))
     output = run(programs / "megamoe", "train", "--config", "run.yaml", cwd=work)
-    assert "compiled, experts in bf16 by" in output
+    assert "CPU kernels" in output and " compiled" in output
     assert len((work / "runs/a/metrics.jsonl").read_text().splitlines()) == 2
     assert "2 of 2" in run(programs / "megamoe", "status", "runs/a", cwd=work)
     assert "usage: python -m megamoe " in run(programs / "python", "-m", "megamoe", "--help", cwd=work)

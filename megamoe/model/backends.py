@@ -158,7 +158,8 @@ def _cpu_kernels_row(config: RunConfig, precision: str) -> str:
     library, problem = find_library()
     if library is None:
         return f"PyTorch's: {problem}{note}"
-    return f"compiled, experts in bf16 by {'AMX' if library.has_tiles else 'PyTorch'}{note}"
+    experts = f", experts by {'AMX' if library.has_tiles else 'PyTorch'}" if precision == "bf16" else ""
+    return f"compiled{experts}{note}"
 
 
 def _gpu_rows(config: RunConfig, precision: str) -> dict[str, str]:
