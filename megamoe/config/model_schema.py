@@ -136,8 +136,8 @@ class MupConfig(Section):
     """muP: hyperparameters tuned on a small model, the base, hold for a wider one."""
 
     base: Size
-    """hidden size of the base model, whose learning rate and init_std these are; FFN sizes and the heads
-    together grow with the hidden size; see docs/optimizers.md#mup
+    """hidden size of the base model, whose learning rate and init_std these are; FFN sizes, moe.latent_size
+    and the heads together grow with the hidden size; see docs/optimizers.md#mup
     """
     base_head_size: Size | None = None
     """columns of a head of the base model; default: those of this model, so that the number of heads grows"""

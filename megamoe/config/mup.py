@@ -1,13 +1,16 @@
 """muP: initial weights, factors and learning rates by width, so that those tuned on a small model fit.
 
-With the width multiplier m = hidden_size / base, where every FFN and the heads together are m times as wide
-as in the base model:
+With the width multiplier m = hidden_size / base, where every FFN, the heads together and the latent size of
+experts are m times as wide as in the base model:
 
 weight                                    initial std   AdamW's rate    factor in the model
-embedding, norms, biases                  std           lr              1
-hidden: attention, FFNs, each expert      std / sqrt(m) lr / m          1
+embedding, norms, biases, vectors of
+constant experts                          std           lr              1
+hidden: attention, FFNs, each expert,
+projections of latent experts             std / sqrt(m) lr / m          1
 output layer                              std           lr              1 / m on the hidden states
-router, mix of shared experts             std / m       lr / m          1
+router, mix of shared and of constant
+experts                                   std / m       lr / m          1
 attention logits                                                        sqrt(base head size) / head size
 
 Sources: Yang et al. 2022 (Tensor Programs V, arXiv 2203.03466), tables 3 and 8. The router as an output

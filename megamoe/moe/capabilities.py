@@ -14,6 +14,7 @@ CAPABILITIES = {
     "zeros": "makes p of exactly 0",
     "bias": "moves the choice by a bias",
     "mean_experts": "holds the mean number of experts that compute a token",
+    "scores_before": "adds the scores of the layer before",  # residual
     "mask": "takes experts away",  # every mask
     "by_probs": "goes by p, not by ranking_TE",  # mask
     "best_k": "chooses a fixed number of the best experts",  # selector

@@ -15,7 +15,7 @@ from megamoe.errors import UserError
 from megamoe.moe.capabilities import needs, provides, requirements
 from megamoe.moe.part import Example
 from megamoe.moe.suggestions import find_parts
-from megamoe.moe.validation import check_parts, chosen_parts, provider
+from megamoe.moe.validation import check_parts, chosen_parts, provider, usable
 from megamoe.registry import STAGES, get_part
 
 MOST_NEIGHBOURS = 8
@@ -73,10 +73,10 @@ def _missing(moe: MoEConfig, sizes: tuple[int, int]) -> Iterator[PartChoice]:
     for choice in chosen:
         for word in requirements(choice):
             if provider(moe, word) is None:
-                yield from find_parts(partial(provides, word), sizes)
+                yield from usable(find_parts(partial(provides, word), sizes), moe)
         for kind, word in get_part(choice.kind, choice.name).must_be_required(choice.options):
             if not any(needs(word, kind, other) for other in chosen):
-                yield from find_parts(partial(needs, word, kind), sizes)
+                yield from usable(find_parts(partial(needs, word, kind), sizes), moe)
 
 
 def _makes_sense(tree: Tree) -> bool:

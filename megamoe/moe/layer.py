@@ -40,8 +40,8 @@ class LayerShape:
     """The sizes of one MoE layer and how its weights are initialised.
 
     layer: the block's number, from 1. output_std: of the weights that write into the residual.
-    init_scale: see `rng.init_weight`. width: of muP, see `config.mup`: experts' first weights start with
-    init_std / sqrt(width). vocab_size: rows of the embedding. norm, norm_eps: the model's, for
+    init_scale: see `rng.init_weight`. width: of muP, see `config.mup`: hidden weights start with init_std /
+    sqrt(width). vocab_size: rows of the embedding. norm, norm_eps: the model's, for
     experts that have norms of their own. products: the routed experts'. kernels: the model's choice.
     recomputed: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
     the encoder of an encoder_decoder. exchange, exchange_fp8: see `parallel.exchange`, `exchange_dtype`.
@@ -429,6 +429,7 @@ def _zero_experts(config: MoEConfig, shape: LayerShape) -> ZeroExperts | None:
         config.num_experts,
         shape.hidden_size,
         std=shape.init_std,
+        mix_std=shape.init_std / shape.width,
         init_scale=shape.init_scale,
         seed=shape.seed,
         layer=shape.layer,
@@ -443,7 +444,8 @@ def _latent_projections(
         return None, None
     hidden, latent = shape.hidden_size, config.latent_size
     options: dict[str, Any] = {"init_scale": shape.init_scale, "seed": shape.seed, "layer": shape.layer}
-    to_latent = LatentProjection(latent, hidden, name="to latent", std=shape.init_std, **options)
+    std = shape.init_std / math.sqrt(shape.width)
+    to_latent = LatentProjection(latent, hidden, name="to latent", std=std, **options)
     return to_latent, LatentProjection(hidden, latent, name="to hidden", std=shape.output_std, **options)
 
 

@@ -157,7 +157,8 @@ _register(
 )
 _register(
     "phi_moe",
-    "Liu et al. 2024, GRIN (Phi-3.5-MoE): two experts; the loss's weight is of its released configuration",
+    "Liu et al. 2024, GRIN (Phi-3.5-MoE): two experts; the loss's weight is the default of transformers' "
+    "configuration class, while the released model has 0, and a jitter of the tokens that is absent here",
     selector={"name": "sparse_mixer", "k": 2, "epsilon": 0.01},
     losses={"switch_balance": 0.001},
 )
@@ -223,14 +224,16 @@ _register(
 )
 _register(
     "dense_to_sparse",
-    "Nie et al. 2021, EvoMoE: Gumbel-softmax gates whose temperature falls, from many experts to few",
+    "Nie et al. 2021, EvoMoE: Gumbel-softmax gates whose temperature falls, from almost all experts to few; "
+    "the threshold is that of CustomDTSGate (github.com/VITA-Group/Random-MoE-as-Dropout)",
     scorer="dense_to_sparse",
-    selector={"name": "above", "value": 0.1, "at_least": 1},
+    selector={"name": "above", "value": 0.001, "at_least": 1},
     losses={"switch_balance": 0.01},
 )
 _register(
     "top_any",
-    "Guo et al. 2024, DynMoE: a learned threshold for each expert; the number of experts stays",
+    "Guo et al. 2024, DynMoE: a learned threshold for each expert; the number of experts stays, and the loss "
+    "of the authors' code on the router's weight (diverse_and_simple_gate_loss) is absent",
     scorer="cosine",
     score_function="sigmoid",
     selector="top_any",
@@ -238,6 +241,7 @@ _register(
 _register(
     "skywork_moe",
     "Wei et al. 2024, Skywork-MoE: normalised logits, and a balance loss that follows the drop rate",
+    scorer={"name": "linear", "bias": True},
     score_function="normalised_softmax",
     selector={"name": "top_k", "k": 2, "weights": "renormalised"},
     capacity={"name": "per_expert", "factor": 1.25, "priority": "probability"},

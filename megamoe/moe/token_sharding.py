@@ -74,7 +74,8 @@ class TokenSharding:
         largest = max(sizes)
         filling = rows.new_zeros(largest - len(rows), *rows.shape[1:])
         gathered: Tensor = _GatherRows.apply(torch.cat((rows, filling)), self.group)
-        return torch.cat([part[:size] for part, size in zip(gathered.split(largest), sizes, strict=True)])
+        of_ranks = gathered.unflatten(0, (self.size, largest))  # `split` knows no shares of 0 rows
+        return torch.cat([part[:size] for part, size in zip(of_ranks, sizes, strict=True)])
 
     def local_shard(self, routing: Routing, context: StepContext | None = None) -> Routing:
         """Return the routing of this rank's tokens, numbered from 0; context: as in `all_gather`."""

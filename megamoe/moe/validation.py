@@ -141,7 +141,7 @@ def _refuse_lack(fits: suggestions.Fits, what: str, why: str, moe: MoEConfig, le
     if not ways:
         raise ValueError(f"no part {what}, {why}; name a plugin with such a part in plugins")
     kind = ways[0].kind
-    ways = [way for way in ways if way.kind == kind]
+    ways = usable([way for way in ways if way.kind == kind], moe)
     current = choice_of(moe, kind)
     if current is None:
         listed = "moe.losses" if kind == "loss" else "moe.router.masks"
@@ -153,11 +153,18 @@ def _refuse_lack(fits: suggestions.Fits, what: str, why: str, moe: MoEConfig, le
     )
 
 
+def usable(ways: list[PartChoice], moe: MoEConfig) -> list[PartChoice]:
+    """Return the parts whose own requirements the layer meets; all of them if there is none."""
+    met = [way for way in ways if all(provider(moe, word) is not None for word in requirements(way))]
+    return met or ways
+
+
 def refuse_one_candidate(choice: PartChoice, moe: MoEConfig) -> None:
     """Raise ValueError if the router could not learn because a mask leaves each token one candidate."""
     if candidates_of(choice, moe.num_experts).most == 1 and sums_to_1(moe):
         kind = moe.router.score_function.kind
         others = suggestions.find_parts(lambda c: c.kind == kind and not provides("sums_to_1", c))
+        others = usable(others, moe)
         raise ValueError(
             "leaves one expert to each token, whose p is 1 whatever its score, so that the router gets no "
             f"gradient; leave more, or set score_function: {suggestions.to_yaml(others)}"

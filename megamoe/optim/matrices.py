@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from megamoe.compat.deepspeed_zero import whole_shape
 
-# Embeddings, output layers and heads; routers, the parts of losses, and the mix of shared experts.
-LEFT_TO_ADAMW = re.compile(r"(^|\.)(embedding|output_layer|head|router|losses|mix)(\.|$)")
+# Embeddings, output layers and heads; routers, the parts of losses, the mix of shared experts, and mix and
+# vectors of constant experts.
+LEFT_TO_ADAMW = re.compile(r"(^|\.)(embedding|output_layer|head|router|losses|mix|zero)(\.|$)")
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ from megamoe.config.mup import Scaling
 from megamoe.config.schema import ModelConfig, OptimizerConfig
 from megamoe.optim.matrices import is_matrix
 
-EMBEDDINGS = re.compile(r"(^|\.)(embedding|output_layer)(\.|$)")
+# Embeddings and output layers; vectors of constant experts, which are added to hidden states like a bias.
+UNSCALED = re.compile(r"(^|\.)(embedding|output_layer)(\.|$)|\.zero\.vector$")
 # Parts of a layer with a fixed number of outputs, such as an expert each.
-READING = re.compile(r"(^|\.)(router|losses)\.|\.shared\.(gate|mix)$")
+READING = re.compile(r"(^|\.)(router|losses)\.|\.shared\.(gate|mix)$|\.zero\.mix$")
 
 
 def width_powers(name: str, parameter: Tensor, hidden_size: int) -> tuple[float, float]:
@@ -23,7 +24,7 @@ def width_powers(name: str, parameter: Tensor, hidden_size: int) -> tuple[float,
     An update of spectral norm sqrt(rows / columns) moves every output by a size that does not depend on the
     width (Yang et al. 2023, arXiv 2310.17813). AdamW's has a norm of about sqrt(rows columns) lr.
     """
-    if EMBEDDINGS.search(name):
+    if UNSCALED.search(name):
         return 0.0, 0.0
     if READING.search(name):
         return (1.0, 0.5) if whole_shape(parameter)[-1] == hidden_size else (0.0, 0.0)

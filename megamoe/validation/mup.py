@@ -47,10 +47,11 @@ def _unknown_problems(model: ModelConfig) -> Iterator[Problem]:
 
 
 def _expert_sizes(config: RunConfig) -> dict[str, int]:
-    size = expert_ffn_size(config)
+    size, latent = expert_ffn_size(config), config.moe.latent_size
     return {
         "moe.expert_ffn_hidden_size": size,
         "moe.shared_expert_ffn_hidden_size": shared_ffn_size(config.moe, size),
+        **({} if latent is None else {"moe.latent_size": latent}),
     }
 
 

@@ -126,7 +126,7 @@ def test_the_balance_loss_is_1_at_balance_for_any_k() -> None:
 
 @fails_with(
     Edit(
-        SWITCH,
+        COMMON,
         "return routing.probs_TE if sums_to_1 else shares(routing.probs_TE)",
         "return routing.probs_TE",
     )

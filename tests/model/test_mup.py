@@ -24,15 +24,17 @@ WIDE = (
     "moe.layers={at: [2]}",
     "moe.num_shared_experts=1",
     "moe.shared_expert_mode=residual",
+    "moe.latent_size=32",
+    "moe.zero_experts={identity: 1, constant: 2}",
 )
 MUP = f"model.mup={{base: {BASE}}}"
 # Of a wide model, by a part of the weight's name: factors on the initial std, on AdamW's rate, and on Muon's
 # rate with the scales `moonlight` and `spectral`. None: AdamW updates it.
 TABLE = {
-    r"word_embeddings|output_layer": (1, 1, None, None),
+    r"word_embeddings|output_layer|zero\.vector": (1, 1, None, None),
     r"norm|bias": (1, 1, None, None),
-    r"router\.scorer\.weight|shared\.mix$": (1 / WIDTH, 1 / WIDTH, None, None),
-    r"linear_(qkv|proj|fc1|fc2)\.weight|experts\.(up|down)|shared\.(up|down)": (
+    r"router\.scorer\.weight|(shared|zero)\.mix$": (1 / WIDTH, 1 / WIDTH, None, None),
+    r"(linear_(qkv|proj|fc1|fc2)|to_latent|to_hidden)\.weight|experts\.(up|down)|shared\.(up|down)": (
         *(1 / math.sqrt(WIDTH), 1 / WIDTH),
         *(1 / math.sqrt(WIDTH), 1),
     ),
@@ -76,7 +78,7 @@ def test_factors_of_the_model(one_rank: None, own_scale: float | None) -> None:
     keys = ("model.residual_scale=0.5", f"model.logit_scale={1 / WIDTH}", f"model.attention.scale={scale}")
     by_hand: Any = tiny_model(tiny(*wide[:-1] if own_scale else wide, *keys))
     exported: Any = tiny_model(replace(config, model=without_mup(config.model)))
-    into_residual = re.compile(r"linear_(proj|fc2)\.weight|\.down$")
+    into_residual = re.compile(r"(linear_(proj|fc2)|to_hidden)\.weight|\.down$")
     for (name, weight), theirs in zip(model.named_parameters(), by_hand.named_parameters(), strict=True):
         depth = math.sqrt(2) if into_residual.search(name) else 1  # the base model's 1 / sqrt(2 L)
         torch.testing.assert_close(weight, theirs[1] * row(name)[0] * depth, msg=name)
@@ -122,6 +124,10 @@ def test_rates_and_decays_are_those_of_the_table(one_rank: None, name: str, scal
         (
             (MUP, "moe.expert_ffn_hidden_size=50"),
             r"moe\.expert_ffn_hidden_size: 50 does not divide by 4: model\.mup\.base 16 makes the model 4 .*",
+        ),
+        (
+            (MUP, "moe.latent_size=34"),
+            r"moe\.latent_size: 34 does not divide by 4: model\.mup\.base 16 makes the model 4 .*",
         ),
         (
             (MUP, "model.num_attention_heads=2"),

@@ -106,6 +106,10 @@ MASKS: Rows = {
     ],
 }
 SCORE_FUNCTIONS: Rows = {
+    "score_function relu": [
+        ("{}", "the selector is 'top_k', .*without an expert, .* weight 0; set selector: above$"),
+        ("{}, selector: {name: above, at_least: 1}", "the selector is 'above', .*set selector.at_least: 0$"),
+    ],
     "score_function sigmoid": [
         ("{temperature: 0}", "temperature must be positive"),
         ("{temperature: -1.0}", "temperature must be positive"),
@@ -120,7 +124,7 @@ SCORE_FUNCTIONS: Rows = {
 }
 SELECTORS: Rows = {
     "selector balanced": [
-        ("{}", "the score function is 'softmax', expected .* its own score alone, .*: relu or sigmoid"),
+        ("{}", "the score function is 'softmax', expected .* its own score alone, .*: sigmoid or sqrt_sof"),
         ("{}, capacity: per_expert" + SIGMOID, "the capacity .* drops nothing, .*set capacity: none$"),
         (
             "{}, score_function: {name: sigmoid, bias_update: 0.001}",
@@ -224,6 +228,11 @@ LOSSES: Rows = {
             "{}, scorer: {name: cosine, normalise: false}",
             "the scorer is 'cosine', expected one that gives cosine_TE, .* set scorer.normalise: true",
         ),
+        (
+            "{}, scorer: cosine, residual: gating",
+            "the residual 'gating' adds the scores of the layer before, .*; take the loss switch_balance; "
+            "leave the loss out, or set residual: none$",
+        ),
     ],
     "loss device_balance": [
         ("{num_groups: 1}", "num_groups must be at least 2"),
@@ -284,6 +293,7 @@ ACCEPTED: dict[str, list[str]] = {
         "{level: global}, expert_parallel: 4",
         "{cluster_size: 2}, expert_parallel: 8",
     ],
+    "score_function relu": ["{}, selector: above", "{}, selector: {name: above, value: 0.5, mean: 4}"],
     "selector balanced": ["{}" + SIGMOID],
     "selector expert_choice": ["{allow_non_causal: true}"],
     "selector hierarchical_top_k": ["{}" + LEVELS],
@@ -296,6 +306,7 @@ ACCEPTED: dict[str, list[str]] = {
     ],
     "loss cosine_balance": ["{}, scorer: cosine"],
     "loss hierarchical_load": ["{}, selector: hierarchical_top_k" + NOISY_LEVELS],
+    "loss switch_balance": ["{}, scorer: cosine, residual: gating"],
     "loss load": ["{}, scorer: noisy, selector: {k: 2, weights: kept_softmax}, losses: {importance: 0.1}"],
 }
 

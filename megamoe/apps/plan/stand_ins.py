@@ -87,6 +87,10 @@ def _count_evenly(moe: MoELayerConfig, key: str, expert_ranks: int) -> list[str]
         line = f"{key}.selector: {router.selector.name} chooses by value; counted as top_k with k={chosen}"
         router.selector = _top_k(chosen)
         lines.append(line)
+    if provides("zeros", router.score_function) and provides("fixed_count", router.selector):
+        name, router.score_function = router.score_function.name, PartChoice.default("score_function")
+        line = f"{name} makes p of exactly 0 by value; counted as {router.score_function.name}"
+        lines.append(f"{key}.score_function: {line}")
     if not provides("dropless", router.capacity):
         name = router.capacity.name
         lines.append(f"{key}.capacity: {name} drops pairs by value; counted as if none were dropped")

@@ -46,15 +46,16 @@ class WidthRun:
 
 
 def width_overrides(config: RunConfig, width: int, base: int, kind: str) -> tuple[str, ...]:
-    """Return the overrides that make a model of a width: FFN sizes and the number of heads grow with it.
+    """Return the overrides that make a model of a width: FFN and latent sizes and the number of heads grow.
 
     Raises:
         UserError: naming the key, if a size would not be whole, or belongs to a group of layers.
     """
     model, moe = config.model, config.moe
-    if any(group.expert_ffn_hidden_size or group.shared_expert_ffn_hidden_size for group in moe.groups):
+    own = ("expert_ffn_hidden_size", "shared_expert_ffn_hidden_size", "latent_size")
+    if any(getattr(group, key) for group in moe.groups for key in own):
         raise UserError(
-            "moe.groups: has FFN sizes of its own, which do not grow with the width; leave them out"
+            "moe.groups: has FFN or latent sizes of its own, which do not grow with the width; leave them out"
         )
     sizes = {
         "model.hidden_size": model.hidden_size,
@@ -63,6 +64,7 @@ def width_overrides(config: RunConfig, width: int, base: int, kind: str) -> tupl
         "model.num_query_groups": model.num_query_groups,
         "moe.expert_ffn_hidden_size": moe.expert_ffn_hidden_size,
         "moe.shared_expert_ffn_hidden_size": moe.shared_expert_ffn_hidden_size,
+        "moe.latent_size": moe.latent_size,
     }
     found = []
     for key, size in sizes.items():

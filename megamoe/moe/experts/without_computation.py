@@ -16,8 +16,8 @@ class ZeroExperts(nn.Module):
     constant   E(x) = a x + b v, [a, b] = softmax(W x), with W [2, H] and v [H] of each expert
 
     All are computed where the token is, as one weighted sum in fp32. A token's weight of an expert that it
-    did not choose is 0. std, init_scale: of the initial W and v, see `rng.init_weight`; they depend on (seed,
-    layer, the expert's number) alone.
+    did not choose is 0. mix_std, std, init_scale: of the initial W and v, see `rng.init_weight`; they depend
+    on (seed, layer, the expert's number) alone.
 
     Source: Jin et al. 2024 (MoE++, arXiv 2410.07348), section 3.1; LongCat-Flash (Meituan 2025): identity.
     """
@@ -29,6 +29,7 @@ class ZeroExperts(nn.Module):
         hidden_size: int,
         *,
         std: float,
+        mix_std: float,
         init_scale: float | None,
         seed: int,
         layer: int,
@@ -39,9 +40,9 @@ class ZeroExperts(nn.Module):
             self.mix = nn.Parameter(torch.empty(config.constant, 2, hidden_size))
             self.vector = nn.Parameter(torch.empty(config.constant, hidden_size))
             for number in range(config.constant):
-                for weight, name in ((self.mix, "mix"), (self.vector, "vector")):
-                    purpose = f"constant expert {number}, {name}"
-                    rng.init_weight(weight.data[number], rng.key(seed, 0, layer, purpose), std, init_scale)
+                for weight, name, of in ((self.mix, "mix", mix_std), (self.vector, "vector", std)):
+                    key = rng.key(seed, 0, layer, f"constant expert {number}, {name}")
+                    rng.init_weight(weight.data[number], key, of, init_scale)
 
     def forward(self, hidden_TH: Tensor, routing: Routing, output_TH: Tensor) -> Tensor:
         """Return the output with that of these experts, [T, H]; routing: of the same tokens, all pairs."""

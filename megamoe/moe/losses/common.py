@@ -33,6 +33,20 @@ def shares(values_TE: Tensor) -> Tensor:
     return values_TE / total_T1.clamp_min(torch.finfo(total_T1.dtype).tiny)
 
 
+def probs_shares(routing: Routing, score_function: frozenset[str]) -> Tensor:
+    """Return p that sum to 1 for each token, fp32 [T, E]; else a balance loss could fall by shrinking them.
+
+    score_function: the capabilities of the router's score function.
+    """
+    over_all = (
+        routing.score_function is not None
+        and routing.score_function.over_all
+        and routing.candidates_TE is not None
+    )
+    sums_to_1 = "softmax_of_scores" in score_function and not over_all
+    return routing.probs_TE if sums_to_1 else shares(routing.probs_TE)
+
+
 def squared_cv(value_E: Tensor) -> Tensor:
     """Return the squared coefficient of variation (population variance) of values >= 0; 0 for zeros."""
     mean = value_E.mean()

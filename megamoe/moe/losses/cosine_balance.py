@@ -48,6 +48,13 @@ class CosineBalance(Part):
         return {"cosine_TE": "the cosines whose softmax is balanced"}
 
     @classmethod
+    def refuses(cls, options: Config) -> dict[str, str]:
+        return {
+            "scores_before": "so that choices do not follow the cosines, which alone the loss would change; "
+            "take the loss switch_balance"
+        }
+
+    @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         refuse_even_selector(moe, options.first_choice)
         refuse_all_chosen(moe, options.first_choice)

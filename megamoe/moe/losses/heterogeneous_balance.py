@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.moe.losses.common import probs_shares
 from megamoe.moe.part import Example, Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
@@ -15,7 +16,8 @@ from megamoe.registry import register
 class HeterogeneousBalance(Part):
     """sum_i eta_i f_i P_i over all experts: eta is 1 of those that compute, and tau of the others.
 
-    f_i: pairs that the selector chose for expert i over tokens. P_i: mean p of it over tokens. A smaller tau
+    f_i: pairs that the selector chose for expert i over tokens. P_i: mean p of it over tokens; p is divided
+    by the token's sum if that is not 1 (no softmax, or one over all experts under a mask). A smaller tau
     sends more tokens to the experts without computation (`moe.zero_experts`): at rest an expert of them has
     1 / tau times the load of one that computes. Scope: the micro batch.
 
@@ -50,4 +52,4 @@ class HeterogeneousBalance(Part):
         share_E = routing.wanted_counts_E() / tokens
         number_E = torch.arange(self.dims.num_experts, device=share_E.device)
         share_E = torch.where(number_E < real, share_E, self.config.tau * share_E)
-        return (share_E * routing.probs_TE.sum(0)).sum() / tokens
+        return (share_E * probs_shares(routing, self.dims.score_function).sum(0)).sum() / tokens

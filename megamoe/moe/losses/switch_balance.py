@@ -8,7 +8,13 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import balance, largest
-from megamoe.moe.losses.common import fractions, mean_over_sequences, shares, wanted_counts
+from megamoe.moe.losses.common import (
+    fractions,
+    mean_over_sequences,
+    probs_shares,
+    shares,
+    wanted_counts,
+)
 from megamoe.moe.part import Dims, Example, Part, StepContext
 from megamoe.moe.routing import Routing, count
 from megamoe.moe.validation import refuse_all_chosen, refuse_all_largest, refuse_even_selector
@@ -28,9 +34,9 @@ class SwitchBalance(Part):
     p of first choices only (`probs: first_choice`); its authors' code takes the mean of all.
     sequence: the mean over the micro batch's B sequences of E * sum_i f_bi P_bi, each over its own tokens.
     P_bi: the mean of s_i / sum_j s_j, with s the score function's values over all experts, before any mask.
-    f_bi: of the k largest s, without bias and masks (only the largest with `first_choice`). It does not
-    depend on how a batch is cut into micro batches. With `restricted`, f_bi is of the wanted pairs, as
-    DeepSeek-V2 counts within its device limit.
+    f_bi: of the k largest s, without bias and masks (only the largest with `first_choice`); of a score
+    function with zeros (`relu`), of those above 0. It does not depend on how a batch is cut into micro
+    batches. With `restricted`, f_bi is of the wanted pairs, as DeepSeek-V2 counts within its device limit.
     global_batch: f of the wanted pairs of all data-parallel ranks' micro batches together, and P of this one;
     the mean over ranks is E * sum_i f_i P_i of them all. With `running`, f of all pairs of the step so far,
     including earlier micro batches; Megatron-Core takes the mean of their f, which is the same for equal
@@ -97,26 +103,17 @@ class SwitchBalance(Part):
         counts_E = wanted_counts(routing, self.config.first_choice)
         if self.config.scope == "global_batch" and self.training:
             counts_E = self._global_counts(counts_E, context)
-        probs_TE = self._shares_TE(routing)
+        probs_TE = probs_shares(routing, self.dims.score_function)
         if self.config.probs == "all":
             return balance(probs_TE, counts_E, self.dims.kernels)
         probs_E = _first_choice_probs(routing, probs_TE)
         return routing.num_experts * (fractions(counts_E) * probs_E).sum() / max(routing.num_tokens, 1)
 
-    def _shares_TE(self, routing: Routing) -> Tensor:
-        """Return p that sum to 1 for each token; otherwise the loss could fall by shrinking all of them."""
-        over_all = (
-            routing.score_function is not None
-            and routing.score_function.over_all
-            and routing.candidates_TE is not None
-        )
-        sums_to_1 = "softmax_of_scores" in self.dims.score_function and not over_all
-        return routing.probs_TE if sums_to_1 else shares(routing.probs_TE)
-
     def _over_sequences(self, routing: Routing, context: StepContext) -> Tensor:
         affinities_TE = routing.affinities_TE
         (num_tokens, num_experts), num_sequences = affinities_TE.shape, context.num_sequences
         sequence_T = context.sequence(num_tokens, affinities_TE.device)
+        counted_N = None
         if self.config.restricted:
             token_N, expert_N = routing.wanted.token_N, routing.wanted.expert_N
             if self.config.first_choice:
@@ -127,7 +124,9 @@ class SwitchBalance(Part):
             k = 1 if self.config.first_choice else self.dims.num_choices
             expert_TK = largest(routing.within_tokens_TE(affinities_TE), k)
             cell_N = (sequence_T[:, None] * num_experts + expert_TK).reshape(-1)
-        counts_BE = count(cell_N, num_sequences * num_experts).view(num_sequences, num_experts)
+            if "zeros" in self.dims.score_function:  # experts of s = 0 are no choice, whatever fills up k
+                counted_N = affinities_TE.gather(1, expert_TK).reshape(-1) > 0
+        counts_BE = count(cell_N, num_sequences * num_experts, counted_N).view(num_sequences, num_experts)
         mean_share_BE = mean_over_sequences(shares(affinities_TE), context)
         return num_experts * (fractions(counts_BE) * mean_share_BE).sum() / num_sequences
 

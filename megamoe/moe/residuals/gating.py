@@ -29,6 +29,10 @@ class GatingResidual(Residual):
     """
 
     @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        return {"scores_before"}
+
+    @classmethod
     def refuses(cls, options: Any) -> dict[str, str]:
         return {
             "log_probs": "and log p plus scores is no log p",

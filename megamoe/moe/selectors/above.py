@@ -17,7 +17,7 @@ class Above(WeightedByP):
 
     With the score function `relu` and value 0 these are the experts with a positive score, as in ReMoE. A
     token of which no score is positive has no expert: the residual and the shared experts alone pass it on.
-    `at_least` prevents this; the weight of an expert with p = 0 is then 0. With a softmax and a value above 0
+    `at_least` is for other score functions, with which it prevents this. With a softmax and a value above 0
     it is the choice of the dense-to-sparse gate.
 
     The capacity counts with k = `mean`.

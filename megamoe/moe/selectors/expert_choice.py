@@ -10,6 +10,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.router import largest
+from megamoe.moe.capacity.places import num_open
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import WeightedByP, probs_N
@@ -23,7 +24,8 @@ class ExpertChoice(WeightedByP):
 
     The load is even by construction. A token has between 0 and E experts, k on average. Its first choice is
     the expert with the largest p among those that took it. T is the micro batch of one data-parallel rank. An
-    expert with fewer than C candidates takes all of them.
+    expert with fewer than C candidates takes all of them. E counts the experts that the step-wide masks leave
+    open, as in the capacity `per_expert`: under expert dropout a token has k of them on average, too.
 
     Source: Zhou et al. 2022, Mixture-of-Experts with Expert Choice Routing (their e, n, c and k are E, T, k
     and C; the paper does not say how C is rounded).
@@ -77,14 +79,15 @@ class ExpertChoice(WeightedByP):
         """The mean number of experts per token."""
         return float(self.config.k)
 
-    def places(self, num_tokens: int) -> int:
-        """Return C, the number of tokens of each expert."""
-        exact = Fraction(str(self.config.k)) * num_tokens / self.dims.num_experts
-        return min(math.ceil(exact), num_tokens)
+    def places(self, num_tokens: int, open_E: Tensor | None = None) -> int:
+        """Return C, the number of tokens of each expert; with open_E (see `Scored`) the host waits for it."""
+        num_experts = int(num_open(open_E, self.dims.num_experts))
+        return min(math.ceil(Fraction(str(self.config.k)) * num_tokens / num_experts), num_tokens)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """C * E pairs, fewer where masks leave an expert too few candidates."""
-        best_EC = largest(_values_TE(scored, self.dims.kernels).T, self.places(scored.num_tokens))
+        places = self.places(scored.num_tokens, scored.open_E)
+        best_EC = largest(_values_TE(scored, self.dims.kernels).T, places)
         expert_E1 = torch.arange(len(best_EC), device=best_EC.device)[:, None]
         token_N, expert_N = best_EC.reshape(-1), expert_E1.expand_as(best_EC).reshape(-1)
         if scored.candidates_TE is not None:

@@ -24,10 +24,10 @@ class TopAny(Selector):
 
     Caveats: the paper's text was not at hand for its equations. The code multiplies G by the temperature of
     the scores; ours does not. The paper scores by the cosine and a sigmoid (`scorer: cosine`); any
-    elementwise score function will do here. Its adding and removing of experts while training is not
-    implemented; the number of experts stays. The paper gives the best expert to tokens without any in
+    elementwise score function without zeros will do here. Its adding and removing of experts while training
+    is not implemented; the number of experts stays. The paper gives the best expert to tokens without any in
     evaluation only; ours have it in training too, so that no token is lost. It leaves the derivative of 1/m
-    open; ours takes m as constant.
+    open; ours takes m as constant. The code's loss on the router's weight is not implemented.
     """
 
     @dataclass

@@ -39,10 +39,11 @@ def tiny_file(tmp_path: Path) -> Path:
 
 
 def test_sizes_grow_with_the_width() -> None:
-    config = load_config(ROOT / "examples/demo.yaml", ["moe.num_shared_experts=1"])
+    config = load_config(ROOT / "examples/demo.yaml", ["moe.num_shared_experts=1", "moe.latent_size=64"])
     grown = load_config(None, list(width_overrides(config, 512, 128, MUP)))
     assert grown.model.hidden_size == 512 and grown.model.num_attention_heads == 8
     assert grown.model.ffn_hidden_size == 1024 and grown.moe.expert_ffn_hidden_size == 512
+    assert grown.moe.latent_size == 64 * 512 // config.model.hidden_size
     assert grown.model.mup is not None and grown.model.mup.base == 128
     assert load_config(None, list(width_overrides(config, 512, 128, STANDARD))).model.mup is None
 
@@ -56,7 +57,7 @@ def test_sizes_grow_with_the_width() -> None:
         ),
         (
             ("moe.groups=[{layers: [1], expert_ffn_hidden_size: 6}]",),
-            r"moe\.groups: has FFN sizes of its own, which do not grow with the width; leave them out",
+            r"moe\.groups: has FFN or latent sizes of its own, which do not grow with the width; leave .*",
         ),
     ],
 )

@@ -15,6 +15,7 @@ from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.model.attention.core import SDPAttention
 from megamoe.model.build import OneStream, use_one_stream
 from megamoe.model.heads.vocabulary import narrow_token_losses, whole_token_losses
+from megamoe.moe.part import StepContext
 from megamoe.moe.token_sharding import TokenSharding
 from megamoe.parallel import launch
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
@@ -121,8 +122,12 @@ def spread_rows(place: int, size: int, group: Any) -> Found:
     gathered.backward(upstream[place])
     numbers = spread.all_gather(torch.arange(T).chunk(size)[place])  # without gradient, of another dtype
     turned = spread.all_gather(rows.chunk(size)[place].T.contiguous().T)  # not contiguous
+    nothing = torch.zeros(0, 3, requires_grad=True)  # of a micro batch that is all padding
+    none = spread.all_gather(nothing, StepContext(bounds=(0,) * (size + 1)))
+    none.sum().backward()
     return {
         "place": (spread.rank, spread.size),
+        "none": (none.shape, nothing.grad),
         "gathered": gathered.detach(),
         "gradient": own.grad,
         "numbers": numbers,
@@ -138,6 +143,7 @@ def test_rows_are_gathered_in_order_and_their_gradients_summed(
     for rank, found in enumerate(rank[size]["rows"] for rank in ranks):
         place = rank % size
         assert found["place"] == (place, size)
+        assert found["none"][0] == (0, 3) and found["none"][1] is not None
         assert torch.equal(found["gathered"], rows)
         assert torch.equal(found["turned"], rows)
         assert found["numbers"].tolist() == list(range(T))

@@ -134,8 +134,12 @@ def test_the_loss_of_both_kinds_by_hand() -> None:
     """Two experts and one without computation; f = (1, 1/2, 1/2), P = (0.3, 0.4, 0.3), tau 0.5."""
     probs_TE = torch.tensor([[0.2, 0.5, 0.3], [0.4, 0.3, 0.3]])
     routing = make_routing([[0, 1], [0, 2]], probs_TE.log(), probs_TE)
-    found = loss_of("heterogeneous_balance", routing, dims={"num_zero": 1}, tau=0.5)
-    assert float(found) == pytest.approx(0.3 + 0.5 * 0.4 + 0.5 * 0.5 * 0.3)
+    found = float(loss_of("heterogeneous_balance", routing, dims={"num_zero": 1}, tau=0.5))
+    assert found == pytest.approx(0.3 + 0.5 * 0.4 + 0.5 * 0.5 * 0.3)
+    # Of a sigmoid it takes each token's shares: smaller p lower nothing.
+    small = make_routing([[0, 1], [0, 2]], probs_TE.log(), probs_TE * torch.tensor([[0.1], [0.5]]))
+    sigmoid = {"num_zero": 1, "score_function": frozenset({"elementwise"})}
+    assert float(loss_of("heterogeneous_balance", small, dims=sigmoid, tau=0.5)) == pytest.approx(found)
 
 
 def test_the_capacity_of_both_kinds_by_hand() -> None:

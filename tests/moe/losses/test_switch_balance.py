@@ -97,6 +97,19 @@ def test_sequence_scope_by_hand() -> None:
     assert balance_of(routing, scope="sequence") == pytest.approx(2 * 0.775)
 
 
+def test_sequence_scope_counts_no_expert_of_relu_whose_value_is_0() -> None:
+    """k = 2, f = (0, 0, 1/3, 2/3) and P = (0, 0, 1/4, 3/4) of two tokens, as nothing fills up the first."""
+    affinities_TE = torch.tensor([[0.0, 0.0, 0.0, 2.0], [0.0, 0.0, 1.0, 1.0]])
+    routing = make_routing([[3], [2, 3]], affinities_TE, affinities_TE)
+    routing.affinities_TE = affinities_TE
+    relu = {"num_choices": 2, "score_function": frozenset({"zeros"})}
+    found = loss_of("switch_balance", routing, dims=relu, scope="sequence")
+    assert found.item() == pytest.approx(4 * (1 / 12 + 1 / 2))
+    # Other score functions have no zeros but those that fp32 rounds to 0: f = (1/4, 0, 1/4, 1/2).
+    found = loss_of("switch_balance", routing, dims={"num_choices": 2}, scope="sequence")
+    assert found.item() == pytest.approx(4 * (1 / 16 + 3 / 8))
+
+
 def test_sequence_scope_does_not_depend_on_how_the_batch_is_cut() -> None:
     whole = sequence_loss(sequence_routing(AFFINITIES))
     parts = []

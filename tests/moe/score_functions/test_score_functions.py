@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.moe.build import assert_alike, make_part
+from megamoe.moe.part import StepContext
+from tests.support.moe.build import assert_alike, make_hidden, make_part, make_router
 
 SCORES = torch.tensor([[0.0, math.log(2), math.log(3), math.log(4)]])
 SOME = torch.tensor([[True, False, True, False]])
@@ -48,6 +49,20 @@ def test_a_restricted_expert_gets_no_gradient(score_function: str, candidates_TE
     assert torch.equal(probs_TE != 0, candidates_TE)
     assert scores_TE.grad is not None
     assert torch.equal(scores_TE.grad != 0, candidates_TE)
+
+
+def test_skywork_normalises_scores_with_a_bias() -> None:
+    """z = W x + b, p = softmax((z - mean) / std), std of the population; two experts of eight."""
+    router, hidden_TH = make_router(8, "skywork_moe", capacity="none"), make_hidden(20)
+    scorer: Any = router.scorer
+    with torch.no_grad():
+        scorer.bias.copy_(torch.arange(8.0))
+        routing = router(hidden_TH, StepContext())
+        z_TE = hidden_TH @ scorer.weight.T + torch.arange(8.0)
+    std_T1, mean_T1 = torch.std_mean(z_TE, dim=1, correction=0, keepdim=True)
+    probs_TE = ((z_TE - mean_T1) / std_T1).softmax(-1)
+    torch.testing.assert_close(routing.probs_TE, probs_TE)
+    assert torch.equal(routing.pairs.expert_N.view(20, 2), probs_TE.topk(2).indices)
 
 
 def test_softmax_over_all_experts_sends_gradient_to_all() -> None:

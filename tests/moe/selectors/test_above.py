@@ -42,7 +42,7 @@ def test_positive_scores_are_chosen_with_their_scores_as_weights() -> None:
             },
             "bias",
         ),
-        ({"score_function": "relu", "selector": {"name": "above", "at_least": 9}}, "only 8 experts"),
+        ({"selector": {"name": "above", "value": 0.1, "at_least": 9}}, "only 8 experts"),
     ],
 )
 def test_what_makes_no_sense_is_refused(router: dict[str, Any], words: str) -> None:

@@ -49,6 +49,18 @@ def test_masks_leave_some_experts_short() -> None:
     assert pairs_set == {(2, 0), (2, 2), (3, 2)}
 
 
+def test_under_step_wide_masks_a_token_has_as_many_experts_as_in_evaluation() -> None:
+    """k T pairs in all: of the four open experts twice as many each as of eight."""
+    scores_TE = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
+    dropout = {"name": "expert_dropout", "cluster_size": 4}
+    selector = {"name": "expert_choice", "k": 2, "allow_non_causal": True}
+    router = make_router(8, selector=selector, masks=[dropout])
+    for training, open_experts in ((True, 4), (False, 8)):
+        router.train(training)
+        counts_E = route_scores(router, scores_TE).wanted_counts_E()
+        assert counts_E[counts_E > 0].tolist() == [2 * 12 // open_experts] * open_experts
+
+
 def choose(scores_TE: Tensor, k: float, **router: Any) -> set[tuple[int, int]]:
     """(token, expert) of a whole router."""
     selector = {"name": "expert_choice", "k": k, "allow_non_causal": True}
