@@ -129,9 +129,7 @@ def test_a_run_that_is_killed_and_wiped_ends_as_one_that_is_not(
     steps, kills, generator, killed = 120, 20, random.Random(7), 0
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     pool.run(with_environment, settings, tmp_path / "whole", steps, None, ranks=2)
-    storage = RemoteFolder(URL, "small")
-    for name in storage.folders():
-        storage.delete(name)
+    RemoteFolder(URL, "small").delete_all()
     faults.kind, faults.share = "busy", 0.05
     output = tmp_path / "killed"
     for _ in range(kills):
