@@ -124,7 +124,7 @@ SCORE_FUNCTIONS: Rows = {
 }
 SELECTORS: Rows = {
     "selector balanced": [
-        ("{}", "the score function is 'softmax', expected .* its own score alone, .*: sigmoid or sqrt_sof"),
+        ("{}", "the score function is 'softmax', expected .* its own score alone, .*function: sigmoid or "),
         ("{}, capacity: per_expert" + SIGMOID, "the capacity .* drops nothing, .*set capacity: none$"),
         (
             "{}, score_function: {name: sigmoid, bias_update: 0.001}",
