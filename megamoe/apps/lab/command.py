@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
         raise UserError("STUDY: none is named; --list shows those of examples/studies")
     check_positive("--seeds", options.seeds)
     check_positive("--workers", options.workers)
-    from megamoe.apps.lab.study import load_plan
+    from megamoe.apps.lab.plan import load_plan
 
     plan = load_plan(_path_of(options.study), options.size, options.seeds, options.overrides, options.rows)
     output = options.output or Path("runs/lab") / f"{plan.name}_{plan.size_name}"

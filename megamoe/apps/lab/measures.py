@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from megamoe.apps.lab.plan import Plan
 from megamoe.apps.lab.runner import Runner
-from megamoe.apps.lab.study import Curve, Measure, Plan
+from megamoe.apps.lab.study import Curve, Measure
 from megamoe.apps.lab.tasks import RESULT, Task, Tasks
 from megamoe.apps.report.run_statistics import Rows, Run, moe_layers, read_run, series
 from megamoe.errors import UserError

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.lab.pictures import draw
-from megamoe.apps.lab.study import Plan
+from megamoe.apps.lab.plan import Plan
 from megamoe.apps.lab.tasks import Tasks
 from megamoe.apps.report.comparison import comparison_sections
 from megamoe.apps.report.page import document, main_of, table

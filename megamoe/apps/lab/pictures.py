@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.lab.study import Plan
+from megamoe.apps.lab.plan import Plan
 
 WIDTH, ROW_HEIGHT, CURVE_HEIGHT = 7.0, 0.32, 3.6  # in inches
 

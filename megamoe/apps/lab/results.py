@@ -12,8 +12,8 @@ from typing import Any
 import megamoe
 from megamoe.apps.lab.claims import decide, interval, paired
 from megamoe.apps.lab.measures import Found, curves, measured, sizes, unrecorded
+from megamoe.apps.lab.plan import Plan
 from megamoe.apps.lab.runner import Runner
-from megamoe.apps.lab.study import Plan
 from megamoe.apps.lab.tasks import Tasks
 from megamoe.apps.lab.tuning import Choice, values_of
 

@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megamoe.apps.lab.study import Plan
+from megamoe.apps.lab.plan import Plan
 from megamoe.apps.lab.tasks import planned_tasks, tuning_tasks
 from megamoe.errors import UserError
 from megamoe.io import replace_file

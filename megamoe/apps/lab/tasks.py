@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from megamoe import registry
-from megamoe.apps.lab.study import Plan, Stage, digest
+from megamoe.apps.lab.plan import Plan, digest
+from megamoe.apps.lab.study import Stage
 from megamoe.config.files import LARGEST_FILE, merge, read_mapping
 from megamoe.config.load import apply_override, configure
 from megamoe.config.schema import RunConfig

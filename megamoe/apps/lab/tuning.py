@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.lab.measures import last_of, lowest_by
+from megamoe.apps.lab.plan import Plan, digest
 from megamoe.apps.lab.runner import LARGEST_RECORD, Runner, locked, steps_of
-from megamoe.apps.lab.study import Plan, digest
 from megamoe.apps.lab.tasks import Task, planned_tasks, tuning_tasks
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason, replace_file

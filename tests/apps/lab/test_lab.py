@@ -17,9 +17,10 @@ import yaml
 from megamoe.apps.lab.index import write_index
 from megamoe.apps.lab.measures import _taken, consistency, lowest_by, spikes
 from megamoe.apps.lab.page import _tuning
+from megamoe.apps.lab.plan import load_plan
 from megamoe.apps.lab.results import tuned_by
 from megamoe.apps.lab.runner import Runner
-from megamoe.apps.lab.study import Measure, load_plan, load_study
+from megamoe.apps.lab.study import Measure, load_study
 from megamoe.apps.lab.tasks import Task, study_tasks, tuning_tasks
 from megamoe.apps.routing_analysis.measures import inter_run_consistency
 from megamoe.cli import call

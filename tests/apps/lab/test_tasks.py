@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from megamoe.apps.lab.command import _slots
+from megamoe.apps.lab.plan import load_plan
 from megamoe.apps.lab.runner import Runner
-from megamoe.apps.lab.study import load_plan
 from megamoe.apps.lab.tasks import Task, Tasks, planned_tasks, study_tasks, tuning_tasks
 from megamoe.cli import call
 from megamoe.errors import UserError

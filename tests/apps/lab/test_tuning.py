@@ -18,8 +18,8 @@ import yaml
 from megamoe.apps.lab import page as lab_page
 from megamoe.apps.lab import runner as lab_runner
 from megamoe.apps.lab import tasks as lab_tasks
+from megamoe.apps.lab.plan import load_plan
 from megamoe.apps.lab.runner import STAGE_STEPS, Pace, Runner, TaskRecord, locked
-from megamoe.apps.lab.study import load_plan
 from megamoe.apps.lab.tasks import Task, planned_tasks, study_tasks, tuning_tasks
 from megamoe.apps.lab.tuning import TUNED, tune, tuning_to_run, values_of
 from megamoe.cli import call

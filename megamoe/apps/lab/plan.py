@@ -1,0 +1,156 @@
+"""A study at one size: every row's configuration, worked out and checked before a run starts.
+
+A row's configuration is its base, under `set` of the study, of the size and of the row, in this order; then
+the size's `scale` multiplies numbers of it, and the overrides of the call come last.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.lab.claims import Claim
+from megamoe.apps.lab.study import ClaimText, Row, Size, Study, checked_claims, load_study
+from megamoe.config.files import merge, plugins_beside, read_run
+from megamoe.config.load import apply_override, to_dict
+from megamoe.config.schema import RunConfig
+from megamoe.errors import UserError, printable
+from megamoe.registry import nearest
+
+TASK_PREFIX = "task."  # of overrides that change the fine-tuning
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study at one size, checked: what the lab runs.
+
+    configs: each row's configuration as a tree, without seed and name. all_configs: the same of all rows that
+    the size has, those that `--rows` leaves out too. tuning_configs: of the rows that are trained for the
+    tuning. task_overrides: `task.key=value` of the user.
+    """
+
+    name: str
+    path: Path
+    study: Study
+    size_name: str
+    size: Size
+    configs: dict[str, dict[str, Any]]
+    all_configs: dict[str, dict[str, Any]]
+    tuning_configs: dict[str, dict[str, Any]]
+    claims: list[tuple[ClaimText, Claim]]
+    task_overrides: list[str]
+
+    @property
+    def seeds(self) -> list[int]:
+        """The seeds, the same for every row."""
+        return self.size.seeds
+
+
+def load_plan(
+    path: Path, size: str, seeds: int | None, overrides: list[str], rows: list[str] | None = None
+) -> Plan:
+    """Read a study's YAML and work out every row's configuration at a size.
+
+    seeds: take 1 to this number instead of the size's. rows: take these instead of the size's. overrides:
+    `section.key=value` of every run, and `task.key=value` of the fine-tuning.
+
+    Raises:
+        UserError: for a file that cannot be read, an unknown key, row, measure or stage, or a claim that
+            cannot be read.
+    """
+    study = load_study(path)
+    if size not in study.sizes:
+        raise UserError(f"--size: {path} has no size {size}; expected {', '.join(study.sizes)}")
+    chosen = study.sizes[size]
+    if seeds is not None:
+        chosen = replace(chosen, seeds=list(range(1, seeds + 1)))
+    try:
+        of_size = _rows(study, chosen)
+        if rows is not None:
+            chosen = replace(chosen, rows=rows)
+        of_call = _rows(study, chosen)
+        claims = checked_claims(study, of_call)
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from None
+    of_task = [each for each in overrides if each.startswith(TASK_PREFIX)]
+    of_run = [each for each in overrides if not each.startswith(TASK_PREFIX)]
+    if of_task and not any(stage.finetune for stage in study.stages.values()):
+        raise UserError(f"{of_task[0]}: the study has no stage `finetune`; leave it out")
+
+    def config_of(name: str) -> dict[str, Any]:
+        return _config(path.parent, study, chosen, study.rows[name], of_run)
+
+    all_configs = {}
+    for name in {**of_size, **of_call}:
+        with nullcontext() if name in of_call else suppress(UserError):  # of a row that is not run
+            all_configs[name] = config_of(name)
+    _check_scale(path, size, chosen, all_configs)
+    configs = {name: all_configs[name] for name in of_call}
+    tuned = study.tuned_rows
+    tuning_configs = configs if tuned is None else {name: config_of(name) for name in tuned}
+    return Plan(path.stem, path, study, size, chosen, configs, all_configs, tuning_configs, claims, of_task)
+
+
+def _rows(study: Study, size: Size) -> dict[str, Row]:
+    if size.rows is None:
+        return dict(study.rows)
+    for name in size.rows:
+        if name not in study.rows:
+            raise ValueError(f"rows: found {name!r}, expected some of {', '.join(study.rows)}")
+    return {name: row for name, row in study.rows.items() if name in size.rows}
+
+
+def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[str]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for base in [row.base] if isinstance(row.base, str) else row.base:
+        tree = merge(tree, read_run(folder / base, "STUDY: base"))
+    for settings in (study.set, size.set, row.set):
+        tree = merge(tree, plugins_beside(folder, settings))
+    for key, factor in size.scale.items():
+        if _is_number(found := _at(tree, key)):
+            apply_override(tree, f"{key}={factor * found}")
+    for override in overrides:
+        apply_override(tree, override)
+    return tree
+
+
+def _at(tree: Any, key: str) -> Any:
+    """Return what a tree has at a dotted key; None if it has nothing there."""
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _check_scale(path: Path, size: str, chosen: Size, configs: dict[str, dict[str, Any]]) -> None:
+    """Refuse a key of `scale` that is neither of the configuration nor of a row, or is no number there.
+
+    A row may lack it: the rows of dense models have no experts.
+    """
+    for key in chosen.scale:
+        found = {row: value for row, tree in configs.items() if (value := _at(tree, key)) is not None}
+        where = f"{path}: sizes.{size}.scale"
+        for row, value in found.items():
+            if not _is_number(value):
+                raise UserError(f"{where}: {key} of row {row} is {printable(value, 60)}, expected a number")
+        if not found and key not in (known := [*_keys(to_dict(RunConfig()))]):
+            raise UserError(f"{where}: unknown key {key!r}{nearest(key, known)}")
+
+
+def _keys(tree: dict[str, Any], before: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a tree."""
+    for name, value in tree.items():
+        yield f"{before}{name}"
+        if isinstance(value, dict):
+            yield from _keys(value, f"{before}{name}.")
+
+
+def digest(*content: Any) -> str:
+    """Return a digest of plain data."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
