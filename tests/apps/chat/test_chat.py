@@ -13,6 +13,7 @@ import torch
 from megamoe.apps.chat.conversation import conversation_of
 from megamoe.apps.chat.dataset import Conversations, pack
 from megamoe.apps.chat.named_templates import NAMED
+from megamoe.apps.chat.objectives.chat import Chat
 from megamoe.apps.chat.prepare import ChatCard, ChatFiles, encode_conversation
 from megamoe.apps.chat.templates import GENERATION, ChatTemplate, checked, load_template
 from megamoe.apps.generation.chat import end_of_turn
@@ -22,6 +23,7 @@ from megamoe.data.stored import local_copy
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
+from megamoe.objectives.objective import TokenShares
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from tests.support.data.conversations import (
     conversation,
@@ -305,6 +307,15 @@ def test_averages_weigh_conversations_alike(folder: Path) -> None:
     for number in range(4):
         mask_S = dataset[number]["loss_mask"]
         assert float(mask_S.sum()) == pytest.approx(1) and len(mask_S[mask_S > 0].unique()) == 1
+
+
+def test_padding_is_neither_counted_nor_computed_in_the_model_flops(folder: Path) -> None:
+    """Packed sequences are taken as full; others have a conversation each."""
+    config = resolved(folder / "train", too_long="drop", packing=False).config
+    config.data.sequence_length = 10_000
+    shares = Chat.shares(Chat.Config(packing=False), config)
+    assert shares.decoder == shares.predicted == shares.counted and 0 < shares.counted < 1
+    assert Chat.shares(Chat.Config(), config) == TokenShares()
 
 
 def test_long_conversations_are_cut_after_an_answer_and_counted(
