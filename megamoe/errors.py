@@ -24,6 +24,15 @@ class UserError(ValueError):
     """
 
 
+class ConfigError(UserError):
+    """A configuration that does not fit the schema. `args` are its problems, a line each; the message is the
+    first of them.
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 class PluginError(UserError):
     """What a plugin's part raised while it was called; `__cause__` is its own exception.
 

@@ -47,7 +47,7 @@ CORE = {
     "train": SHARDING
     | {"data", "metrics", "model", "objectives", "resilience", "checkpoint", "validation", "megamoe"},
     "cli": {"registry", "resilience"},
-    "__main__": {"train"},
+    "__main__": {"train", "cli"},
 }
 # What each application may import of the core and of other applications.
 MODELS = SHARDING | {"data", "model", "objectives", "checkpoint", "train", "validation", "resilience"}
@@ -60,7 +60,7 @@ APPS = {
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
     "apps.generation": {"apps.command"} | MODELS | {"apps.chat", "apps.evaluation", "apps.translation"},
     "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data", "parallel", "validation"},
-    "apps.lab": FOUNDATION | {"apps.command", "apps.report", "compat", "metrics", "megamoe"},
+    "apps.lab": FOUNDATION | {"apps.command", "apps.report", "compat", "metrics", "train", "megamoe"},
     "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
     "apps.plan": {"apps.command"} | MODELS | {"metrics"},
     "apps.reference": FOUNDATION | {"apps.command", "metrics"},

@@ -38,6 +38,12 @@ def test_without_a_command_and_with_an_unknown_one(capsys: pytest.CaptureFixture
     assert capsys.readouterr().err.startswith("error: unknown command 'evalute'; did you mean 'evaluate'?")
 
 
+def test_the_package_takes_commands_too() -> None:
+    call = [sys.executable, "-m", "megamoe", "status", "no-such-run"]
+    done = subprocess.run(call, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and "no-such-run" in done.stderr
+
+
 def test_a_script_of_a_clone_says_its_own_name() -> None:
     script = subprocess.run(
         [sys.executable, ROOT / "tools/status.py", "--help"], capture_output=True, text=True, check=True

@@ -189,7 +189,7 @@ class EngineState:
             fragments = [each for each in shard.fragments if each.tensor is tensor]
             saved = [each for each in fragments if MEAN + self._name(each) in known]
             if saved and mean is not None:
-                values = tensor.detach().clone()
+                values = tensor.detach().to(torch.float32, copy=True)  # as `WeightMean` keeps it
                 reader.fill(c for each in saved for c in self._chunks(MEAN, each, values))
                 mean.of[tensor] = values
 

@@ -5,6 +5,7 @@ import dataclasses
 import glob
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from pydantic import TypeAdapter, ValidationError
 
 from megamoe import object_storage, registry
 from megamoe.config.files import as_mapping, read_run
-from megamoe.config.messages import first_problem, shown
+from megamoe.config.messages import problems_of, shown
 from megamoe.config.parts import DEFAULTS, PartChoice
 from megamoe.config.renamed import read_old_key, read_old_names
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
-from megamoe.errors import UserError
+from megamoe.errors import ConfigError, UserError
 
 FIRST_OR_LAST = re.compile(r"(first|last) ([1-9]\d{0,3})")  # layers of a group
 
@@ -193,20 +194,39 @@ def configure(tree: dict[str, Any], overrides: list[str], source: str = "configu
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")
     if plugins:
         tree = {**tree, "plugins": [registry.load_plugin(str(plugin)) for plugin in plugins]}
-    return parse_config(tree, source=source)
+    return parse_config(tree, source, overrides)
 
 
-def parse_config(tree: dict[str, Any], source: str = "configuration") -> RunConfig:
-    """Check a plain mapping against the schema; plugins must already be loaded."""
-    try:
-        written_out = _without_shorthands(tree)
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
+def parse_config(
+    tree: dict[str, Any], source: str = "configuration", overrides: Sequence[str] = ()
+) -> RunConfig:
+    """Check a plain mapping against the schema; plugins must already be loaded.
+
+    source: what the messages name. overrides: those that were applied; a message about one names it instead.
+
+    Raises:
+        ConfigError: with all problems, if the mapping does not fit the schema.
+    """
     try:
         # As JSON: in strict mode pydantic turns a mapping into a dataclass only when it reads JSON.
-        return _RUN.validate_json(json.dumps(written_out))
+        return _RUN.validate_json(json.dumps(_without_shorthands(tree)))
     except ValidationError as error:
-        raise UserError(f"{source}: {first_problem(error, RunConfig)}") from None
+        problems = problems_of(error, RunConfig)
+    except UserError as error:
+        problems = [str(error)]
+    raise ConfigError(*(f"{_cause_of(problem, overrides) or source}: {problem}" for problem in problems))
+
+
+def _cause_of(problem: str, overrides: Sequence[str]) -> str | None:
+    """Return the last override that set the key of a problem, or a key in it; None if none did."""
+    key = problem.partition(": ")[0]
+    for override in reversed(overrides):
+        dotted = override.partition("=")[0]
+        section, _, last = dotted.rpartition(".")
+        unknown = problem.startswith(f"unknown key {dotted.partition('.')[0]!r}")
+        if unknown or f"{key}.".startswith(f"{dotted}.") or (section == key and repr(last) in problem):
+            return f"override {shown(override)}"
+    return None
 
 
 def to_dict(config: Any) -> Any:
@@ -253,8 +273,11 @@ def _with_paths(sources: Any, key: str) -> Any:
         return sources
     written_out: list[Any] = []
     for source in sources:
-        paths = _datasets_of(source, key) if isinstance(source, str) else [source]
-        written_out += [{"path": path} if isinstance(path, str) else path for path in paths]
+        mapping = {"path": source} if isinstance(source, str) else source
+        if isinstance(mapping, dict) and isinstance(path := mapping.get("path"), str):
+            written_out += [{**mapping, "path": each} for each in _datasets_of(path, key)]
+        else:
+            written_out.append(source)
     return written_out
 
 

@@ -1,4 +1,4 @@
-"""Turns pydantic's errors into one line: the key, what was expected and found, the nearest valid name."""
+"""Turns pydantic's errors into lines: the key, what was expected and found, the nearest valid name."""
 
 import dataclasses
 import json
@@ -29,18 +29,33 @@ _EXPECTED = {
 _LONGEST = 80
 
 
-def first_problem(error: ValidationError, schema: Any) -> str:
-    """Return the first problem in `error`, for a tree checked against the dataclass `schema`."""
-    problems = error.errors(include_url=False)
-    # An unknown key often causes the other errors, such as a missing key: report it first.
-    problem = next((p for p in problems if p["type"] == "unexpected_keyword_argument"), problems[0])
-    steps = [str(step) for step in problem["loc"] if step not in ("<word>", "<list>")]
+UNKNOWN, MISSING = "unexpected_keyword_argument", ("missing", "missing_argument")
+
+
+def problems_of(error: ValidationError, schema: Any) -> list[str]:
+    """Return the problems in `error`, a line for each key, for a tree checked against the dataclass `schema`.
+
+    Unknown keys come first. A missing key is left out where there is an unknown one, which may be meant.
+    """
+    found: dict[tuple[str, ...], str] = {}
+    unknown_in: set[tuple[str, ...]] = set()
+    for problem in sorted(error.errors(include_url=False), key=lambda it: it["type"] != UNKNOWN):
+        steps = [str(step) for step in problem["loc"] if step not in ("<word>", "<list>")]
+        if problem["type"] == UNKNOWN:
+            unknown_in.add(tuple(steps[:-1]))
+        elif problem["type"] in MISSING and tuple(steps[:-1]) in unknown_in:
+            continue
+        found.setdefault(tuple(steps), _line(problem, steps, schema))
+    return list(found.values())
+
+
+def _line(problem: Any, steps: list[str], schema: Any) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
-    if kind == "unexpected_keyword_argument":
+    if kind == UNKNOWN:
         return _at(steps[:-1], unknown_name_message("key", steps[-1], _known_keys(schema, steps[:-1])))
     if kind == "part":
         return _at(steps, problem["msg"])
-    if kind in ("missing", "missing_argument"):
+    if kind in MISSING:
         return _at(steps, "this key is required")
     found = shown(problem["input"])
     if kind == "value_error":

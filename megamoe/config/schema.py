@@ -55,7 +55,7 @@ class SourceConfig(Section):
     path: Annotated[str, AfterValidator(is_dataset)]
     """without .bin or .idx, or a URL such as `s3://bucket/corpus`; a pattern with `*` stands for several"""
     weight: PositiveFloat = 1.0
-    """share of the blend, before all are divided by their sum"""
+    """share of the blend, before all are divided by their sum; of a pattern, that of each of its datasets"""
 
 
 Sources = list[SourceConfig]  # a bare path stands for {path: ...}

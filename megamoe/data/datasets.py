@@ -101,7 +101,8 @@ def build_datasets(
 ) -> Datasets:
     """Build the training set (at least 1 sample) and, if `validation_samples` > 0, the validation sets.
 
-    Each has at least the requested length. Small data is repeated, with a new shuffle in each epoch.
+    Each has at least the requested length. Small data is repeated: with `data.order: documents` the documents
+    of all epochs are shuffled together, with `samples` each epoch by itself.
 
     `valid` is the second share of `data.split`; `data.validation` adds sets of whole sources by name.
     With torch.distributed initialised every rank must call it: rank 0 writes the index, the others wait.

@@ -102,7 +102,7 @@ def prepare(preparation: Preparation) -> DataCard:
                 counts, counts_V = _write_in_parts(parts, preparation, tokenizer, new)
             reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
             card = write_card(counts, tokenizer, reference, new, counts_V, preparation.shuffle_documents)
-            publish(new, files)
+            publish(new, files, tokenizer)
     except OSError as error:
         raise unwritable(preparation.output, error) from error
     return card
@@ -125,7 +125,7 @@ def _check(preparation: Preparation) -> None:
         return
     files = DataFiles(Path(preparation.output))
     for path in (files.card, files.bin, files.idx, files.counts, files.tokenizer):
-        if path.exists():
+        if path.exists() and not _is_at(path, preparation.tokenizer):
             raise UserError(f"output {str(path)!r} exists; choose another --output or add --overwrite")
 
 
@@ -233,7 +233,7 @@ def _write_in_parts(
     if seed is None:
         missing = unfinished(parts, new.bin)
     else:
-        missing = unfinished(parts[scattered(parts, folder, new.bin) :], folder / "none")
+        missing = unfinished(parts[scattered(parts, folder, new.bin, seed) :], folder / "none")
     silent = replace(preparation, progress=False)
     total = sum(part.source_bytes for part in parts)
     there = total - sum(part.source_bytes for part in missing)
@@ -291,12 +291,21 @@ def _tokenizer(preparation: Preparation, sources: list[Source], new: DataFiles) 
     return load_tokenizer(str(new.tokenizer))
 
 
-def publish(new: DataFiles, files: DataFiles) -> None:
-    """Rename the files to their final names. The old card is deleted first, the new one comes last."""
+def publish(new: DataFiles, files: DataFiles, tokenizer: Tokenizer) -> None:
+    """Rename the files to their final names. The old card is deleted first, the new one comes last.
+
+    The tokenizer of an earlier dataset of this name is deleted, unless it is the new one's too.
+    """
     names = [name for name in ("tokenizer", "bin", "idx", "counts", "card") if getattr(new, name).exists()]
     for name in names:
         sync(getattr(new, name))
     files.card.unlink(missing_ok=True)
-    files.tokenizer.unlink(missing_ok=True)
+    if not _is_at(files.tokenizer, tokenizer.name):
+        files.tokenizer.unlink(missing_ok=True)
     for name in names:
         os.replace(getattr(new, name), getattr(files, name))
+
+
+def _is_at(path: Path, tokenizer: str) -> bool:
+    """Whether a tokenizer that the user named is this file."""
+    return path.exists() and Path(tokenizer).exists() and path.samefile(tokenizer)

@@ -35,13 +35,17 @@ Entry = np.dtype([("hash", "<u8"), ("number", "<i8"), ("length", "<i4")])  # of 
 
 @dataclass
 class _State:
-    """What lies in the buckets: so many parts; and of each bucket the documents and the tokens."""
+    """What lies in the buckets: so many parts; and of each bucket the documents and the tokens.
+
+    contents: of each of these parts, see `_content`.
+    """
 
     key: str
     width: int  # of a token in bytes
     parts: int
     documents: list[int]
     tokens: list[int]
+    contents: list[str]
 
 
 def hashes_of(seed: int, first: int, count: int) -> np.ndarray:
@@ -57,14 +61,14 @@ def hashes_of(seed: int, first: int, count: int) -> np.ndarray:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def scattered(parts: Sequence[Part], folder: Path, joined: Path) -> int:
+def scattered(parts: Sequence[Part], folder: Path, joined: Path, seed: int) -> int:
     """Return how many of the first parts lie in the buckets of an earlier run of `shuffle_parts`.
 
     Buckets that do not fit the parts, or have gone without lying in `joined`, are deleted.
     """
     buckets = folder / BUCKETS
     state = _read(buckets)
-    if state is not None and state.key == _key(parts):
+    if state is not None and _fits(state, parts, seed):
         gone = [n for n in range(len(state.tokens)) if not (buckets / f"{n}.tokens").exists()]
         written = sum(state.tokens[n] for n in gone) * state.width
         if written <= (joined.stat().st_size if joined.exists() else 0):
@@ -87,12 +91,12 @@ def shuffle_parts(
     assert folder.name == FOLDER, folder
     buckets, width = folder / BUCKETS, np.dtype(dtype).itemsize
     state = _read(buckets)
-    if state is None or state.key != _key(parts):
+    if state is None or not _fits(state, parts, seed):
         shutil.rmtree(buckets, ignore_errors=True)
         buckets.mkdir()
         total = sum(record["size"] for part in parts if (record := part.read()) is not None)
         number = min(MOST_BUCKETS, max(1, -(-total // BUCKET_BYTES)))
-        state = _State(_key(parts), width, 0, [0] * number, [0] * number)
+        state = _State(_key(parts, seed), width, 0, [0] * number, [0] * number, [])
         _keep(state, buckets)
     before = 0
     for place, part in enumerate(parts):
@@ -103,6 +107,7 @@ def shuffle_parts(
             _cut_back(state, buckets)
             _scatter(part, documents, seed, before, state, buckets, dtype)
             state.parts = place + 1
+            state.contents.append(_content(part))
             _keep(state, buckets)
         part.files.bin.unlink(missing_ok=True)
         before += documents
@@ -191,9 +196,22 @@ def _gather(state: _State, buckets: Path, bin_path: Path) -> None:
         out.truncate(end)
 
 
-def _key(parts: Sequence[Part]) -> str:
-    """Return what changes with the parts, whose keys hold the seed."""
-    return hashlib.sha256(json.dumps([part.key for part in parts]).encode()).hexdigest()
+def _key(parts: Sequence[Part], seed: int) -> str:
+    """Return what changes with the parts and the seed."""
+    return hashlib.sha256(json.dumps([seed, *(part.key for part in parts)]).encode()).hexdigest()
+
+
+def _content(part: Part) -> str:
+    """Return what changes with the documents of a part; its record stays when they lie in the buckets."""
+    record = part.read()
+    return hashlib.sha256(json.dumps(record and record["facts"], sort_keys=True).encode()).hexdigest()
+
+
+def _fits(state: _State | None, parts: Sequence[Part], seed: int) -> bool:
+    """Whether the buckets are of these parts, and hold the documents that the first of them now have."""
+    if state is None or state.key != _key(parts, seed):
+        return False
+    return [_content(part) for part in parts[: state.parts]] == state.contents
 
 
 def _keep(state: _State, buckets: Path) -> None:

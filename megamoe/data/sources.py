@@ -12,6 +12,7 @@ import glob
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import os
@@ -19,7 +20,7 @@ import string
 import sysconfig
 import tarfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,6 +290,9 @@ class _FileReader:
     def documents(self) -> Iterator[Document | Skipped]:
         """Yield each line's text of JSON lines, each sample's of a tar, otherwise the whole text.
 
+        A `.json` is JSON lines, as Megatron-LM's tools read them, if its first line is an object with the
+        key.
+
         Raises:
             UserError: naming file and line, for text that is not UTF-8, a line that is not JSON, or a
                 missing key; naming the file, if it cannot be read or decompressed.
@@ -299,6 +303,10 @@ class _FileReader:
                 yield from _read_json_lines(source, stream, selection)
             elif source.kind == ".tar":
                 yield from _read_tar(source, stream, selection)
+            elif source.kind == ".json" and _holds(first := stream.readline(), selection.column):
+                yield from _read_json_lines(source, itertools.chain([first], stream), selection)
+            elif source.kind == ".json":
+                yield _decode(source, first + stream.read(), first_line=1)
             else:
                 yield _decode(source, stream.read(), first_line=1)
 
@@ -338,7 +346,16 @@ def _decompressed(source: Source, tap: Tap) -> Iterator[IO[bytes]]:
         raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
 
 
-def _read_json_lines(source: Source, stream: IO[bytes], selection: Selection) -> Iterator[Document]:
+def _holds(line: bytes, key: str) -> bool:
+    """Whether a line is a JSON object that has the key."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(record, dict) and key in record
+
+
+def _read_json_lines(source: Source, stream: Iterable[bytes], selection: Selection) -> Iterator[Document]:
     for number, line in enumerate(stream, start=1):
         text = _decode(source, line, first_line=number)
         if text.strip(string.whitespace):

@@ -3,7 +3,7 @@
 ROOT/s3/bucket/folder/corpus/3f9a.../   a version of the dataset s3://bucket/folder/corpus
     corpus.idx, corpus.card.json        fetched whole
     corpus.bin.remote, corpus.bin.blocks/   in place of corpus.bin, see `blocks.py`
-    complete                            written last
+    complete                            the dataset's URL; written last
 
 A version is named by the sizes and states of the dataset's objects. So a dataset that is replaced in the
 storage gets another folder, and a run that reads the earlier one finds out when it fetches a block.
@@ -35,6 +35,7 @@ FILES = re.compile(r"(\.source|\.target)?\.((learned\.)?bin|idx|(card|chat|pairs
 # Where the card of a large file describes it: the card's ending, and its key.
 CARDS = {".learned.bin": (".chat.json", "learned"), ".bin": (".card.json", "bin")}
 TOLD_FROM_BYTES = 1 << 30
+LONGEST_URL = 1 << 12
 
 
 def cache_root(data: DataConfig) -> Path:
@@ -103,8 +104,30 @@ def local_copy(url: str, root: Path) -> Path:
         with locked(folder / ".lock"):
             if not (folder / COMPLETE).is_file():
                 _Fetching(system, url, path, folder, objects).all(root)
-                replace_file(folder / COMPLETE, b"", synced=True)
+                replace_file(folder / COMPLETE, url.encode(), synced=True)
     return folder / name
+
+
+def beside(prefix: str, name: str, data: DataConfig) -> str:
+    """Return the prefix of the dataset `name` in the folder of another one.
+
+    Beside the local copy of a dataset in object storage there is none: it is fetched from its folder there.
+
+    Raises:
+        UserError: as `localized`.
+    """
+    path = Path(prefix)
+    try:
+        url = read_plain(path.parent / COMPLETE, LONGEST_URL).decode()
+    except (OSError, ValueError):
+        url = ""
+    if not is_url(url):
+        return str(path.with_name(name))
+    root = cache_root(data)
+    try:
+        return str(local_copy(f"{url.rpartition('/')[0]}/{name}", root))
+    except OSError as error:
+        raise unwritable(root, error) from None
 
 
 def _objects(system: Any, path: str) -> dict[str, dict[str, Any]]:
@@ -216,7 +239,10 @@ class _Fetching:
         base = os.path.normpath(PurePosixPath(self._path).parent / reference)
         with told(self._url, "data"), suppress(FileNotFoundError):
             for name in attempt(lambda: self._system.find(base), WAITS_S, passes=(FileNotFoundError,)):
-                local = self._folder.joinpath(reference, *PurePosixPath(name[len(base) :].lstrip("/")).parts)
+                rest = PurePosixPath(name[len(base) :].lstrip("/"))
+                if ".." in rest.parts:  # which a name in a bucket may hold: outside of the folder
+                    continue
+                local = self._folder.joinpath(reference, *rest.parts)
                 local.parent.mkdir(parents=True, exist_ok=True)
                 os.replace(self._fetched(name, local, None), local)
 

@@ -22,11 +22,17 @@ BUFFER_BYTES = 1 << 20  # of a column that is read
 COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le},
     **{ast.Gt: operator.gt, ast.GtE: operator.ge},
-    ast.In: lambda field, values: field.isin(values),
-    ast.NotIn: lambda field, values: ~field.isin(values),
+    ast.In: lambda field, values: _in(field, values),
+    ast.NotIn: lambda field, values: ~_in(field, values),
     ast.Is: lambda field, _: field.is_null(),
     ast.IsNot: lambda field, _: ~field.is_null(),
 }
+
+
+def _in(field: Any, values: list[Any]) -> Any:
+    """Return whether a field is one of the values: null for a row without a value, as in a comparison."""
+    compute = pyarrow("pyarrow.compute")
+    return compute.if_else(field.is_valid(), field.isin(values), compute.scalar(None).cast("bool"))
 
 
 def pyarrow(module: str = "pyarrow") -> Any:

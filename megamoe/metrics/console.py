@@ -48,7 +48,8 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
 
     Without a terminal the first and the last update and those with a validation loss are printed, and between
     them one every `every` steps, but not more often than every two seconds. The live line keeps the last
-    validation loss with its step: `val 4.310 (step 118)`. `clock` gives seconds.
+    validation loss with its step: `val 4.310 (step 118)`. `imbalance` and `dropped` are of the worst layer;
+    the load does not count dropped pairs. `clock` gives seconds.
     """
 
     def __init__(
@@ -127,7 +128,8 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
             ("{}", self._shown_validation(int(metrics[names.STEP]))),
             ("lr {:.1e}", metrics.get(names.LR)),
             ("{:,.0f} tok/s", metrics.get(names.TOKENS_PER_S)),
-            ("imbalance {:.2f}", names.worst_imbalance(metrics)),
+            ("imbalance {:.2f}", names.worst_of_layers(metrics, names.IMBALANCE)),
+            ("dropped {:.1%}", names.worst_of_layers(metrics, names.DROPPED) or None),
             ("ETA {}", None if eta_s is None else format_duration(eta_s)),
         ]
         return " | ".join(pattern.format(value) for pattern, value in shown if value is not None)

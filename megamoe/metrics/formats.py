@@ -1,6 +1,20 @@
-"""Formatting durations and counts for people."""
+"""Formatting durations and counts for people, and numbers that are not finite for JSON."""
 
 import math
+from typing import Any
+
+NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
+
+
+def name_non_finite(value: Any) -> Any:
+    """Return plain data with the names of NON_FINITE for numbers that are not finite, which JSON lacks."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {key: name_non_finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [name_non_finite(item) for item in value]
+    return value
 
 
 def readable(text: str, longest: int = 60) -> str:

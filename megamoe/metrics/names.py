@@ -284,7 +284,9 @@ def validation_key(keys: Iterable[str]) -> str | None:
     return VAL_LM_LOSS if VAL_LM_LOSS in found else next(iter(further), None)
 
 
-def worst_imbalance(metrics: Mapping[str, Any]) -> float | None:
-    """Return the largest imbalance of the MoE layers in a record; None where it has none."""
-    found = (metrics[key] for key in metrics if key.startswith("moe/") and key.endswith(f"/{IMBALANCE}"))
+def worst_of_layers(metrics: Mapping[str, Any], name: str) -> float | None:
+    """Return the largest value of a metric of the MoE layers, such as IMBALANCE, in a record; None where it
+    has none.
+    """
+    found = (metrics[key] for key in metrics if key.startswith("moe/") and key.endswith(f"/{name}"))
     return max((value for value in found if value is not None), default=None)

@@ -17,8 +17,8 @@ from typing import Any, BinaryIO
 from megamoe.errors import UserError
 from megamoe.io import open_plain, reason
 from megamoe.metrics import names
+from megamoe.metrics.formats import NON_FINITE
 
-NON_FINITE = {"NaN": float("nan"), "Infinity": float("inf"), "-Infinity": float("-inf")}
 LONGEST_LINE = 1 << 26  # bytes; a step of 1,000 layers of 1,000 experts has some ten million
 TAIL_BYTES = 1 << 26  # of a long record, which a run that continues reads
 LARGEST_STEP = 1 << 53  # exact as a float, which charts make of it

@@ -5,7 +5,6 @@ Only one rank may open a recorder.
 """
 
 import json
-import math
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
@@ -13,6 +12,7 @@ from typing import IO, Any
 from megamoe.config.schema import LogConfig
 from megamoe.errors import UserError
 from megamoe.io import METRICS_FILE, replacing
+from megamoe.metrics.formats import name_non_finite
 from megamoe.metrics.reader import tail_start, whole_lines
 from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
@@ -33,7 +33,7 @@ class JsonLinesSink:
         self._file: IO[str] = path.open("w" if keep_until is None else "a", encoding="utf-8")
 
     def log(self, metrics: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_name_non_finite(metrics), allow_nan=False) + "\n")
+        self._file.write(json.dumps(name_non_finite(metrics), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -109,16 +109,6 @@ def _repeats(path: Path, resumed_step: int) -> int:
         for line in whole_lines(path, None, tail_start(path, resumed_step), None):
             last = max(last, line.step)
     return last - resumed_step
-
-
-def _name_non_finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {key: _name_non_finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_name_non_finite(item) for item in value]
-    return value
 
 
 def _keep_whole(path: Path, step: int) -> None:

@@ -2,7 +2,8 @@
 
 A built-in part is called and nothing else: an error in it is a bug and keeps its traceback. Of what a
 plugin's part returns, types, dtypes, devices and shapes are checked in every pass, which the host knows. The
-numbers of its pairs are checked in its first pass alone, because the host waits for the device.
+numbers of its pairs, and whether a loss has a gradient, are checked in the first pass alone, because the
+host waits for the device.
 
 All functions here raise UserError for a plugin's mistake, with the part's kind, name and file.
 """
@@ -20,8 +21,12 @@ from megamoe.moe.part import Constraint, Part, StepContext
 from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
 from megamoe.registry import described, failure_of, is_ours
 
-_seen: WeakSet[nn.Module] = WeakSet()  # the selectors whose first pairs were checked
+_seen: WeakSet[nn.Module] = WeakSet()  # the selectors and losses whose first values were checked
 TABLE = "(tokens, experts)"
+WITH_GRADIENT = (
+    "one computed from routing.scores_TE or probs_TE (counts and chosen experts have no gradient); to record "
+    "a number, use metrics()"
+)
 NUMBERS = torch.float32, torch.float64  # computing in more than fp32 is no mistake
 
 
@@ -119,10 +124,18 @@ def kept(capacity: Part, wanted: Pairs, scored: Scored, context: StepContext) ->
 
 
 def loss_value(loss: Any, routing: Routing, *inputs: Any) -> Tensor:
-    """Return the value of a loss of the routing, a scalar."""
+    """Return the value of a loss of the routing, a scalar.
+
+    A plugin's loss must have a gradient in its first training pass, unless its value is 0 there or the router
+    does not learn: counts and chosen experts have none, and such a loss would change nothing.
+    """
     value = called(loss, "forward", routing, *inputs)
     if not is_ours(type(loss)):
         _check_tensor(loss, value, routing.scores_TE, (), what="(a scalar)")
+        if loss not in _seen and torch.is_grad_enabled() and routing.scores_TE.requires_grad:
+            _seen.add(loss)
+            if not value.requires_grad and _has_numbers(value) and bool(value != 0):
+                raise _wrong(loss, "a value without gradient, which changes nothing", WITH_GRADIENT)
     found: Tensor = value
     return found
 
@@ -201,7 +214,7 @@ def _check_numbers(selector: Part, method: str, found: Pairs, scored: Scored) ->
 
 def _has_numbers(values: Tensor) -> bool:
     """Whether there are values to look at: a plan's tensors are fake, and of another class."""
-    return type(values) is Tensor and not values.is_meta and len(values) > 0
+    return type(values) is Tensor and not values.is_meta and values.numel() > 0
 
 
 def _check_tensor(

@@ -63,7 +63,8 @@ _register(
 )
 _register(
     "x_moe_hypersphere",
-    "Chi et al. 2022, X-MoE: on the representation collapse of sparse mixture of experts",
+    "Chi et al. 2022, X-MoE: on the representation collapse of sparse mixture of experts; the capacity, of "
+    "which it says nothing, is that of MoEC's table 7",
     scorer="cosine",
     selector=TOP_1,
     capacity={"name": "per_expert", "factor": 2.0, "priority": "position"},

@@ -19,6 +19,7 @@ from megamoe.compat.deepspeed_zero import whole_shape
 # Embeddings, output layers and heads; routers, the parts of losses, the mix of shared experts, and mix and
 # vectors of constant experts.
 LEFT_TO_ADAMW = re.compile(r"(^|\.)(embedding|output_layer|head|router|losses|mix|zero)(\.|$)")
+VECTORS = re.compile(r"\.zero\.vector$")  # of constant experts, a row for each
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ from megamoe.optim.matrices import is_matrix
 UNSCALED = re.compile(r"(^|\.)(embedding|output_layer)(\.|$)|\.zero\.vector$")
 # Parts of a layer with a fixed number of outputs, such as an expert each.
 READING = re.compile(r"(^|\.)(router|losses)\.|\.shared\.(gate|mix)$|\.zero\.mix$")
+# Of these, the vectors have an entry for each expert, and so has the matrix of a residual for each score.
+OF_EXPERTS = re.compile(r"(^|\.)(router|losses)\.")
 
 
 def width_powers(name: str, parameter: Tensor, hidden_size: int) -> tuple[float, float]:
@@ -27,7 +29,9 @@ def width_powers(name: str, parameter: Tensor, hidden_size: int) -> tuple[float,
     if UNSCALED.search(name):
         return 0.0, 0.0
     if READING.search(name):
-        return (1.0, 0.5) if whole_shape(parameter)[-1] == hidden_size else (0.0, 0.0)
+        shape = whole_shape(parameter)
+        reads = shape[-1] == hidden_size and (len(shape) > 1 or OF_EXPERTS.search(name) is None)
+        return (1.0, 0.5) if reads and ".router.residual." not in name else (0.0, 0.0)
     return (1.0, 0.0) if is_matrix(parameter) else (0.0, 0.0)
 
 

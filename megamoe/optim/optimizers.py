@@ -19,7 +19,7 @@ from megamoe.config.schema import GroupConfig, ModelConfig, OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.optim.groups import divide, weight_decay
-from megamoe.optim.matrices import is_matrix, takes_muon
+from megamoe.optim.matrices import VECTORS, is_matrix, takes_muon
 from megamoe.optim.mup import by_width
 from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
 from megamoe.parallel.consensus import CollectiveError
@@ -40,14 +40,15 @@ def parameter_groups(
     """
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     rest, *chosen = divide(trained, config.groups, getattr(model, "trained_elsewhere", ()))
-    names = {parameter: name for name, parameter in trained} if config.name == "muon" else {}
+    names = {parameter: name for name, parameter in trained}
     rest, named = _of_muon("", rest, names, None, config, weight_decay(config))
-    named += _decaying("", rest, weight_decay(config), 0.0, 1.0)
+    named += _decaying("", rest, names, weight_decay(config), 0.0, 1.0)
     for number, (group, parameters) in enumerate(zip(config.groups, chosen, strict=True)):
         decay = weight_decay(config) if group.weight_decay is None else group.weight_decay
         others, of_muon = _of_muon(f"group_{number}_", parameters, names, group, config, decay)
         named += of_muon
-        named += _decaying(f"group_{number}_", others, decay, group.weight_decay or 0.0, group.lr_scale)
+        of_vectors = group.weight_decay or 0.0
+        named += _decaying(f"group_{number}_", others, names, decay, of_vectors, group.lr_scale)
     if of_model is not None and of_model.mup is not None:
         named = by_width(named, trained, of_model, config)
     split: list[dict[str, Any]] = split_params_into_different_moe_groups_for_optimizer(named)
@@ -86,13 +87,18 @@ def _of_muon(
 
 
 def _decaying(
-    name: str, parameters: list[nn.Parameter], of_matrices: float, of_vectors: float, lr_scale: float
+    name: str,
+    parameters: list[nn.Parameter],
+    names: dict[nn.Parameter, str],
+    of_matrices: float,
+    of_vectors: float,
+    lr_scale: float,
 ) -> list[dict[str, Any]]:
     """Return two groups: matrices and vectors."""
     parts: tuple[list[nn.Parameter], list[nn.Parameter]] = ([], [])
     for parameter in parameters:
-        dimensions = len(whole_shape(parameter)) - (1 if is_moe_param(parameter) else 0)
-        parts[dimensions < 2].append(parameter)
+        is_stacked = is_moe_param(parameter) or VECTORS.search(names[parameter]) is not None
+        parts[len(whole_shape(parameter)) - is_stacked < 2].append(parameter)
     decays = ((f"{name}decay", of_matrices), (f"{name}no_decay", of_vectors))
     return [
         {"name": part_name, "params": part, "weight_decay": decay, "lr_scale": lr_scale}

@@ -9,8 +9,9 @@ from torch import Tensor
 class WeightMean:
     """M <- d M + (1 - d) W after each step that is applied; M begins as the W of the first one.
 
-    The tensors are those of the optimizer, in fp32: ZeRO 1 to 3 thus partition the mean as the masters, and
-    it lies where these lie. of: the mean of each tensor.
+    The tensors are those of the optimizer: ZeRO 1 to 3 thus partition the mean as the masters, and it lies
+    where these lie. It is in fp32 whatever they are: bf16 would round (1 - d) W away. of: the mean of each
+    tensor.
     """
 
     def __init__(self, decay: float) -> None:
@@ -22,6 +23,6 @@ class WeightMean:
         """Take in the weights after a step."""
         for tensor in tensors:
             if tensor in self.of:
-                self.of[tensor].lerp_(tensor.detach(), 1 - self.decay)
+                self.of[tensor].lerp_(tensor.detach().float(), 1 - self.decay)
             else:
-                self.of[tensor] = tensor.detach().clone()
+                self.of[tensor] = tensor.detach().to(torch.float32, copy=True)

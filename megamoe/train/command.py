@@ -12,10 +12,11 @@ torchrun --nproc-per-node 2 -m megamoe --config run.yaml [section.key=value ...]
 
 import argparse
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megamoe.errors import ExitCode, UserError
+from megamoe.errors import ConfigError, ExitCode, UserError
 from megamoe.parallel.parent_death import end_with_launcher
 from megamoe.resilience.error_reporting import exit_process, report_error
 
@@ -63,16 +64,18 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
 
     if not options.check:
         raise UserError(f"--ranks: found {options.ranks}, which is for --check alone; leave it out")
-    config, world, size = load_config(options.config, overrides), find_world(), options.ranks
+    try:
+        config = load_config(options.config, overrides)
+    except ConfigError as error:
+        return _told(error.args)
+    world, size = find_world(), options.ranks
     if size is None:
         size = world.size if world.size > 1 else fewest_ranks(config.parallel)
     if not 0 < size <= MOST_RANKS:
         raise UserError(f"--ranks: found {size:,}, expected 1 to {MOST_RANKS:,}")
     problems, run = examine(config, size, replace(world, size=size))
-    for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
     if run is None or problems:
-        return ExitCode.MISTAKE
+        return _told(problems)
     layout, plan = run.plan.layout, run.plan
     sizes = f"data {layout.data}, tensor {layout.tensor}, expert {layout.expert} x {layout.expert_tensor}"
     staged = {"pipeline": layout.pipeline, "context": layout.context}
@@ -80,6 +83,13 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
     kind = f"ZeRO {plan.stage}, {plan.precision}, {run.steps:,} steps"
     print(f"valid: {options.config} on {size} rank{'s' * (size > 1)} ({sizes}), {kind}")
     return ExitCode.FINISHED
+
+
+def _told(problems: Sequence[object]) -> int:
+    """Print problems, a line each; return the exit code of a mistake."""
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return ExitCode.MISTAKE
 
 
 def run() -> None:

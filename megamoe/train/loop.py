@@ -116,6 +116,10 @@ class Loop:
             ranks = trainer.layout.stage_ranks
             self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, folder.path, ranks)
         trainer.callbacks.call("on_train_begin", trainer)
+        if 0 < trainer.run.steps <= trainer.progress.step:
+            self._say(
+                f"the run is complete after step {trainer.progress.step:,}; a larger train.steps goes on"
+            )
         if self.config.evaluation.at_start and trainer.progress.step == 0:
             self._record({names.STEP: 0, names.TOKENS: 0, **self._evaluate()})
         reason = None

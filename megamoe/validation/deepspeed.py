@@ -11,7 +11,6 @@ from pydantic import ValidationError
 
 from megamoe.config.schema import OptimizerConfig, RunConfig
 from megamoe.errors import Problem
-from megamoe.optim.groups import decays, weight_decay
 from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.zero.deepspeed_config import (
     OF_THE_YAML,
@@ -28,6 +27,11 @@ from megamoe.registry import unknown_name_message
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 LARGEST_SCALE_POWER = 64  # fp16 itself ends at 2 ** 16
+RENAMED = {
+    "cpu_offload": '"offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": '"offload_param": {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": '"pin_memory": true inside offload_optimizer and offload_param',
+}
 # The ZeRO stages that support each offload.
 STAGES = {
     ("offload_optimizer", "cpu"): (1, 2, 3),
@@ -65,9 +69,10 @@ def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> 
     yield from _of_zero(section)
     yield from _of_experts(section, plan.stage)
     yield from _of_overflow_checks(content)
+    yield from _of_reductions(content)
     yield from _of_numbers(content)
     yield from _of_offload(section, plan.stage)
-    yield from _of_adam(section, config.optimizer)
+    yield from _of_own_optimizers(section)
     yield from _of_moments(section, plan.stage, config.optimizer)
     yield from _of_muon(section, config.optimizer)
     yield from _of_mean(section, config.optimizer)
@@ -96,6 +101,9 @@ def _of_zero(section: dict[str, Any]) -> Iterator[str]:
                 key = ".".join(["zero_optimization", *map(str, each["loc"])])
                 yield f"{key} is {each['input']!r}: {each['msg']}"
         return
+    for key, now in RENAMED.items():
+        if section.get(key):
+            yield f"zero_optimization.{key} is DeepSpeed's old key; write {now} in its place"
     yield from _of_quoted("zero_optimization", section, parsed)
     for key in OFFLOADS:
         if section.get(key) is not None:
@@ -130,6 +138,16 @@ def _of_overflow_checks(content: dict[str, Any]) -> Iterator[str]:
         value = content.get(section, {}).get(key, True)
         if value is not True:
             yield f"{section}.{key} is {value!r}, so a broken gradient would reach the weights; leave it out"
+
+
+def _of_reductions(content: dict[str, Any]) -> Iterator[str]:
+    """Yield a sum of gradients over ranks where the loss is scaled for their mean."""
+    operation = content.get("gradient_allreduce_op", "mean")
+    if operation != "mean":
+        yield (
+            f"gradient_allreduce_op is {short(operation)}, expected 'mean', for which the loss is scaled; "
+            "leave it out"
+        )
 
 
 def _of_numbers(content: dict[str, Any]) -> Iterator[str]:
@@ -193,21 +211,18 @@ def _of_async_io() -> Iterator[str]:
         )
 
 
-def _of_adam(section: dict[str, Any], config: OptimizerConfig) -> Iterator[str]:
-    """Yield Adam's weight decay where DeepSpeed steps by an AdamW of its own making."""
-    if config.name == "adamw" or not decays(config):
-        return
+def _of_own_optimizers(section: dict[str, Any]) -> Iterator[str]:
+    """Yield offload by which DeepSpeed steps a part of the weights with an AdamW of its own making.
+
+    The learning rate of a step does not reach it, and its moments are in no checkpoint.
+    """
     offload = section.get("offload_optimizer") or {}
-    largest = max(group.weight_decay or 0 for group in config.groups) if config.groups else 0
-    decay = f"weight_decay {weight_decay(config):g}"
-    if not weight_decay(config):
-        decay = f"a weight_decay of {largest:g} in optimizer.groups"
     for key, without in (("ratio", 1.0), ("super_offload", False)):
         if offload.get(key, without) != without:
             yield (
-                f"zero_optimization.offload_optimizer.{key} is {offload[key]!r}, with which DeepSpeed takes "
-                f"AdamW for a part of the weights, but optimizer.name is {config.name} with {decay}; leave "
-                f"{key} out, or set optimizer.name: adamw"
+                f"zero_optimization.offload_optimizer.{key} is {short(offload[key])}, with which DeepSpeed "
+                "steps a part of the weights by an optimizer that has neither the schedule nor a place in "
+                f"checkpoints; leave {key} out"
             )
 
 

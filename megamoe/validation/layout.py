@@ -14,6 +14,7 @@ from megamoe.config.shapes import (
     num_blocks,
 )
 from megamoe.errors import Problem
+from megamoe.moe.capabilities import capabilities
 from megamoe.parallel.layout import Layout, divisors
 from megamoe.validation.exchange import exchange_problems
 from megamoe.validation.groups import named
@@ -51,7 +52,12 @@ def misfits(config: RunConfig, layout: Layout, precision: Precision | None) -> I
 def _layer_misfits(
     config: RunConfig, layout: Layout, precision: Precision | None
 ) -> Iterator[tuple[str, str]]:
-    """Yield why `parallel.expert_tensor` cannot cut the experts of one kind of layers."""
+    """Yield why the layout does not go with one kind of MoE layers."""
+    for part in (config.moe.router.scorer, config.moe.router.residual):
+        for key in ("tensor", "context"):
+            if getattr(layout, key) > 1 and "over_tokens" in capabilities(part):
+                named_part = f"{part.kind} {part.name}"
+                yield key, f"gives a rank a part of each sequence, and the {named_part} reads other tokens"
     if layout.expert_tensor > 1 and config.moe.expert_sublayers > 1:
         yield (
             "expert_tensor",

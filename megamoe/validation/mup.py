@@ -6,6 +6,7 @@ from megamoe.config.model_schema import ModelConfig, MupConfig
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import expert_ffn_size, ffn_size, head_size, shared_ffn_size
 from megamoe.errors import Problem
+from megamoe.optim.groups import decays
 from megamoe.validation.groups import of_each_kind
 
 
@@ -16,6 +17,12 @@ def mup_problems(config: RunConfig) -> Iterator[Problem]:
         return
     refused = list(_unknown_problems(model))
     yield from refused
+    if config.optimizer.name == "adam" and decays(config.optimizer):
+        yield Problem(
+            "optimizer.name",
+            "found adam, whose weight decay is a part of the gradient, but model.mup scales a decay of the "
+            "weights; set adamw, or optimizer.weight_decay: 0",
+        )
     width, left = divmod(model.hidden_size, mup.base)
     if left:
         yield Problem(

@@ -329,6 +329,11 @@ def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
         )
     elif config.train.steps is not None and config.train.epochs is None:  # else when the data is read
         yield from warmup_problems(config, config.train.steps)
+    if config.train.loss_spike.action == "stop" and config.train.loss_spike.sigmas is None:
+        yield Problem(
+            "train.loss_spike.action",
+            "found stop, but no sigmas say what a spike is; set train.loss_spike.sigmas, such as 6",
+        )
     if optimizer.min_lr > optimizer.lr:
         yield Problem("optimizer.min_lr", f"{optimizer.min_lr} is more than optimizer.lr {optimizer.lr}")
 

@@ -1,12 +1,13 @@
 """Every mistake in a configuration is one line: key, value, what was expected, the nearest choice."""
 
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from megamoe.config import RunConfig, load_config
-from megamoe.errors import UserError
+from megamoe.errors import ConfigError, UserError
 
 Load = Callable[..., RunConfig]
 
@@ -39,7 +40,7 @@ model: {xyz: 3}
     model: unknown key 'xyz' (known: activation,
 1: 2
     unknown key '1' (known:
-train: {batch_rampup: {start: 1}}
+train: {batch_rampup: {start: 1, samples: 4}}
     train.batch_rampup.increment: this key is required
 model: {num_layers: '4'}
     model.num_layers: expected a whole number, found '4'
@@ -150,7 +151,25 @@ def pairs_of(table: str) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("text", "expected"), pairs_of(MISTAKES))
 def test_wrong_values_and_keys(load: Load, tmp_path: Path, text: str, expected: str) -> None:
-    assert message_of(load, text).startswith(f"{tmp_path / 'run.yaml'}: {expected}")
+    with pytest.raises(ConfigError) as caught:
+        load(text)
+    assert str(caught.value).startswith(f"{tmp_path / 'run.yaml'}: {expected}")
+    assert caught.value.args == (message_of(load, text),)  # one mistake, one line
+
+
+def test_several_mistakes_are_as_many_lines(load: Load, tmp_path: Path) -> None:
+    text = "seed: -1\nmodel: {hiden_size: 3, num_layers: a}\nmoe: {router: {masks: [x], scorer: liner}}"
+    with pytest.raises(ConfigError) as caught:
+        load(text, "seed=-2")
+    beginnings = [
+        f"{tmp_path / 'run.yaml'}: model: unknown key 'hiden_size'",
+        "override 'seed=-2': seed: expected a number of at least 0, found -2",
+        f"{tmp_path / 'run.yaml'}: model.num_layers: expected a whole number, found 'a'",
+        f"{tmp_path / 'run.yaml'}: moe.router.scorer: unknown scorer 'liner'",
+        f"{tmp_path / 'run.yaml'}: moe.router.masks.0: unknown mask 'x'",
+    ]
+    assert [line[: len(it)] for line, it in zip(caught.value.args, beginnings, strict=True)] == beginnings
+    assert pickle.loads(pickle.dumps(caught.value)).args == caught.value.args
 
 
 @pytest.mark.parametrize(
@@ -182,15 +201,24 @@ def test_a_part_that_resembles_none_may_be_of_a_plugin(load: Load) -> None:
 
 
 def test_an_override_is_checked_as_the_file_is(load: Load) -> None:
-    assert ": optimizer.lr: expected a number, found 'fast'" in message_of(load, "", "optimizer.lr=fast")
-    assert "unknown key 'optimizr'; did you mean 'optimizer'?" in message_of(load, "", "optimizr.lr=1")
+    message = "override 'optimizer.lr=fast': optimizer.lr: expected a number, found 'fast'"
+    assert message_of(load, "", "seed=3", "optimizer.lr=fast", "model.num_layers=2") == message
+    assert message_of(load, "", "optimizr.lr=1").startswith(
+        "override 'optimizr.lr=1': unknown key 'optimizr'; did you mean 'optimizer'?"
+    )
+    option = "moe.router.selector: the selector 'top_k' has no option 'kk'; did you mean 'k'?"
+    for text, override, cause in (
+        ("", "moe.router.selector.kk=2", "override 'moe.router.selector.kk=2'"),
+        ("moe: {router: {selector: {kk: 2}}}", "moe.router.selector.k=3", "run.yaml"),
+    ):
+        assert f"{cause}: {option}" in message_of(load, text, override)
     assert ": moe.losses: unknown loss 'laod'; did you mean 'load'?" in message_of(
         load, "", "moe.losses.laod=none"
     )
     assert ": moe.router.preset: expected the name of a preset, found " in message_of(
         load, "", "moe.router.preset.selector.k=2"
     )
-    with pytest.raises(UserError, match="^configuration: seed: expected a whole number, found 'x'$"):
+    with pytest.raises(UserError, match="^override 'seed=x': seed: expected a whole number, found 'x'$"):
         load_config(None, ["seed=x"])
 
 

@@ -147,6 +147,8 @@ def test_a_pattern_of_sources_is_written_out(load: Load, tmp_path: Path) -> None
     config = load(f"data: {{sources: ['{tmp_path}/*', other], validation: {{german: ['{tmp_path}/d*']}}}}")
     assert [source.path for source in config.data.sources] == [f"{tmp_path}/de", f"{tmp_path}/fr", "other"]
     assert [source.path for source in config.data.validation["german"]] == [f"{tmp_path}/de"]
+    (french,) = load(f"data: {{sources: [{{path: '{tmp_path}/f*', weight: 2}}]}}").data.sources
+    assert (french.path, french.weight) == (f"{tmp_path}/fr", 2.0)
     with pytest.raises(UserError, match=r"data.sources: '.*/x\*' names no prepared dataset"):
         load(f"data: {{sources: '{tmp_path}/x*'}}")
 

@@ -28,6 +28,7 @@ from megamoe.data.index_file import (
     tokens_before,
     write_index,
 )
+from megamoe.data.parts import Part
 from megamoe.data.prepare import Preparation, loaded, prepare
 from megamoe.data.sources import Source
 from megamoe.data.verify import verify_in_full
@@ -277,6 +278,36 @@ def test_an_interrupted_shuffle_goes_on(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr(prepare_module, "_write_part", lambda *_: pytest.fail("tokenized again"))
     run(tmp_path / "out", inputs, shuffle_documents=7)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+
+def test_buckets_of_other_documents_or_another_seed_are_not_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The key of a part may stay when its documents change: a task that runs again with other options."""
+    folder = tmp_path / shuffle.FOLDER
+    folder.mkdir()
+    parts = [Part(DataFiles(folder / f"{number:05}"), (), f"key {number}") for number in range(2)]
+
+    def write(part: Part, *texts: bytes) -> None:
+        part.files.bin.write_bytes(b"".join(texts))
+        write_index(part.files.idx, np.uint8, [np.array([len(text) for text in texts], np.int32)])
+        np.save(part.files.counts, np.zeros(256, np.int64))
+        part.finish({"documents": len(texts), "digest": b"".join(texts).hex()})
+
+    for part in parts:
+        write(part, b"old one", b"old two")
+    with monkeypatch.context() as patch:
+        patch.setattr(shuffle, "_gather", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            shuffle.shuffle_parts(parts, DataFiles(tmp_path / "out"), np.uint8, 1, folder)
+    state = (folder / shuffle.BUCKETS / shuffle.STATE).read_text()
+    assert shuffle.scattered(parts, folder, tmp_path / "out.bin", 1) == 2
+    assert shuffle.scattered(parts, folder, tmp_path / "out.bin", 2) == 0
+    (folder / shuffle.BUCKETS).mkdir()
+    (folder / shuffle.BUCKETS / shuffle.STATE).write_text(state)
+    write(parts[0], b"new")
+    assert shuffle.scattered(parts, folder, tmp_path / "out.bin", 1) == 0
+    assert not (folder / shuffle.BUCKETS).exists()
 
 
 def test_an_interrupted_shuffle_goes_on_with_another_number_of_documents(

@@ -224,6 +224,22 @@ def test_existing_output_is_refused_unless_overwritten(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "out.bin", "out.card.json", "out.counts.npy", "out.idx"]
 
 
+def test_a_tokenizer_that_lies_beside_the_output_stays(tmp_path: Path) -> None:
+    """More data for a vocabulary that was trained before."""
+    (tmp_path / "a.txt").write_text("old")
+    run(tmp_path / "out", tmp_path / "a.txt", tokenizer="train", vocab_size=257)
+    tokenizer = tmp_path / "out.tokenizer.json"
+    content = tokenizer.read_bytes()
+    for path in tmp_path.glob("out.[bic]*"):
+        path.unlink()
+    for text, overwrite in (("new", False), ("newer", True)):
+        (tmp_path / "a.txt").write_text(text)
+        run(tmp_path / "out", tmp_path / "a.txt", tokenizer=str(tokenizer), overwrite=overwrite)
+        assert tokenizer.read_bytes() == content
+        card = load_card(str(tmp_path / "out"))
+        assert card is not None and card.tokenizer.reference == tokenizer.name
+
+
 def test_failure_while_overwriting_keeps_the_old(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("old")
     run(tmp_path / "out", tmp_path / "a.txt")

@@ -93,6 +93,8 @@ def score(row: dict[str, Any]) -> float:
         (["language == 'en'"], lambda row: row["language"] == "en"),
         (["language == 'en' and score >= 0.5"], lambda row: row["language"] == "en" and score(row) >= 0.5),
         (["language in ('de',)", "not score < 0.5"], lambda r: r["language"] == "de" and score(r) >= 0.5),
+        (["score not in (0.1, 0.2)"], lambda row: row["score"] not in (None, 0.1, 0.2)),
+        (["not score in (0.1, 0.2)"], lambda row: row["score"] not in (None, 0.1, 0.2)),
         (["score is None or score > 0.9"], lambda row: row["score"] is None or row["score"] > 0.9),
     ],
 )  # fmt: skip
@@ -189,6 +191,21 @@ def test_tokens_that_do_not_fit(tmp_path: Path, ids: list[int], message: str) ->
         with pytest.raises(UserError, match=rf"{name}: ?{place}: .*{message}"):
             run(tmp_path / "out", tmp_path / name, ids_column="ids")
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_json_lines_under_the_ending_of_megatron(tmp_path: Path) -> None:
+    """Other files of this ending, such as those of source code, are texts."""
+    lines = "".join(json.dumps({"text": f"text {n}", "id": n}) + "\n" for n in range(3))
+    (tmp_path / "loose.json.gz").write_bytes(gzip.compress(lines.encode()))
+    (tmp_path / "package.json").write_text(package := '{\n "text": "x"\n}\n')
+    (tmp_path / "other.json").write_text(other := '{"name": "x"}\n')
+    for name, expected in (
+        ("loose.json.gz", ["text 0", "text 1", "text 2"]),
+        ("package.json", [package]),
+        ("other.json", [other]),
+    ):
+        run(tmp_path / f"of_{name}", tmp_path / name)
+        assert documents_of(tmp_path / f"of_{name}") == expected
 
 
 def tar_of(members: dict[str, bytes]) -> bytes:

@@ -14,6 +14,7 @@ from typing import Any
 import fsspec
 import pytest
 
+from megamoe.apps.translation.card import load_pair_card
 from megamoe.apps.translation.dataset import PairDataset, PairOptions
 from megamoe.config.schema import DataConfig
 from megamoe.data import block_cache, blocks, stored, write
@@ -21,7 +22,7 @@ from megamoe.data.block_cache import BlockCache, locked, locked_byte
 from megamoe.data.byte_files import ByteFile, open_bytes
 from megamoe.data.card import DataFiles
 from megamoe.data.datasets import Datasets
-from megamoe.data.stored import local_copy, localized
+from megamoe.data.stored import _Fetching, beside, local_copy, localized
 from megamoe.data.verify import verify_sources
 from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.errors import ExitCode, UserError
@@ -414,3 +415,31 @@ def test_pairs(tmp_path: Path) -> None:
     assert len(found) == len(expected) > 0
     for number in range(len(expected)):
         assert all(bool((found[number][key] == value).all()) for key, value in expected[number].items())
+
+
+def test_splits_beside_pairs_in_a_storage(tmp_path: Path) -> None:
+    folder = make_pairs(tmp_path / "storage", [0.6, 0.2, 0.2], {"de": 60})
+    data = localized(remote(f"{folder}/train", cache=tmp_path / "cache"))
+    there = data.sources[0].path
+    prefix = beside(there, "test", data)
+    assert Path(prefix).is_relative_to(tmp_path / "cache") and load_pair_card(prefix) == load_pair_card(
+        f"{folder}/test"
+    )
+    assert beside(f"{folder}/train", "valid", data) == f"{folder}/valid"
+    with pytest.raises(UserError, match=r"there is no object file://.*/none\.idx"):
+        beside(there, "none", data)
+
+
+def test_no_object_of_a_tokenizer_is_written_outside_of_the_folder(
+    tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys of a bucket may hold `..`, which in a path would lead to other files of the user."""
+    monkeypatch.setattr(
+        Storage, "find", lambda _, base: [f"{base}/a", f"{base}/../../../../../outside"], raising=False
+    )
+    taken: list[str] = []
+    fetching = _Fetching(Storage(), "s3://b/c", "b/c", tmp_path / "s3/b/c/1", {})
+    monkeypatch.setattr(_Fetching, "_fetched", lambda _, path, local, size: taken.append(path) or local)
+    monkeypatch.setattr(stored.os, "replace", lambda *_: None)
+    fetching._tokenizer({"reference": "tok"})
+    assert taken == ["b/tok/a"]

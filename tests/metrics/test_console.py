@@ -48,12 +48,23 @@ def test_the_line_shows_what_is_known() -> None:
         "perf/tokens_per_s": 3412.4,
         "moe/layer_02/imbalance": 1.2,
         "moe/layer_04/imbalance": 1.42,
+        "moe/layer_04/dropped": 0.0,
     }
     line.update(metrics)
     line.close()
     assert file.getvalue().splitlines()[-1] == (
         "step 120/400 | loss 4.213 | val 4.310 | lr 2.9e-04 | 3,412 tok/s | imbalance 1.42 | ETA 3m12s"
     )
+
+
+def test_dropped_pairs_stand_beside_the_imbalance_which_does_not_count_them() -> None:
+    console, file = plain_console()
+    line = ProgressLine(400, console=console, clock=FakeClock())
+    line.update(
+        {"step": 1, "moe/layer_02/imbalance": 1.2, "moe/layer_02/dropped": 0.0, "moe/layer_04/dropped": 0.031}
+    )
+    line.close()
+    assert file.getvalue() == "step 1/400 | imbalance 1.20 | dropped 3.1%\n"
 
 
 def test_a_validation_loss_stands_at_its_step_alone() -> None:

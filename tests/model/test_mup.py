@@ -10,6 +10,7 @@ import torch
 
 from megamoe.config.mup import without_mup
 from megamoe.errors import UserError
+from megamoe.optim.mup import width_powers
 from megamoe.optim.optimizers import parameter_groups
 from tests.support.tiny import VOCABULARY, check_on, tiny, tiny_model
 
@@ -107,13 +108,25 @@ def test_rates_and_decays_are_those_of_the_table(one_rank: None, name: str, scal
             of_muon = moonlight if scale == "moonlight" else spectral
             factor = of_adamw if name == "adamw" or of_muon is None else of_muon
             chosen = "experts.up" in names[parameter]
-            decay = 0.2 if chosen else 0.1 if parameter.dim() > 1 else 0.0
+            is_vector = parameter.dim() < 2 or names[parameter].endswith("zero.vector")
+            decay = 0.2 if chosen else 0.0 if is_vector else 0.1
             assert bool(group.get("muon")) == (name == "muon" and of_muon is not None), names[parameter]
             assert group["lr_scale"] == pytest.approx((3.0 if chosen else 1.0) * factor), names[parameter]
             # A step decays a weight by lr * decay as in the base model.
             assert group["weight_decay"] * factor == pytest.approx(decay), names[parameter]
             seen.add(names[parameter])
     assert seen == set(names.values())
+
+
+@pytest.mark.parametrize("experts", [BASE * WIDTH, 8])
+def test_rates_of_a_router_do_not_depend_on_how_many_experts_there_are(experts: int) -> None:
+    """With as many experts as columns an entry for each expert looks like one for each column."""
+    of_experts = {"router.scorer.bias": (experts,), "router.residual.weight": (experts, experts)}
+    of_hidden = {"router.scorer.weight": (experts, BASE * WIDTH), "shared.gate": (BASE * WIDTH,)}
+    for names, expected in ((of_experts, (0.0, 0.0)), (of_hidden, (1.0, 0.5))):
+        for name, shape in names.items():
+            found = width_powers(f"decoder.layers.0.mlp.{name}", torch.empty(shape), BASE * WIDTH)
+            assert found == expected, name
 
 
 @pytest.mark.parametrize(
@@ -138,6 +151,10 @@ def test_rates_and_decays_are_those_of_the_table(one_rank: None, name: str, scal
             r"model\.scale_embeddings: found True, but model\.mup needs .*",
         ),
         ((MUP, "model.init_scale=0.1"), r"model\.init_scale: found 0\.1, but model\.mup needs none: .*"),
+        (
+            (MUP, "optimizer.name=adam", "optimizer.weight_decay=0.1"),
+            r"optimizer\.name: found adam, whose weight decay is a part of the gradient, .*",
+        ),
         (
             (MUP, "model.architecture=encoder", "train.objective=masked"),
             r"model\.architecture: found encoder, but model\.mup needs decoder",

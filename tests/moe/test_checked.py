@@ -199,6 +199,12 @@ MISTAKES = [
     ("loss", "return p.mean(0)", "forward returned float32 [8], expected float32 [] (a scalar)"),
     ("loss", "return p.mean().reshape(1)", "forward returned float32 [1], expected float32 [] (a scalar)"),
     (
+        "loss",
+        "return routing.wanted_counts_E().float().var()",
+        "loss 'own_loss' (mine.py): forward returned a value without gradient, which changes nothing, expect",
+    ),
+    ("loss", "return p.detach().mean()", "forward returned a value without gradient, which changes nothing"),
+    (
         "method",
         "def forward(self, routing): pass",
         "loss 'own_loss' (mine.py): forward failed: TypeError: Loss.f",
@@ -317,6 +323,21 @@ def test_right_results_are_those_without_checks(
         expected = gradients(layer, again=False)
     assert found.keys() == expected.keys() and "router.scorer.weight" in found
     assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("body", ["return p.new_zeros(())", "return p.mean()"])
+def test_a_loss_may_lack_a_gradient(make: Callable[..., MoELayer], body: str) -> None:
+    """A loss that is switched on later is a constant 0 at first; in evaluation no loss has a gradient."""
+    layer = make(loss=body)
+    with torch.no_grad():
+        layer(make_hidden(TOKENS))
+    layer(make_hidden(TOKENS))
+
+
+def test_a_loss_of_a_frozen_router_lacks_a_gradient(make: Callable[..., MoELayer]) -> None:
+    layer = make(loss="return p.detach().mean()")
+    layer.router.requires_grad_(False)
+    layer(make_hidden(TOKENS))
 
 
 def test_the_pairs_values_are_read_in_the_first_pass_alone(

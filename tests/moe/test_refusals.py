@@ -123,6 +123,10 @@ SCORE_FUNCTIONS: Rows = {
     ],
 }
 SELECTORS: Rows = {
+    "selector above": [
+        ("{value: 0.1, at_least: 17}", "at_least is 17, .* only 16 experts"),
+        ("{value: 0.1, mean: 17}", "mean is 17, .* only 16 experts .* mean <= 16$"),
+    ],
     "selector balanced": [
         ("{}", "the score function is 'softmax', expected .* its own score alone, .*function: sigmoid or "),
         ("{}, capacity: per_expert" + SIGMOID, "the capacity .* drops nothing, .*set capacity: none$"),

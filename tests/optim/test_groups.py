@@ -9,12 +9,10 @@ import pytest
 import torch
 
 from megamoe.config import dump_yaml
-from megamoe.errors import UserError, raise_first
+from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
 from megamoe.optim.optimizers import parameter_groups
-from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.train.trainer import Trainer
-from megamoe.validation.deepspeed import deepspeed_problems
 from tests.optim.test_kinds import KINDS, LR, OPTIONS, assert_same, loss_of, reference, stepped
 from tests.support.ranks.runs import ds_config
 from tests.support.tiny import restored_process, tiny, tiny_engine, tiny_gpt
@@ -148,15 +146,6 @@ def test_no_pattern_takes_long(one_rank: None) -> None:
     with pytest.raises(UserError, match="matches no trained parameter"):
         parameter_groups(tiny_gpt(config), config.optimizer)
     assert time.perf_counter() - started < 5
-
-
-def test_adams_decay_of_a_group_is_refused_where_deepspeed_takes_adamw() -> None:
-    section: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}
-    groups = "optimizer.groups=[{pattern: router, weight_decay: 0.3}]"
-    config = tiny("parallel.deepspeed=ds.json", "optimizer.name=adam", groups)
-    with pytest.raises(UserError, match=r"a weight_decay of 0.3 in optimizer.groups; leave ratio out"):
-        plan = ParallelPlan.of(config, 1, {"zero_optimization": section})
-        raise_first(deepspeed_problems(config, plan, None))
 
 
 @pytest.mark.parametrize("stage", [0, *(pytest.param(stage, marks=pytest.mark.full) for stage in (2, 3))])

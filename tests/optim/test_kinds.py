@@ -9,13 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from megamoe.errors import UserError, raise_first
 from megamoe.model.architectures.decoder import GPT
 from megamoe.optim.optimizers import parameter_groups
 from megamoe.parallel.launch import World
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.parallel.zero.engine import Engine, _build_optimizer
-from megamoe.validation.deepspeed import deepspeed_problems
 from tests.support.ranks.runs import ds_config
 from tests.support.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
@@ -114,21 +112,3 @@ def test_an_offloaded_optimizer_is_deepspeeds_of_the_same_kind(
         "eps": 0.001,
         "weight_decay": 0.5,
     }
-
-
-@pytest.mark.parametrize(("key", "value"), [("ratio", 0.5), ("super_offload", True)])
-def test_adams_decay_is_refused_where_deepspeed_takes_adamw(key: str, value: Any) -> None:
-    plain: dict[str, Any] = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
-    mixed = {"stage": 3, "offload_optimizer": {"device": "cpu", key: value}}
-
-    def fill(section: dict[str, Any], *overrides: str) -> None:
-        config = tiny("parallel.deepspeed=ds.json", *overrides)
-        plan = ParallelPlan.of(config, 1, {"zero_optimization": section})
-        raise_first(deepspeed_problems(config, plan, None))
-
-    adam = ("optimizer.name=adam", "optimizer.weight_decay=0.1")
-    with pytest.raises(UserError, match=f"^ds.json: zero_optimization.offload_optimizer.{key} is {value!r}"):
-        fill(mixed, *adam)
-    fill(mixed)
-    fill(mixed, "optimizer.name=adam")
-    fill(plain, *adam)

@@ -137,6 +137,18 @@ def test_how_much_decays_by_default(overrides: list[str], expected: float) -> No
     assert adamw_options(config)["weight_decay"] == expected
 
 
+def test_the_vectors_of_constant_experts_do_not_decay() -> None:
+    model = tiny_gpt(config := tiny("moe.zero_experts.constant=2"))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decaying = {
+        names[parameter].rpartition(".zero.")[2]: group["name"]
+        for group in parameter_groups(model, config.optimizer)
+        for parameter in group["params"]
+        if ".zero." in names[parameter]
+    }
+    assert decaying == {"mix": "decay", "vector": "no_decay"}
+
+
 @pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
 def test_what_deepspeed_partitions(name: str, kind: type[torch.optim.Optimizer]) -> None:
     config = tiny(f"optimizer.name={name}").optimizer

@@ -156,9 +156,12 @@ def test_after_a_signal_a_due_evaluation_does_not_delay_the_save(
     assert ["val/lm_loss" in row for row in rows] == [True, False, True, True]
 
 
-def test_nothing_is_left_to_do_in_a_finished_run(tmp_path: Path) -> None:
+def test_nothing_is_left_to_do_in_a_finished_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = run(tmp_path, "train.steps=1")
+    line = "the run is complete after step 1; a larger train.steps goes on"
+    assert line not in capsys.readouterr().out
     assert run(tmp_path, "train.steps=1", "checkpoint.resume=auto") == before
+    assert line in capsys.readouterr().out
 
 
 def test_record_at_intervals_and_where_something_happened(tmp_path: Path) -> None:

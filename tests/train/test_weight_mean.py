@@ -10,6 +10,7 @@ from torch import Tensor
 from megamoe.checkpoint.format.reader import MEAN, WEIGHT, CheckpointReader
 from megamoe.checkpoint.tools import describe
 from megamoe.errors import UserError
+from megamoe.optim.weight_mean import WeightMean
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.train.loop import train
 from megamoe.validation.deepspeed import deepspeed_problems
@@ -115,3 +116,13 @@ def test_a_mean_of_masters_on_disk_is_refused() -> None:
         plan = ParallelPlan.of(config, 1, {"zero_optimization": section})
         problems = [str(problem) for problem in deepspeed_problems(config, plan, None)]
         assert any("optimizer.ema keeps a mean of the weights in memory" in it for it in problems) == found
+
+
+def test_the_mean_of_bf16_weights_moves() -> None:
+    """A thousandth of a difference is below bf16's eight bits."""
+    mean, weight = WeightMean(0.999), torch.full((1,), 0.02, dtype=torch.bfloat16)
+    mean.update([weight])
+    weight.fill_(0.03)
+    for _ in range(5000):
+        mean.update([weight])
+    assert float(mean.of[weight]) == pytest.approx(0.03 - 0.01 * 0.999**5000, rel=2e-3)

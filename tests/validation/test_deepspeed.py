@@ -1,13 +1,15 @@
 """The DeepSpeed file against the YAML and DeepSpeed itself: every contradiction, with the file as its key."""
 
+import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megamoe.errors import Problem, UserError
 from megamoe.optim.schedule import BatchSchedule
-from megamoe.parallel.zero.deepspeed_config import ParallelPlan
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan, read_deepspeed_config
 from megamoe.validation.deepspeed import deepspeed_problems
 from tests.support.ranks.fp16 import with_fp16
 from tests.support.tiny import tiny
@@ -93,6 +95,22 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
         {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": "0.5"}}},
         "offload_optimizer.ratio is '0.5', expected 0.5 without quotation marks",
     ),
+    "a part of the optimizer on the CPU": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}},
+        "ratio is 0.5, with which DeepSpeed steps a part of the weights .*; leave ratio out",
+    ),
+    "an optimizer in another process": (
+        {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "super_offload": True}}},
+        "offload_optimizer.super_offload is True, with which DeepSpeed steps a part of the weights",
+    ),
+    "offload by an old key": (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True}},
+        'zero_optimization.cpu_offload is DeepSpeed\'s old key; write "offload_optimizer": {"device": "cpu"}',
+    ),
+    "a sum of gradients": (
+        {"gradient_allreduce_op": "sum"},
+        "gradient_allreduce_op is 'sum', expected 'mean', for which the loss is scaled",
+    ),
     "hierarchical partitions": (
         {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 2}},
         "zero_hpz_partition_size is 2, which DeepSpeed does not do with experts",
@@ -157,3 +175,15 @@ def test_each_contradiction_is_told() -> None:
 def test_what_deepspeed_refuses_itself_is_told_without_a_traceback() -> None:
     (found,) = problems_of({"wall_clock_breakdown": True, "communication_data_type": "fp99"})
     assert found.key == "ds.json" and "DeepSpeed refuses it: " in found.message
+
+
+def test_what_other_trainers_fill_in_is_the_default(tmp_path: Path) -> None:
+    """DeepSpeed drops "auto", and so must what reads the section beside it."""
+    path = tmp_path / "ds.json"
+    section = {"stage": 1, "overlap_comm": "auto", "reduce_bucket_size": "auto", "contiguous_gradients": True}
+    path.write_text(json.dumps({"bf16": {"enabled": True}, "zero_optimization": section}))
+    kept = {"stage": 1, "contiguous_gradients": True}
+    assert read_deepspeed_config(str(path)) == {"bf16": {"enabled": True}, "zero_optimization": kept}
+    path.write_text(json.dumps({"bfloat16": {"enabled": True}}))
+    with pytest.raises(UserError, match="'bfloat16' is DeepSpeed's old name of 'bf16'; write bf16"):
+        read_deepspeed_config(str(path))

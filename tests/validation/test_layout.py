@@ -4,8 +4,10 @@ import re
 
 import pytest
 
+from megamoe import registry
 from megamoe.config import RunConfig
 from megamoe.errors import UserError, raise_first
+from megamoe.moe.part import Part
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.validation.layout import layout_problems, misfits
@@ -178,6 +180,26 @@ def test_what_is_called_legal_is(case: str) -> None:
         keys = [key] if len(sizes) == 1 else [f"parallel.{k}" for k in ("tensor", "expert", "expert_tensor")]
         chosen = [f"{k}={size}" for k, size in zip(keys, sizes, strict=True)]
         refuse_layout(tiny(*WIDE, *overrides, *chosen), ranks)
+
+
+@pytest.mark.parametrize("key", ["tensor", "context"])
+def test_a_scorer_of_several_tokens_needs_whole_sequences(key: str, own_registry: None) -> None:
+    """A rank scores its part of a sequence alone, so that a scorer would see other neighbours there."""
+
+    @registry.register("scorer", "of_neighbours")
+    class OfNeighbours(Part):
+        @classmethod
+        def provides(cls, options: object) -> set[str]:
+            return {"over_tokens"}
+
+    reason = (
+        f"parallel.{key}: 2 gives a rank a part of each sequence, and the scorer of_neighbours reads other"
+    )
+    for scorer, refused in (("linear", False), ("of_neighbours", True)):
+        config = tiny(*WIDE, f"moe.router.scorer={scorer}", f"parallel.{key}=2")
+        plan = resolve_parallel(config, 2)
+        problems = [str(each) for each in layout_problems(config, plan.layout, plan.precision)]
+        assert [problem.startswith(reason) for problem in problems] == [True] * refused
 
 
 def test_every_problem_of_a_layout_is_reported() -> None:

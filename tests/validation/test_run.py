@@ -209,6 +209,10 @@ REFUSALS = {
         r"optimizer.warmup_steps: 5 is more than the 4 steps of the schedule",
         "optimizer.warmup_steps=5",
     ),
+    "a stop at a spike that nothing says": (
+        "train.loss_spike.action: found stop, but no sigmas say what a spike is; set train.loss_spike.sigmas",
+        "train.loss_spike.action=stop",
+    ),
     "two warm-ups": (
         "optimizer.warmup_share: found 0.5 beside optimizer.warmup_steps 2; leave one of them out",
         "optimizer.warmup_steps=2",

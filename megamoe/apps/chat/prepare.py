@@ -129,7 +129,7 @@ def encode_conversation(
     Raises:
         UserError: for messages that spell a special token, or a template that does not fit them.
     """
-    check_marks([conversation.messages, conversation.tools], tokenizer)
+    check_texts([conversation.messages, conversation.tools], tokenizer)
     rendered = template.render(conversation)
     tokens, spans = tokenizer.encode_marked(rendered.text)
     wanted = conversation.learned or [True] * len(rendered.spans)
@@ -144,9 +144,17 @@ def encode_conversation(
     return Encoded(np.array(tokens, dtype=np.int64), learned_S, sum(wanted), size)
 
 
-def check_marks(messages: object, tokenizer: Tokenizer) -> None:
-    """Raise a UserError if a text of plain data spells a special token: it would end a turn, or begin one."""
+def check_texts(messages: object, tokenizer: Tokenizer) -> None:
+    """Check every text of plain data, tool calls and names included.
+
+    Raises:
+        UserError: if one has no UTF-8 form, or spells a special token: it would end a turn, or begin one.
+    """
     for text in _texts(messages):
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise UserError(f"half a surrogate pair in a message: {error.reason}") from None
         for mark in tokenizer.marks:
             if mark in text:
                 raise UserError(

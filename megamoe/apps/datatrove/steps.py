@@ -122,7 +122,7 @@ class MergeTokens(PipelineStep):
             if self.shuffle is None:
                 missing = unfinished(parts, new.bin)
             else:
-                missing = unfinished(parts[scattered(parts, folder, new.bin) :], folder / LOCK)
+                missing = unfinished(parts[scattered(parts, folder, new.bin, self.shuffle) :], folder / LOCK)
             if missing:
                 raise UserError(
                     f"output {self.prefix!r}: {len(missing)} of {self.tasks} tasks have not finished, the "
@@ -141,7 +141,7 @@ class MergeTokens(PipelineStep):
             reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
             steps = [step for folder, number in self.counted for step in counts_of_steps(folder, number)]
             card = write_card(counts, tokenizer, reference, new, counts_V, self.shuffle, steps)
-            publish(new, files)
+            publish(new, files, tokenizer)
         self.stat_update("documents", value=card.documents)
         self.stat_update("tokens", value=card.tokens)
         return card

@@ -19,6 +19,7 @@ from typing import Any
 
 from megamoe.apps.command import check_positive, check_writable, model_parser, run_tool, write_text
 from megamoe.errors import UserError
+from megamoe.metrics.formats import name_non_finite
 
 ARCHITECTURES = ("decoder", "encoder", "encoder_decoder")
 SELECTOR = "moe.router.selector"
@@ -66,7 +67,8 @@ def _run(options: argparse.Namespace) -> None:
                     _show(row, list(found.further), first=not rows)
                     rows.append(row)
             if options.json is not None and rows:
-                write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
+                text = json.dumps(name_non_finite(rows), indent=1, allow_nan=False)
+                write_text("--json", options.json, text + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megamoe.config.files import read_mapping
 from megamoe.config.load import apply_override
-from megamoe.config.messages import first_problem
+from megamoe.config.messages import problems_of
 from megamoe.config.parts import STRICT
 from megamoe.config.schema import PathText
 from megamoe.config.values import (
@@ -148,7 +148,7 @@ def load_task(path: Path, overrides: list[str]) -> Task:
     try:
         task: Task = _TASK.validate_json(json.dumps(tree))
     except ValidationError as error:
-        raise UserError(f"{path}: {first_problem(error, Task)}") from None
+        raise UserError(f"{path}: {problems_of(error, Task)[0]}") from None
     problem = _problem(task)
     if problem is not None:
         raise UserError(f"{path}: {problem}")

@@ -12,8 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.generate import Generated, tokenizer_of, without_text
+from megamoe.apps.generation.generate import Generated, text_of, without_text
 from megamoe.apps.generation.runner import Runner, runner_of
+from megamoe.apps.generation.sampling import check_finite
 from megamoe.errors import UserError
 
 EarlyStopping = Literal["yes", "no", "never"]
@@ -182,11 +183,8 @@ def _best(
         for sequence in active
     ]
     total_R = torch.tensor(totals, device=logits_RV.device).flatten()
+    check_finite(logits_RV)
     norm_R = logits_RV.logsumexp(dim=1)
-    if not norm_R.isfinite().all():
-        raise UserError(
-            "the model's logits are not finite; generate with --precision fp32, or take another step"
-        )
     allowed_RV = logits_RV.index_fill(
         1, torch.tensor(banned, dtype=torch.int64, device=logits_RV.device), -math.inf
     )
@@ -209,10 +207,12 @@ def continued(
     *,
     batch_size: int = 8,
     cached: bool = True,
+    joined: bool = False,
 ) -> Iterator[Generated]:
     """Yield the best continuation of each prompt, in order. Collective over all ranks.
 
-    max_tokens, batch_size, cached: as in `generate.generate`. The length penalty counts the new tokens.
+    max_tokens, batch_size, cached, joined: as in `generate.generate`. The length penalty counts the new
+    tokens.
     """
     end = trained.vocabulary.eod
     size = batch_size if cached else 1
@@ -228,7 +228,8 @@ def continued(
         )
         for prompt, (best, *_) in zip(batch, found, strict=True):
             reason = "end_of_document" if best.tokens[-1] == end else "length"
-            yield Generated(prompt, best.tokens, tokenizer_of(trained).decode(best.tokens), reason)
+            text = text_of(trained, prompt, best.tokens, joined)
+            yield Generated(prompt, best.tokens, text, reason)
 
 
 def never_written(trained: TrainedModel) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.chat.conversation import ASSISTANT, SYSTEM, USER, Conversation
-from megamoe.apps.chat.prepare import ChatFiles, check_marks, load_chat_card
+from megamoe.apps.chat.prepare import ChatFiles, check_texts, load_chat_card
 from megamoe.apps.chat.templates import ChatTemplate, load_template
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.generate import Generated, checked_prompts, tokenizer_of
@@ -38,7 +38,7 @@ class Chat:
             UserError: if a message spells a special token, or the template or the model refuses it.
         """
         tokenizer = tokenizer_of(self.trained)
-        check_marks(messages, tokenizer)
+        check_texts(messages, tokenizer)
         tokens, _ = tokenizer.encode_marked(self.template.prompt(messages))
         return checked_prompts(self.trained, [tokens], max_tokens)[0]
 

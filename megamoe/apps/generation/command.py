@@ -63,12 +63,12 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     prompts: list[str] = list(options.prompt)
     if options.file is not None:
         try:
-            text = read_plain(options.file, MOST_BYTES).decode("utf-8")
+            text = read_plain(options.file, MOST_BYTES).decode("utf-8-sig")
         except (OSError, ValueError) as error:
             raise UserError(
                 f"--file: {options.file}: {reason(error)}; expected a text file in UTF-8"
             ) from error
-        found = [line for line in text.splitlines() if line.strip()]
+        found = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
         if not found:
             raise UserError(f"--file: {options.file} has no prompt; expected one on each line")
         prompts += found
@@ -126,6 +126,7 @@ def _run(options: argparse.Namespace) -> None:
             say(line)
         results = []
         batches: dict[str, Any] = {"batch_size": options.batch_size, "cached": cached}
+        batches["joined"] = not options.chat
         if not prompts:
             _converse(chat, sampling, batches)
             return

@@ -13,7 +13,7 @@ from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.ends import with_all_ends
 from megamoe.apps.generation.experts import ExpertRecord, Experts
 from megamoe.apps.generation.runner import runner_of
-from megamoe.apps.generation.sampling import Sampling
+from megamoe.apps.generation.sampling import Sampling, check_finite
 from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError
 
@@ -25,8 +25,8 @@ class Generated:
     """The result of one prompt.
 
     prompt, tokens: token ids; `tokens` includes the end of a document that ended it. text: of the generated
-    tokens, without a stop text. reason: why it ended: `length`, `stop`, `end_of_turn` (a stop token) or
-    `end_of_document`. experts: of each token of the prompt and of `tokens`, if they were recorded.
+    tokens, without a stop text, see `text_of`. reason: why it ended: `length`, `stop`, `end_of_turn` (a stop
+    token) or `end_of_document`. experts: of each token of the prompt and of `tokens`, if they were recorded.
     """
 
     prompt: list[int]
@@ -100,8 +100,11 @@ def generate(
     batch_size: int = 8,
     cached: bool = True,
     show_experts: bool = False,
+    joined: bool = False,
 ) -> Iterator[Generated]:
     """Yield the result of each prompt, in order. Collective: every rank generates the same tokens.
+
+    joined: the texts are to stand behind their prompts, see `text_of`.
 
     cached: use a key/value cache, and take `batch_size` prompts together; otherwise each prompt by itself.
     `runner.prepare` tells whether a model can.
@@ -115,7 +118,8 @@ def generate(
     size = batch_size if cached else 1
     for first in range(0, len(prompts), size):
         batch = slice(first, first + size)
-        yield from _generate_batch(trained, prompts[batch], keys[batch], sampling, cached, show_experts)
+        given = prompts[batch], keys[batch], sampling, cached, show_experts, joined
+        yield from _generate_batch(trained, *given)
 
 
 def _generate_batch(
@@ -125,6 +129,7 @@ def _generate_batch(
     sampling: Sampling,
     cached: bool,
     show_experts: bool,
+    joined: bool,
 ) -> list[Generated]:
     results = [Generated(prompt) for prompt in prompts]
     banned = [token for token in without_text(trained) if token not in sampling.stop_tokens]
@@ -136,11 +141,12 @@ def _generate_batch(
     with record.watching(trained) if show_experts else nullcontext():
         logits_BV = runner.begin()
         for place in range(sampling.max_tokens):
+            check_finite(logits_BV)
             allowed_BV = logits_BV.index_fill(1, banned_N, -math.inf)
             new = _agreed(trained, sampling.choose(allowed_BV, keys, place))
             for number, token in enumerate(new):
                 if not done[number]:
-                    done[number] = _append(results[number], token, trained, sampling)
+                    done[number] = _append(results[number], token, trained, sampling, joined)
             last = all(done) or place == sampling.max_tokens - 1
             if not last or show_experts:  # the experts of the last token are known after one more pass
                 logits_BV = runner.feed(new)
@@ -148,7 +154,7 @@ def _generate_batch(
                 break
     for number, result in enumerate(results):
         if result.reason != "stop":
-            result.text = tokenizer_of(trained).decode(result.tokens)
+            result.text = text_of(trained, result.prompt, result.tokens, joined)
         if show_experts:
             length = len(result.prompt) + len(result.tokens)
             result.experts = [record.by_token[number][position] for position in range(length)]
@@ -162,7 +168,21 @@ def _agreed(trained: TrainedModel, tokens: list[int]) -> list[int]:
     return tokens_B.tolist()
 
 
-def _append(result: Generated, token: int, trained: TrainedModel, sampling: Sampling) -> bool:
+def text_of(trained: TrainedModel, prompt: list[int], tokens: list[int], joined: bool) -> str:
+    """Return the text of generated tokens.
+
+    joined: with the space between a prompt and what follows it. SentencePiece leaves out a space at the start
+    of a text.
+    """
+    tokenizer = tokenizer_of(trained)
+    if joined:
+        whole, head = tokenizer.decode(prompt + tokens), tokenizer.decode(prompt)
+        if whole.startswith(head):
+            return whole.removeprefix(head)
+    return tokenizer.decode(tokens)
+
+
+def _append(result: Generated, token: int, trained: TrainedModel, sampling: Sampling, joined: bool) -> bool:
     """Append a token; return whether the generation of this prompt has ended."""
     result.tokens.append(token)
     if token == trained.vocabulary.eod:
@@ -173,7 +193,7 @@ def _append(result: Generated, token: int, trained: TrainedModel, sampling: Samp
         return True
     if not sampling.stop:
         return False
-    result.text = tokenizer_of(trained).decode(result.tokens)
+    result.text = text_of(trained, result.prompt, result.tokens, joined)
     places = [place for text in sampling.stop if (place := result.text.find(text)) >= 0]
     if places:
         result.text, result.reason = result.text[: min(places)], "stop"

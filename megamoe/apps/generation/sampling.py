@@ -83,3 +83,15 @@ class Sampling:
         # Rounding may make the target the total, which lies beyond the last token that can be drawn.
         last_B1 = (sum_BV < sum_BV[:, -1:]).sum(dim=1, keepdim=True)
         return drawn_B1.minimum(last_B1).squeeze(1).tolist()
+
+
+def check_finite(logits_BV: Tensor) -> None:
+    """Check the logits of a step.
+
+    Raises:
+        UserError: if some are NaN, or a sum of their exponentials is infinite: no token is likelier then.
+    """
+    if not logits_BV.logsumexp(dim=1).isfinite().all():
+        raise UserError(
+            "the model's logits are not finite; generate with --precision fp32, or take another step"
+        )

@@ -16,11 +16,12 @@ from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, agreement, beam_search, never_written
 from megamoe.apps.generation.generate import check_tokens, tokenizer_of
 from megamoe.apps.generation.runner import CachedSourceRunner, PlainSourceRunner, Runner
-from megamoe.apps.generation.sampling import Sampling
+from megamoe.apps.generation.sampling import Sampling, check_finite
 from megamoe.apps.translation.card import load_pair_card
 from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag
 from megamoe.apps.translation.pairs import normalize_language, select_languages
 from megamoe.data.card import is_pairs
+from megamoe.data.stored import beside
 from megamoe.errors import UserError
 from megamoe.registry import get_part
 
@@ -173,8 +174,9 @@ def of_pairs(
 
 
 def _prefix(trained: TrainedModel, pairs: str | None, split: str) -> str:
-    folder = str(Path(_own_pairs(trained)).parent) if pairs is None else pairs
-    return folder if is_pairs(folder) else str(Path(folder) / split)
+    if pairs is None:
+        return beside(_own_pairs(trained), split, trained.config.data)
+    return pairs if is_pairs(pairs) else str(Path(pairs) / split)
 
 
 def _end(trained: TrainedModel) -> int:
@@ -332,6 +334,7 @@ def draw(
         place = len(tokens[active[0]])
         banned = [*forbidden, *([end] if place < drawing.min_length else [])]
         index = torch.tensor(banned, dtype=torch.int64, device=logits_RV.device)
+        check_finite(logits_RV)
         allowed_RV = logits_RV.index_fill(1, index, -math.inf)
         new = drawing.sampling.choose(allowed_RV, [keys[number] for number in active], place)
         new_R = torch.tensor(new, device=logits_RV.device)

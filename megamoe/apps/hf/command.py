@@ -21,7 +21,7 @@ from megamoe.errors import ExitCode, UserError
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 2 for a mistake, 130 if interrupted."""
-    options = _parser().parse_args(arguments)
+    options = _parsed(arguments)
     configure_libraries()
     try:
         options.work(options)
@@ -34,6 +34,17 @@ def main(arguments: list[str] | None = None) -> int:
         print("interrupted; nothing half written is left", file=sys.stderr)
         return ExitCode.INTERRUPTED
     return ExitCode.MISTAKE
+
+
+def _parsed(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse the arguments; overrides may also follow an option, where argparse's verbs take none."""
+    parser = _parser()
+    options, further = parser.parse_known_args(arguments)
+    if further and ("overrides" not in options or any(each.startswith("-") for each in further)):
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    if further:
+        options.overrides += further
+    return options
 
 
 def _parser() -> argparse.ArgumentParser:

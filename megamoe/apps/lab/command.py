@@ -13,7 +13,6 @@ Exit code 1: a run failed, or no run has the metric of a measure or curve.
 
 import argparse
 import fcntl
-import glob
 import os
 import re
 import shlex
@@ -22,8 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.command import check_positive, parser_of, run_tool
-from megamoe.errors import UserError, printable
-from megamoe.object_storage import is_url
+from megamoe.errors import UserError
 
 STUDIES = Path("examples/studies")
 MARK = ".lab"  # in a folder of a study; its lock
@@ -89,6 +87,7 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
         return
     lock = _open_folder(output, options.overwrite)
     try:
+        _introduce(plan)
         if options.slurm is not None:
             from megamoe.apps.lab.slurm import submit
 
@@ -149,6 +148,19 @@ def _open_folder(output: Path, overwrite: bool) -> int:
     return handle
 
 
+def _introduce(plan: Any) -> None:
+    """Print what the study is, and the rows that cannot run; refuse one whose data is missing."""
+    from megamoe.apps.lab.checks import check_data, rows_that_cannot_run
+
+    print(": ".join(filter(None, (plan.study.title, plan.study.source))), flush=True)
+    print(
+        f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
+    )
+    check_data(plan)
+    for line in rows_that_cannot_run(plan):
+        print(line, flush=True)
+
+
 def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]:
     """Run what is missing and write the page; return a line for each run that failed, and for each metric
     that no run has.
@@ -159,11 +171,6 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]
     from megamoe.apps.lab.tasks import study_tasks
     from megamoe.apps.lab.tuning import tune, values_of
 
-    print(": ".join(filter(None, (plan.study.title, plan.study.source))), flush=True)
-    print(
-        f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
-    )
-    _check_data(plan)
     ranks = plan.size.ranks
     runner = Runner(output, _slots(ranks, options.workers), lambda line: print(line, flush=True), ranks)
     choices = tune(plan, output, runner)
@@ -228,32 +235,6 @@ def _run_chain(plan: Any, output: Path, options: argparse.Namespace) -> None:
         told = "the last job, or another submission, completes the tuning first"
         print(f"{chain[0].name}: not run, because its row has no tuned value: {'; '.join(waits)}; {told}")
     runner.run([tasks[each.name] for each in chain if each.name in tasks])
-
-
-def _check_data(plan: Any) -> None:
-    """Refuse a study whose prepared data is missing, before a run starts."""
-    for row, config in {**plan.tuning_configs, **plan.configs}.items():
-        data = config.get("data")
-        if not isinstance(data, dict) or data.get("mock"):
-            continue
-        sources = data.get("sources")
-        for source in sources if isinstance(sources, list) else [sources]:
-            prefix = source.get("path") if isinstance(source, dict) else source
-            # What is no path is refused with the row's configuration.
-            if isinstance(prefix, str) and not _is_prepared(prefix):
-                needs = f"; {plan.study.needs} prepares it" if plan.study.needs else ""
-                raise UserError(
-                    f"{plan.path}: row {row}: data.sources: {printable(prefix)} does not exist{needs}"
-                )
-
-
-def _is_prepared(prefix: str) -> bool:
-    """Whether files have this prefix; of a pattern or a URL that is not looked up."""
-    try:
-        files = Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}*")
-        return "*" in prefix or is_url(prefix) or any(files)
-    except (OSError, ValueError):  # such as a name that is too long
-        return False
 
 
 def _slots(ranks: int, workers: int | None) -> list[str | None]:

@@ -17,6 +17,7 @@ from megamoe.apps.report.run_statistics import Rows, Run, moe_layers, read_run, 
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 from megamoe.metrics import names
+from megamoe.metrics.formats import NON_FINITE
 from megamoe.metrics.recorder import METRICS_FILE
 from megamoe.registry import nearest
 
@@ -307,6 +308,7 @@ def _at(content: Any, measure: Measure, where: str) -> float | None:
                 known = ", ".join(map(str, each)) if isinstance(each, dict) else f"{len(each)} entries"
                 raise UserError(f"{where}: path: nothing at {step!r}; expected one of {known[:200]}")
         found = below
+    found = [NON_FINITE.get(each, each) if isinstance(each, str) else each for each in found]
     numbers = [float(each) for each in found if _is_number(each)]
     return statistics.fmean(numbers) if numbers else None
 

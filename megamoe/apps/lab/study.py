@@ -26,7 +26,7 @@ from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megamoe.apps.lab.claims import Claim, parse_claim
 from megamoe.config.files import read_run
-from megamoe.config.messages import first_problem
+from megamoe.config.messages import problems_of
 from megamoe.config.parts import STRICT
 from megamoe.config.values import PathText, PositiveInt, Seed
 from megamoe.errors import UserError
@@ -253,7 +253,7 @@ def load_study(path: Path) -> Study:
     try:
         study: Study = _STUDY.validate_json(json.dumps(read_run(path, "STUDY"), default=str))
     except ValidationError as error:
-        raise UserError(f"{path}: {first_problem(error, Study)}") from None
+        raise UserError(f"{path}: {problems_of(error, Study)[0]}") from None
     return study
 
 

@@ -1,6 +1,7 @@
 """Sets runs side by side: groups of runs that differ in their seed, curves over seeds, differing keys."""
 
 import json
+import math
 import os
 import statistics
 from collections.abc import Mapping
@@ -173,4 +174,6 @@ def _mean_and_deviation(values: list[float | None], pattern: str) -> str:
     if not known:
         return "-"
     mean = format_number(statistics.fmean(known), pattern)
-    return mean if len(known) < 2 else f"{mean} ± {format_number(statistics.stdev(known), pattern)}"
+    if len(known) < 2 or not all(map(math.isfinite, known)):
+        return mean
+    return f"{mean} ± {format_number(statistics.stdev(known), pattern)}"

@@ -181,6 +181,7 @@ def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
         (f"Validation perplexity{of_set}", "{:,.2f}", stats.perplexity),
         ("Tokens per second, median", "{:,.0f}", stats.tokens_per_s),
         ("Imbalance at the end, worst layer", "{:.2f}", stats.max_imbalance),
+        ("Pairs dropped at the end, worst layer", "{:.1%}", stats.max_dropped),
     ]
     table = [(label, format_number(value, pattern)) for label, pattern, value in rows if value is not None]
     if stats.time_s is not None:

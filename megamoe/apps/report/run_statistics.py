@@ -25,7 +25,7 @@ FURTHER_LOSS = names.keys_like(names.SET_LM_LOSS)
 LARGEST_SUMMARY, LARGEST_CONFIG = 1 << 20, 1 << 24  # bytes
 COMPARED = [
     "run", "parameters", "active", "steps", "tokens", "first val", "last val", "fall %", "perplexity",
-    "tok/s", "imbalance",
+    "tok/s", "imbalance", "dropped %",
 ]  # fmt: skip
 
 
@@ -76,6 +76,7 @@ class RunStatistics:
     further_val_losses: dict[str, float]  # the last of each further set, by name
     tokens_per_s: float | None  # median
     max_imbalance: float | None  # of all MoE layers, at the last step that recorded it
+    max_dropped: float | None  # likewise: the share of pairs that the capacity dropped, which no load counts
     never_used: dict[str, list[int]]  # layer -> experts that received nothing in any recorded step
 
     @property
@@ -198,7 +199,6 @@ def compute_statistics(rows: Rows) -> RunStatistics:
     val_losses = series(rows, val_key)[1]
     val_set = FURTHER_LOSS.fullmatch(val_key)
     speeds = series(rows, names.TOKENS_PER_S)[1]
-    imbalances = (names.worst_imbalance(row) for row in reversed(rows))
     return RunStatistics(
         steps=rows[-1][names.STEP] if rows else 0,
         tokens=_last(series(rows, names.TOKENS)[1]),
@@ -212,13 +212,19 @@ def compute_statistics(rows: Rows) -> RunStatistics:
             name: series(rows, names.fill(names.SET_LM_LOSS, name))[1][-1] for name in further_sets(rows)
         },
         tokens_per_s=statistics.median(speeds) if speeds else None,
-        max_imbalance=next((value for value in imbalances if value is not None), None),
+        max_imbalance=_last_of_layers(rows, names.IMBALANCE),
+        max_dropped=_last_of_layers(rows, names.DROPPED),
         never_used=_never_used(rows),
     )
 
 
 def _last(values: list[Any]) -> Any:
     return values[-1] if values else None
+
+
+def _last_of_layers(rows: Rows, name: str) -> float | None:
+    values = (names.worst_of_layers(row, name) for row in reversed(rows))
+    return next((value for value in values if value is not None), None)
 
 
 def _time_in_steps(rows: Rows) -> float | None:
@@ -275,4 +281,5 @@ def comparison_row(run: Run) -> list[str]:
         show(stats.perplexity, "{:,.2f}"),
         show(stats.tokens_per_s, "{:,.0f}"),
         show(stats.max_imbalance, "{:.2f}"),
+        show(None if stats.max_dropped is None else 100 * stats.max_dropped, "{:.1f}"),
     ]

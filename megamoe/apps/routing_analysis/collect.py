@@ -217,7 +217,7 @@ class _LayerSums:
             first_S=torch.zeros(size, dtype=torch.int64),
         )
 
-    def add(self, router: Router, inputs: tuple[Any, ...], routing: Routing) -> None:
+    def add(self, router: Router, inputs: tuple[Any, ...], options: dict[str, Any], routing: Routing) -> None:
         """Add a micro batch: a forward hook of the layer's router."""
         self.found.load_E += routing.counts_E().cpu()
         self.found.wanted_E += routing.wanted_counts_E().cpu()
@@ -263,8 +263,10 @@ def _over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
 
 @contextmanager
 def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Add forward hooks to modules, and remove them at the end."""
-    handles = [module.register_forward_hook(hook) for module, hook in hooks]
+    """Add forward hooks to modules, and remove them at the end. A hook takes the module, its positional
+    arguments, those by name, and its output.
+    """
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
     try:
         yield
     finally:

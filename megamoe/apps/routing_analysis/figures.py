@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from megamoe.io import replace_file
-from megamoe.metrics.formats import readable
+from megamoe.metrics.formats import name_non_finite, readable
 
 Results = dict[str, Any]
 WIDTH_IN, HEIGHT_IN, DPI = 10.4, 3.6, 150
@@ -222,7 +222,8 @@ def _lines(
     rows = [row for row in results["checkpoints"] if name in row["analyses"]]
     found = [row["analyses"][name][inside] if inside else row["analyses"][name] for row in rows]
     steps = [row["step"] for row in rows]
-    if len(rows) > 1 and len({row["run"] for row in rows}) == 1 and len({*steps}) == len(steps):
+    runs = {Path(row["path"]).parent for row in rows}
+    if len(rows) > 1 and len(runs) == 1 and len({*steps}) == len(steps):
         order = np.argsort(steps)
         for number in found[0]:
             values = _drawable([value(found[place][number]) for place in order])
@@ -284,7 +285,7 @@ def write_study(folder: Path, results: dict[str, Any]) -> list[Path]:
     Raises:
         OSError: if one cannot be written.
     """
-    contents = {RESULTS: (json.dumps(results, allow_nan=False) + "\n").encode()}
+    contents = {RESULTS: (json.dumps(name_non_finite(results), allow_nan=False) + "\n").encode()}
     if tables := token_tables(results):
         contents[TABLES] = tables.encode(errors="backslashreplace")
     contents |= {f"{name}.png": png for name, png in figures_of(results).items()}

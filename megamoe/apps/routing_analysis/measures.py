@@ -5,6 +5,7 @@ between runs and checkpoints, collapse, what experts contribute, and which token
 import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from megamoe.apps.routing_analysis.collect import WINDOW, LayerPass, RoutingPass
 from megamoe.config.groups import kinds
 from megamoe.config.shapes import expert_activation
 from megamoe.errors import UserError
+from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.experts.activations import is_gated
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
@@ -306,12 +308,28 @@ class _Positives:
     def __init__(self, device: torch.device, gated: bool = False) -> None:
         self.counts, self._gated = torch.zeros(2, dtype=torch.int64, device=device), gated
 
-    def add_experts(self, module: GroupedExperts, inputs: tuple[Any, ...], output: Tensor) -> None:
-        for values in up_projections(module, inputs[0], inputs[1]):
+    def add_experts(
+        self, module: GroupedExperts, inputs: tuple[Any, ...], options: dict[str, Any], output: Tensor
+    ) -> None:
+        """Count the values of the experts' rows, without the empty places of `capacity.pad`, which are 0.
+
+        Rows that a loss probes the experts with (`only_gate`) are no token's.
+        """
+        if options.get("only_gate"):
+            return
+        rows_NH, counts_E = inputs[0], inputs[1]
+        is_taken_N = rows_NH.any(-1)
+        expert_N = torch.repeat_interleave(torch.arange(len(counts_E), device=counts_E.device), counts_E)
+        counts_E = expert_N[is_taken_N].bincount(minlength=len(counts_E))
+        for values in up_projections(module, rows_NH[is_taken_N], counts_E):
             self._add(values)
 
     def add_dense(
-        self, module: nn.Module, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor | None]
+        self,
+        module: nn.Module,
+        inputs: tuple[Any, ...],
+        options: dict[str, Any],
+        output: tuple[Tensor, Tensor | None],
     ) -> None:
         values, bias = output
         values = values if bias is None else values + bias
@@ -329,10 +347,15 @@ class _Positives:
 
 
 def _dense_blocks(trained: TrainedModel) -> Iterator[tuple[int, nn.Module]]:
-    """Yield the number of each block with a dense FFN, and the FFN's first linear layer."""
-    for block in trained.decoder.model.decoder.layers:
+    """Yield the number of each block with a dense FFN, and the FFN's first linear layer.
+
+    The blocks of multi-token prediction are left out.
+    """
+    stacks = trained.model.stacks()
+    blocks = stacks[0] if isinstance(trained.model, GPT) else chain(*stacks)
+    for number, block in enumerate(blocks, start=1):
         with suppress(AttributeError):
-            yield block.layer_number, block.mlp.linear_fc1
+            yield number, block.mlp.linear_fc1
 
 
 def removal(trained: TrainedModel, dataset: Any, samples: int, layers: dict[int, MoELayer]) -> dict[str, Any]:
@@ -363,7 +386,7 @@ def removal(trained: TrainedModel, dataset: Any, samples: int, layers: dict[int,
 def without_expert(layer: MoELayer, expert: int) -> AbstractContextManager[None]:
     """Drop the pairs of one expert of a layer."""
 
-    def drop(router: Router, inputs: tuple[Any, ...], routing: Routing) -> Routing:
+    def drop(router: Router, inputs: tuple[Any, ...], options: dict[str, Any], routing: Routing) -> Routing:
         return routing.keep(routing.pairs.expert_N != expert)
 
     return hooked([(layer.router, drop)])

@@ -259,7 +259,8 @@ def _suitable(trained: TrainedModel) -> tuple[str, ...]:
 
 def check_shape(trained: TrainedModel, first: Examined, options: Options) -> None:
     """Refuse a model whose MoE layers are not those of the first one, in number and experts."""
-    sizes = {number: layer.num_experts for number, layer in chosen_layers(trained, options.layers).items()}
+    layers = chosen_layers(trained, options.layers)
+    sizes = {number: layer.router.dims.num_experts for number, layer in layers.items()}
     wanted = {number: len(layer.load_E) for number, layer in first.layers.items()}
     if sizes != wanted:
         raise UserError(

@@ -5,7 +5,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -119,17 +119,27 @@ def read_aligned(language: str, source: str, target: str, counts: Counts) -> Ite
         raise UserError(f"pair {language}: {source!r} and {target!r} are empty; expected a text in each line")
 
 
-def read_splits(language: str, source: str, target: str, counts: Counts) -> Iterator[Pair]:
-    """Yield the pairs of ready-made splits, those of test first, then valid, then train.
+def read_splits(given: Iterable[Sequence[str]], counts: Counts) -> Iterator[Pair]:
+    """Yield the pairs of ready-made splits: those of test of all of them first, then valid, then train.
 
-    source, target: names of aligned files in which {split} stands for train, valid and test, such as
-    `wmt/{split}.en`. Valid or test may be missing. A pair of train that is also in another split comes after
-    it, and is left out as equal to another pair.
+    given: of each the language and the names of aligned files, source and target, in which {split} stands for
+    train, valid and test, such as `wmt/{split}.en`. Valid or test may be missing. A pair of train that is
+    also in another split comes after it, and is left out as equal to another pair.
 
     Raises:
         UserError: if a name has no {split}, the files of train or those of both others are missing, one side
             of a split is missing, or as `read_aligned`.
     """
+    files = [(language, _splits_of(source, target)) for language, source, target in given]
+    for split in reversed(SPLITS):
+        for language, named in files:
+            if split in named:
+                for pair in read_aligned(language, *named[split], counts):
+                    yield replace(pair, split=split)
+
+
+def _splits_of(source: str, target: str) -> dict[str, list[str]]:
+    """Return the files of each split that is there, source and target."""
     for name in (source, target):
         if SPLIT_MARK not in name:
             raise UserError(
@@ -143,10 +153,7 @@ def read_splits(language: str, source: str, target: str, counts: Counts) -> Iter
             f"--split-files {source!r}: found files of {' and '.join(there) or 'no split'}, expected train "
             "and at least one of valid and test"
         )
-    for split in reversed(there):
-        left, right = named[split]
-        for pair in read_aligned(language, left, right, counts):
-            yield replace(pair, split=split)
+    return {split: named[split] for split in there}
 
 
 def read_tsv(language: str, path: str, counts: Counts) -> Iterator[Pair]:

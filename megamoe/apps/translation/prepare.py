@@ -31,6 +31,7 @@ from megamoe.apps.translation.select import (
     count_languages,
     in_split,
     keep_pairs,
+    outside_of_ready_splits,
     overlap,
     split_pairs,
     write_labels,
@@ -145,6 +146,7 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
         min_words=preparation.min_words,
         min_pairs=preparation.min_pairs,
     )
+    pairs = outside_of_ready_splits(pairs, counts)
     splits = split_pairs(pairs, preparation.split)
     if "train" not in splits:
         raise UserError(
@@ -185,6 +187,11 @@ def _check(preparation: PairPreparation, output: Path) -> None:
                 f"output {preparation.output!r} is not a folder of prepared pairs, so --overwrite leaves it "
                 "as it is; choose another --output"
             ) from error
+    if Path(preparation.tokenizer).resolve().is_relative_to(output.resolve()):
+        raise UserError(
+            f"tokenizer {preparation.tokenizer!r} lies in the output folder, which is replaced; copy it to "
+            "another place and name that"
+        )
     if len(preparation.keys) != len(("source", "target", "language")):
         raise UserError(f"keys {','.join(preparation.keys)}: expected three, of source, target and language")
     expand(preparation.special)
@@ -194,8 +201,7 @@ def _read(preparation: PairPreparation, counts: Counts) -> Iterator[Pair]:
     given = (preparation.catalogues, preparation.aligned, preparation.split_files, preparation.tsv)
     if not any((*given, preparation.jsonl)):
         raise UserError("no pairs: name them with --catalogues, --aligned, --split-files, --tsv or --jsonl")
-    for language, source, target in preparation.split_files:
-        yield from read_splits(language, source, target, counts)
+    yield from read_splits(preparation.split_files, counts)
     for language, source, target in preparation.aligned:
         yield from read_aligned(language, source, target, counts)
     for language, path in preparation.tsv:

@@ -73,6 +73,24 @@ def _why_not(pair: Pair, source_language: str, min_words: int) -> str | None:
     return None
 
 
+def outside_of_ready_splits(pairs: Sequence[Pair], counts: Counts) -> list[Pair]:
+    """Return the pairs without those that would be added to a language's ready-made valid or test split.
+
+    These are drawn pairs of the same message and language as one of it, see `split_pairs`. In train they
+    would be what the model is tested on, and in the split they would change a published set.
+    """
+    groups = _Groups.of(pairs)
+
+    def message(pair: Pair) -> tuple[str, str]:
+        return pair.language, groups.name_of(_key(pair.source))
+
+    evaluated = {message(pair) for pair in pairs if pair.split in SPLITS[1:]}
+    kept = [pair for pair in pairs if pair.split or message(pair) not in evaluated]
+    if len(kept) < len(pairs):
+        counts.left_out["of a message in a ready-made valid or test split"] += len(pairs) - len(kept)
+    return kept
+
+
 def overlap(pair: Pair) -> float:
     """Return the share of the source's words that the target has too, whatever their case; 0 to 1."""
     words = WORD.findall(pair.source.casefold())
@@ -85,8 +103,8 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float]) -> list[str]:
 
     Pairs of one message go to one split, in all languages: those with a source or an identity in common,
     compared without case, spaces and punctuation. The split is drawn by a hash of the message, so it does
-    not depend on the order of the pairs. A pair of a ready-made split (`Pair.split`) stays in it, and drawn
-    ones of the same message follow it.
+    not depend on the order of the pairs. A pair of a ready-made split (`Pair.split`) stays in it. Drawn ones
+    of the same message follow it, so `outside_of_ready_splits` should come before.
 
     shares: of the three splits, of any sum.
 
@@ -100,9 +118,7 @@ def split_pairs(pairs: Sequence[Pair], shares: Sequence[float]) -> list[str]:
         )
     total = sum(shares)
     bounds = [sum(shares[: place + 1]) / total for place in range(len(shares))]
-    groups = _Groups()
-    for pair in pairs:
-        groups.join([_key(text) for text in (pair.source, *pair.identities)])
+    groups = _Groups.of(pairs)
     found: dict[str, str] = {}
     for pair in pairs:
         if pair.split:
@@ -138,6 +154,14 @@ class _Groups:
 
     def __init__(self) -> None:
         self._parents: dict[str, str] = {}
+
+    @classmethod
+    def of(cls, pairs: Iterable[Pair]) -> "_Groups":
+        """Return the sets of the pairs' sources and identities, as keys."""
+        groups = cls()
+        for pair in pairs:
+            groups.join([_key(text) for text in (pair.source, *pair.identities)])
+        return groups
 
     def join(self, keys: Sequence[str]) -> None:
         names = {self.name_of(key) for key in keys}

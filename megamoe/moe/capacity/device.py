@@ -29,8 +29,8 @@ class DeviceCapacity(Part):
     and 3.1.2 (no drops in evaluation).
 
     Our choices: T is the micro batch of one data-parallel rank, and each such rank fills its share of a
-    device's budget; k is 1 if it varies by token. What is dropped depends on D: set `devices` for a run whose
-    layout may change.
+    device's budget; k is 1 if it varies by token, or `mean` of `above`. What is dropped depends on D: set
+    `devices` for a run whose layout may change.
     """
 
     experts_alike = True

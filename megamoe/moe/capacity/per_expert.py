@@ -3,8 +3,8 @@
 A pair without a place is dropped: its token passes through the residual alone (Lepikhin et al. 2021; Fedus et
 al. 2021, eq. 3). T is the micro batch of one data-parallel rank, so a drop never depends on how the experts
 are spread over ranks. k is the selector's, or 1 if it varies by token, which gives XMoE's C = gamma * T / E
-(Yang et al. 2024, eq. 3). Megatron-Core and DeepSpeed count the same way. If a paper counts tokens for k = 2,
-its factor is twice ours (GShard: 2.0 there is 1.0 here).
+(Yang et al. 2024, eq. 3); with `above` it is `mean`. Megatron-Core and DeepSpeed count the same way. If a
+paper counts tokens for k = 2, its factor is twice ours (GShard: 2.0 there is 1.0 here).
 
 Experts of another size (XMoE eq. 6): the layer's cost is gamma * T * (an expert's cost). Experts of 1/n of
 the size keep that cost with n times the `factor`, as the paper trains them; the configuration must set it.

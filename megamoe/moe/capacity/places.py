@@ -1,5 +1,6 @@
 """Limited places, assigned by priority."""
 
+import math
 from fractions import Fraction
 
 import torch
@@ -39,9 +40,9 @@ def share_of_pairs(factor: float, num_pairs: int, num_groups: int | Tensor) -> i
 
     num_groups: a number, or an int64 scalar if it was counted on the device.
     """
-    exact = Fraction(str(factor))
-    divisor = exact.denominator * num_groups
-    return (exact.numerator * num_pairs + divisor - 1) // divisor
+    # ceil(x / n) is ceil(ceil(x) / n) for whole n. The fraction of a factor such as 4/3 exceeds int64.
+    whole = math.ceil(Fraction(str(factor)) * num_pairs)
+    return (whole + num_groups - 1) // num_groups
 
 
 def num_open(open_E: Tensor | None, num_groups: int) -> int | Tensor:

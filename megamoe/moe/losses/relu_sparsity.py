@@ -80,4 +80,7 @@ class ReluSparsity(AdaptiveLoss):
         """Raise c if a token has more than k experts on average."""
         pairs, num_tokens = total.double().unbind()
         # (1 - k/E) - S has the sign of pairs - k tokens.
-        return coefficient * torch.pow(self.config.alpha, (pairs - self.config.k * num_tokens).sign()).float()
+        factor = torch.pow(self.config.alpha, (pairs - self.config.k * num_tokens).sign()).float()
+        # Of smaller numbers a factor of 1.2 is rounded away, and 0 times infinity is no number.
+        limits = torch.finfo(torch.float32)
+        return (coefficient * factor).clamp(limits.tiny, limits.max)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import largest
 from megamoe.moe.capabilities import provides
 from megamoe.moe.masks.expert_groups import by_group, check_groups
 from megamoe.moe.part import Candidates, Example, Mask, ScoreFunction, StepContext
@@ -127,7 +128,8 @@ def _over_largest(best_RK: Tensor, score_function: ScoreFunction | None) -> Tens
 
 
 def _largest(values_RL: Tensor, depth: int) -> tuple[Tensor, Tensor]:
-    """Return the `depth` largest values of each row, in order, and their indices."""
+    """Return the `depth` largest values of each row, in order, and their indices; of equal ones the first."""
     if depth == values_RL.shape[1]:
         return values_RL.sort(dim=-1, descending=True, stable=True)
-    return values_RL.topk(depth, dim=-1)
+    place_RK = largest(values_RL, depth)
+    return values_RL.gather(-1, place_RK), place_RK

@@ -31,7 +31,8 @@ class GroupLimit(Mask):
     Caveats: DeepSeek-V2's weights come from a softmax over all experts, which the limit does not renormalise:
     set score_function: {name: softmax, over: all}, as the preset deepseek_v2 does. V3's text sums the k /
     keep largest (as does Megatron-Core), which is the default. V3's released code always sums two, which is
-    the same at its k = 8, keep = 4. If the selector's k varies by token, the default sums 1.
+    the same at its k = 8, keep = 4. If the selector's k varies by token, the default sums 1; with
+    `above` it is by `mean`, and at most a group's experts.
     """
 
     experts_alike = True
@@ -99,7 +100,8 @@ class GroupLimit(Mask):
 
     @property
     def _best(self) -> int:
-        return int(self.config.best or max(self.dims.num_choices // self.config.keep, 1))
+        size = self.dims.num_experts // self.config.num_groups
+        return int(self.config.best or min(max(self.dims.num_choices // self.config.keep, 1), size))
 
 
 def _sums(best_TGB: Tensor, scored: Scored) -> Tensor:

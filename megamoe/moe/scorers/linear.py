@@ -19,7 +19,7 @@ class LinearScorer(Part):
     b starts at 0, and is trained by gradient, unlike the bias of a score function. With `rows`, the extra
     rows_EH is W in fp32, for a loss on the weight: under ZeRO 3 it is whole only here.
 
-    Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), section 2.4; b: gpt-oss.
+    Source: Shazeer et al. 2017 eq. 3; jitter: Fedus et al. 2021 (Switch), appendix C; b: gpt-oss.
     """
 
     takes_any_dtype = True

@@ -67,6 +67,7 @@ class Above(WeightedByP):
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
         refuse_more_than_experts("at_least", options.at_least, moe)
+        refuse_more_than_experts("mean", options.mean, moe)
 
     @property
     def num_choices(self) -> int:

@@ -23,7 +23,7 @@ class Sample(FixedK):
     fp32 are still drawn in proportion. If the scorer gives `sampling_scores_TE`, their softmax replaces p in
     the draw (`policy`: pi_old). Weights: raw p, renormalised to sum 1 over the chosen, or one.
 
-    Source: the slides' policy o ~ pi_old; Shazeer et al. and GShard draw their second expert in this way.
+    Source: the slides' policy o ~ pi_old; GShard draws its second expert in this way.
     """
 
     @dataclass

@@ -102,6 +102,11 @@ def read_deepspeed_config(path: str | None) -> dict[str, Any]:
         near = difflib.get_close_matches(key, NAMED, n=1, cutoff=0.8) if key not in NAMED else []
         if near:  # DeepSpeed ignores what it does not know
             raise UserError(f"{path}: unknown key {short(key)}; did you mean {near[0]!r}?")
+    if "bfloat16" in content:
+        raise UserError(f"{path}: 'bfloat16' is DeepSpeed's old name of 'bf16'; write bf16 in its place")
+    section = content.get("zero_optimization", {})
+    # As DeepSpeed does: "auto", which other trainers fill in, is its default.
+    content |= {"zero_optimization": {k: v for k, v in section.items() if v != "auto"}} if section else {}
     return content
 
 

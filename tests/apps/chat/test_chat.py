@@ -102,6 +102,16 @@ def test_bad_conversations(record: object, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("place", ["name", "arguments"])
+def test_half_a_surrogate_pair_outside_of_the_content(folder: Path, place: str) -> None:
+    tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
+    call = {"function": {"name": "f", "arguments": "\ud83d"}}
+    user = {**USER, "name": "\ud83d"} if place == "name" else USER
+    answer = {"role": "assistant", "tool_calls": [call]} if place == "arguments" else ANSWER
+    with pytest.raises(UserError, match="half a surrogate pair in a message"):
+        encode_conversation(conversation_of({"messages": [user, answer]}), load_template("chatml"), tokenizer)
+
+
 def test_a_bad_line_is_named_and_nothing_is_left(folder: Path, tmp_path: Path, refused: Refused) -> None:
     """Or it is left out, and counted by its reason."""
     good = {"messages": [USER, ANSWER]}

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import Session, TrainedModel, session
-from megamoe.apps.generation.generate import Generated, encoded, generate
+from megamoe.apps.generation.generate import Generated, encoded, generate, text_of
 from megamoe.apps.generation.runner import CachedRunner, prepare
 from megamoe.apps.generation.sampling import Sampling
 from megamoe.data.special import SpecialTokens
-from megamoe.data.tokenizers import ByteTokenizer
+from megamoe.data.tokenizers import ByteTokenizer, load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
@@ -262,6 +263,21 @@ def greedy(trained: TrainedModel, *stop: str, special: dict[str, int] | None = N
     sampling = Sampling(max_tokens=12, temperature=0.0, stop=stop)
     (found,) = generate(dataclasses.replace(trained, vocabulary=words), [[7, 9]], sampling)
     return found
+
+
+def test_a_text_behind_its_prompt_keeps_the_space_between_them(tmp_path: Path) -> None:
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["one two three four", "five six seven eight"] * 20),
+        model_prefix=str(tmp_path / "sp"),
+        vocab_size=23,
+        minloglevel=2,
+    )
+    tokenizer = load_tokenizer(str(tmp_path / "sp.model"))
+    prompt, whole = tokenizer.encode("one two"), tokenizer.encode("one two three")
+    assert whole[: len(prompt)] == prompt
+    trained: Any = SimpleNamespace(vocabulary=SimpleNamespace(tokenizer=tokenizer))
+    assert text_of(trained, prompt, whole[len(prompt) :], joined=True) == " three"
+    assert text_of(trained, prompt, whole[len(prompt) :], joined=False) == "three"
 
 
 def until_first(tokens: list[int], end: int) -> list[int]:

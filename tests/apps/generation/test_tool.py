@@ -22,7 +22,7 @@ def trained_and_asked(folder: Path) -> tuple[int, str]:
     trainer.step()
     trainer.save()
     trainer.close()
-    (folder / "prompts.txt").write_text("one <b>\n\nanother\n")
+    (folder / "prompts.txt").write_bytes("\ufeffone <b>\r\n\nanother\n".encode())
     outputs = [f"--html={folder / 'experts.html'}", f"--json={folder / 'out.json'}"]
     options = ["--max-tokens=3", "--temperature=0", "--show-experts", *outputs]
     code: int = tool("generate").main([str(folder / "small"), f"--file={folder / 'prompts.txt'}", *options])

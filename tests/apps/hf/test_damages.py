@@ -176,6 +176,7 @@ def test_what_stands_in_the_way_of_a_class_is_named(run: Path, tmp_path: Path, r
         "moe.router.capacity.name per_expert": ["moe.router.capacity=per_expert"],
         "moe.router.scorer.name cosine": ["moe.router.scorer=cosine"],
         "moe.router.selector.scale 2.0": ["moe.router.selector.scale=2.0", "--class", "mixtral"],
+        "moe.router.selector.scale 3.0": ["--class", "mixtral", "moe.router.selector.scale=3.0"],
         "model.norm layernorm": ["model.norm=layernorm", "--class", "olmoe"],
         "--class: found gpt2, expected one of llama": ["--class", "gpt2"],
     }

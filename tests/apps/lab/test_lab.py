@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import yaml
 
+from megamoe.apps.lab.checks import rows_that_cannot_run
 from megamoe.apps.lab.index import write_index
 from megamoe.apps.lab.measures import _taken, consistency, lowest_by, spikes
 from megamoe.apps.lab.page import _tuning
@@ -157,11 +158,19 @@ def test_a_failed_run_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     path = written(tmp_path, rows=rows, measures=measures, claims=[], stages={})
     output = tmp_path / "lab"
     assert call("lab", [str(path), "--output", str(output), "--seeds", "1", "--workers", "1"]) == 1
-    assert "failed: bad-1: error: " in capfd.readouterr().out
+    shown = capfd.readouterr().out
+    assert "failed: bad-1: error: " in shown and "row bad cannot run: " in shown
     results = json.loads((output / "page/results.json").read_text())
     assert results["rows"]["good"]["failed"] == [] and results["rows"]["good"]["measures"]["loss"]["mean"]
     assert len(results["rows"]["bad"]["failed"]) == 1
     assert "| bad | failed |" in (output / "page/index.md").read_text()
+
+
+def test_rows_that_cannot_run_are_named_before_the_first_run(tmp_path: Path) -> None:
+    bad = {"base": "run.yaml", "set": {"model": {"num_attention_heads": 3}}}
+    rows = {"good": {"base": "run.yaml"}, "bad": bad}
+    (line,) = rows_that_cannot_run(load_plan(written(tmp_path, rows=rows, claims=[]), "smoke", None, []))
+    assert line.startswith("row bad cannot run: model.num_attention_heads: ")
 
 
 @pytest.mark.full

@@ -1,6 +1,7 @@
 """Runs side by side: groups over seeds, mean and band worked by hand, what differs in the configurations."""
 
 import json
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 from megamoe.apps.report.comparison import (
+    _mean_and_deviation,
     band_curve,
     comparison_sections,
     config_differences,
@@ -66,6 +68,11 @@ def test_runs_of_other_seeds_and_names_are_one_group(runs: list[Run]) -> None:
         "2.00 ± 0.00",
     ]
     assert seed_rows(groups)[1] == ["large", "1", "2.0000", "2.0000", "-", "2.00"]
+
+
+@pytest.mark.parametrize(("values", "text"), [([1.0, math.nan], "nan"), ([math.inf, 1.0], "inf")])
+def test_a_seed_that_diverged_has_no_deviation(values: list[float | None], text: str) -> None:
+    assert _mean_and_deviation(values, "{:.2f}") == text
 
 
 def test_runs_of_one_seed_are_not_called_seeds(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def moe_rows() -> list[dict[str, Any]]:
             "moe/layer_02/dropped": 0.0,
             "moe/layer_10/load": [8 + step, 0, 4 - step],
             "moe/layer_10/imbalance": (8 + step) / 4,
-            "moe/layer_10/dropped": 0.0,
+            "moe/layer_10/dropped": 0.125,
         }
         | ({"val/lm_loss": {1: 8.0, 3: 4.5, 4: 5.0}[step], "val/code/lm_loss": 2.25} if step != 2 else {})
         for step, speed in zip((1, 2, 3, 4), speeds, strict=True)
@@ -107,6 +107,7 @@ def test_the_page_holds_the_facts_and_needs_nothing_else(tmp_path: Path) -> None
         "Validation perplexity": "148.41",  # e^5
         "Tokens per second, median": "2,500",
         "Imbalance at the end, worst layer": "3.00",  # 12 / 4
+        "Pairs dropped at the end, worst layer": "12.5%",
         "Time in training steps": "1m02s",  # 4 x 15.5 s
         "Experts never used": "layer 10: 1",
     }
@@ -288,8 +289,8 @@ def test_the_comparison_is_aligned_and_right(tmp_path: Path) -> None:
     dense = make_run(tmp_path / "dense-baseline", dense_rows())
     header, first, second = comparison_table([read_run(moe), read_run(dense)]).splitlines()
     assert header.split("  ")[0] == "run" and len(header) == len(first) == len(second)
-    assert " ".join(first.split()) == "moe 24.3M 9.12M 4 2,048 8.0000 5.0000 37.50 148.41 2,500 3.00"
-    assert " ".join(second.split()) == "dense-baseline - - 2 128 - - - - - -"
+    assert " ".join(first.split()) == "moe 24.3M 9.12M 4 2,048 8.0000 5.0000 37.50 148.41 2,500 3.00 12.5"
+    assert " ".join(second.split()) == "dense-baseline - - 2 128 - - - - - - -"
 
 
 def test_the_tool_writes_reports_and_compares(tmp_path: Path) -> None:

@@ -1,13 +1,22 @@
 """Every figure of a study has named axes with units."""
 
 import copy
+import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from megamoe.apps.routing_analysis.figures import DRAW, MOST_PANELS, figures_of, summary_lines
+from megamoe.apps.routing_analysis.figures import (
+    DRAW,
+    MOST_PANELS,
+    RESULTS,
+    figures_of,
+    summary_lines,
+    write_study,
+)
 
 LAYER: dict[str, Any] = {
     "collapse": 0.5,
@@ -31,7 +40,14 @@ def results_of(steps: list[int], layers: list[str]) -> dict[str, Any]:
     removal = {"rise_E": [0.5, -0.25], "share_E": [0.5, 0.5]}
     analyses["removal"] = {"lm_loss": 2.0, "layers": {number: removal for number in layers}}
     rows = [
-        {"run": "a$b_{", "step": step, "lm_loss": 2.0, "tokens": 8, "analyses": copy.deepcopy(analyses)}
+        {
+            "run": "a$b_{",
+            "path": f"a$b_{{/step_{step}",
+            "step": step,
+            "lm_loss": 2.0,
+            "tokens": 8,
+            "analyses": copy.deepcopy(analyses),
+        }
         for step in steps
     ]
     change = {"earlier": "a", "later": "b", "earlier_step": 1, "later_step": 2}
@@ -62,6 +78,23 @@ def test_lines_over_steps_are_in_order() -> None:
     DRAW["collapse"](figure, results)
     (line,) = figure.axes[0].get_lines()
     assert np.array_equal(line.get_xdata(), [10, 20]) and np.array_equal(line.get_ydata(), [0.5, 0.25])
+
+
+def test_runs_of_one_name_in_two_folders_are_two() -> None:
+    figure, results = Figure(), results_of([10, 20], ["1", "2"])
+    results["checkpoints"][1]["path"] = "other/a$b_{/step_20"
+    DRAW["collapse"](figure, results)
+    lines = figure.axes[0].get_lines()
+    assert [list(line.get_xdata()) for line in lines] == [[0, 1], [0, 1]]  # over the layers, not the steps
+
+
+def test_numbers_that_are_not_finite_are_written_as_names(tmp_path: Path) -> None:
+    results = results_of([1], ["1"])
+    results["checkpoints"][0]["lm_loss"] = float("inf")
+    results["checkpoints"][0]["analyses"] = {"collapse": {"1": float("nan")}}
+    write_study(tmp_path, results | {"comparisons": {}})
+    row = json.loads((tmp_path / RESULTS).read_text())["checkpoints"][0]
+    assert (row["lm_loss"], row["analyses"]["collapse"]["1"]) == ("Infinity", "NaN")
 
 
 def test_many_layers_are_cut_and_said_so() -> None:

@@ -121,6 +121,30 @@ def test_positive_activations_of_stacks_count_every_sublayer() -> None:
     assert all(share is not None and 0.1 < share < 0.4 for share in found.values())
 
 
+def test_positive_activations_of_an_encoder() -> None:
+    kind = ["model.architecture=encoder", "train.objective=masked", "model.activation=gelu"]
+    trained = opened(TOP_2, "moe.expert_activation=gelu", "moe.layers={at: [2]}", *kind)
+    found = positive_activations(trained, data_of(trained), SAMPLES, chosen_layers(trained, ()))
+    assert found["dense"].keys() == {"1"} and found["experts"].keys() == {"2"}
+    assert all(share is not None and 0 < share < 1 for by in found.values() for share in by.values())
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        "moe.router.capacity={name: per_expert, factor: 4.0, pad: true}",  # whose empty places are rows of 0
+        "moe.losses={expert_router_coupling: 1.0}",  # which probes the experts with rows of its own
+    ],
+)
+def test_positive_activations_count_the_rows_of_pairs_alone(other: str) -> None:
+    found = []
+    for more in ([], [other]):
+        trained = opened(TOP_2, "moe.expert_activation=gelu", EVEN, *more)
+        layers = chosen_layers(trained, ())
+        found.append(positive_activations(trained, data_of(trained), SAMPLES, layers)["experts"])
+    assert found[1] == pytest.approx(found[0])
+
+
 def test_a_removed_expert_is_one_whose_output_is_zero() -> None:
     trained = opened(TOP_2)
     layers = chosen_layers(trained, (2,))
@@ -170,3 +194,6 @@ def test_checkpoints_that_do_not_fit_each_other_are_a_line() -> None:
     check_shape(opened(), found, Options())
     with pytest.raises(UserError, match=r"are {1: 2, 2: 2}, those of .* {1: 4, 2: 4}; compare"):
         check_shape(opened("moe.num_experts=2"), found, Options())
+    with_others = opened(TOP_2, "moe.zero_experts={identity: 2}", EVEN)
+    found = examine(with_others, data, Options(analyses=("collapse",)))
+    check_shape(with_others, found, Options())

@@ -69,6 +69,31 @@ def test_ready_made_splits_stay_as_they_are(tmp_path: Path) -> None:
     assert [(one.language, one.pairs) for one in test.languages] == [("de", 2), ("fr", 1)]
 
 
+def test_several_ready_made_splits_and_further_pairs_of_their_messages(tmp_path: Path) -> None:
+    """A training pair that another file tests on is left out of train, and a further pair out of the test."""
+    for name, texts in {
+        "a": ("one big river", "two big seas"),
+        "b": ("three hills", "one big river"),
+    }.items():
+        for split, text in zip(("train", "test"), texts, strict=True):
+            (tmp_path / f"{name}.{split}.en").write_text(f"{text}\n")
+            (tmp_path / f"{name}.{split}.de").write_text(f"das {text} ist\n")
+    (tmp_path / "more.tsv").write_text("Two big seas!\tzwei Meere\n")
+    files = [
+        part
+        for name in ("a", "b")
+        for part in ("--split-files", "de", *(tmp_path / f"{name}.{{split}}.{side}" for side in ("en", "de")))
+    ]
+    more = ["--tsv", "de", tmp_path / "more.tsv", "--tokenizer", "bytes", "--special", "pad,<2de>"]
+    assert prepare(tmp_path / "out", *files, *more) == 0
+    card = json.loads((tmp_path / "out/card.json").read_text())
+    assert card["pairs"] == {"train": 1, "valid": 0, "test": 2}
+    assert card["left_out"] == {
+        "equal to another pair": 1,
+        "of a message in a ready-made valid or test split": 1,
+    }
+
+
 def test_sides_are_aligned_and_languages_follow_each_other(prepared: Path) -> None:
     messages: dict[str, set[str]] = {}
     for split in ("train", "valid", "test"):
@@ -246,6 +271,10 @@ def test_replacing_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (out / "more").exists()
     assert prepare(out, *options, "--overwrite") == 0
     assert not (out / "more").exists() and [*tmp_path.glob(".*")] == []
+    (out / "tokenizer.json").write_text("mine")
+    assert prepare(out, *options[:-1], out / "tokenizer.json", "--overwrite") == 2
+    assert "lies in the output folder, which is replaced" in capsys.readouterr().err
+    assert (out / "tokenizer.json").read_text() == "mine"
     (out / "card.json").write_text("{}")  # a folder of something else is left as it is
     assert prepare(out, *options, "--overwrite") == 2
     assert "is not a folder of prepared pairs" in capsys.readouterr().err

@@ -1,5 +1,8 @@
 """Places by priority against Python's sorted."""
 
+import math
+from fractions import Fraction
+
 import pytest
 import torch
 from torch import Tensor
@@ -57,3 +60,14 @@ def test_the_value_of_a_pair_is_its_entry() -> None:
 
 def test_a_share_is_a_ceiling_of_the_factor_as_written() -> None:
     assert [share_of_pairs(*case) for case in [(1.1, 100, 10), (1.0, 9, 4), (0.5, 8, 4)]] == [11, 3, 1]
+
+
+@pytest.mark.parametrize("factor", [4 / 3, 5 / 3, 0.3333333333333333, 1.1, 2.0])
+@pytest.mark.parametrize("num_pairs", [512, 1024, 1 << 20])
+def test_a_share_of_groups_that_the_device_counts_is_that_of_a_number(factor: float, num_pairs: int) -> None:
+    """A factor of many digits is a fraction of numbers beyond int64."""
+    for groups in (1, 7, 64, 1024):
+        exact = math.ceil(Fraction(str(factor)) * num_pairs / groups)
+        found = share_of_pairs(factor, num_pairs, torch.tensor(groups))
+        assert isinstance(found, Tensor) and found.dtype == torch.int64
+        assert int(found) == share_of_pairs(factor, num_pairs, groups) == exact

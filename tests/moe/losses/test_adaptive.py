@@ -37,6 +37,17 @@ def test_lambda_follows_the_sparsity_of_the_batch(k: float, sign: int) -> None:
     assert loss.metrics()["coefficient"].item() == pytest.approx(1e-8 * 1.2**sign)
 
 
+def test_lambda_rises_again_after_many_steps_below_k() -> None:
+    """1.2^-700 is far below the numbers of fp32, of which 1.2 times the least is the least."""
+    loss = make_part("loss", "relu_sparsity", k=2.0)
+    few, many = torch.tensor([1, 100]), torch.tensor([1000, 100])
+    least, most = torch.ones(()), torch.ones(())
+    for _ in range(700):
+        least, most = loss.adapted(least, few), loss.adapted(most, many)
+    assert float(loss.adapted(least, many)) == pytest.approx(1.2 * float(least)) and least > 0
+    assert most.isfinite()
+
+
 def test_a_recomputed_micro_batch_counts_once_and_others_add() -> None:
     """Three of the first micro batch's four pairs are dropped; counted twice it would be 6 of 12."""
     loss = make_part("loss", "drop_rate_balance", xi=1.0, beta=0.0, most=1.0, weight=0.5)

@@ -121,6 +121,12 @@ def test_bound_0_leaves_weights_that_sum_to_1_too_few(num_groups: int, router: d
     check(num_groups=4)
 
 
+@pytest.mark.parametrize(("bound", "kept"), [(0.0, 1), (0.5, 1), (1.0, 2), (1.5, 4)])
+def test_the_first_of_equal_experts_are_kept(bound: float, kept: int) -> None:
+    """ln 2 = 0.69, ln 4 = 1.39, ln 5 = 1.6; 64 experts are more than those that are looked at first."""
+    assert prune(torch.zeros(1, 64), bound=bound).nonzero()[:, 1].tolist() == list(range(kept))
+
+
 def test_bound_0_with_plain_weights() -> None:
     prune_hard = {"name": "entropy_prune", "bound": 0.0}
     config = moe_config(

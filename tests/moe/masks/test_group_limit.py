@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
+from megamoe.moe.validation import check_parts
 from tests.support.moe.build import (
     make_hidden,
     make_layer,
@@ -148,3 +149,13 @@ def test_a_sum_is_one_of_p_and_not_of_scores(score_function: dict[str, Any], dro
             != expected.tolist()
         )
     assert by_score > 5  # sums of scores would keep other groups
+
+
+def test_the_default_of_best_is_at_most_a_group() -> None:
+    """`above` counts with its `mean`: 8 / 1 experts of a group of 4."""
+    above = {"name": "above", "value": 0.01, "at_least": 1, "mean": 8}
+    limit = {"name": "group_limit", "num_groups": 8, "keep": 1, "score": "sum"}
+    config = moe_config(num_experts=32, router={"masks": [limit], "selector": above})
+    check_parts(config, 1)
+    routing = make_layer(config).router(make_hidden(8), StepContext())
+    assert routing.candidates_TE.sum(1).tolist() == [4] * 8

@@ -1,7 +1,6 @@
 """Translation: an encoder reads a text, a decoder writes it in another language."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from megamoe.config.shapes import length_multiple
 from megamoe.data.batches import Batch, Item, pair_batch
 from megamoe.data.card import is_pairs
 from megamoe.data.datasets import VALID, Datasets, check_split
+from megamoe.data.stored import beside
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares, TrainingObjective
@@ -169,7 +169,7 @@ class Translation(TrainingObjective):
 
     def _beside(self, split: str) -> str:
         """Return the prefix of another split of the training pairs' folder."""
-        prefix = str(Path(self._prefix).with_name(split))
+        prefix = beside(self._prefix, split, self.config.data)
         if not is_pairs(prefix):
             raise UserError(
                 f"data.split: has a share for {split}, but there are no pairs {prefix!r} beside "
