@@ -265,6 +265,15 @@ class Checkpoints:
         """Whether no upload of this rank is under way; only the first rank uploads."""
         return self.uploads is None or self.uploads.are_done
 
+    def begin_uploads(self) -> None:
+        """Let the first rank write to the object storage, if there is one. No other launch may be alive.
+
+        Raises:
+            UserError: if the storage does not answer.
+        """
+        if self.uploads is not None:
+            self.uploads.begin()
+
     def finish_uploads(self) -> str | None:
         """Wait for the uploads; return why the newest checkpoint is not in the object storage, or None."""
         return None if self.uploads is None else self.uploads.close()

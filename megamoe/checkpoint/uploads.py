@@ -21,6 +21,8 @@ from megamoe.resilience.heartbeat import tick
 def open_uploads(config: RunConfig, say: Callable[[str], None], *, continues: bool) -> "Uploads | None":
     """Return the uploads of a run that is about to start, on the first rank, or None without a storage.
 
+    Nothing is written to the storage before `Uploads.begin`: another launch may still be running.
+
     continues: the run goes on; otherwise `overwrite` deletes the earlier run's checkpoints in the storage.
 
     Raises:
@@ -30,12 +32,10 @@ def open_uploads(config: RunConfig, say: Callable[[str], None], *, continues: bo
     if saves.remote is None:
         return None
     remote = RemoteFolder(saves.remote, config.name)
-    uploads = Uploads(remote, Path(config.output) / config.name, saves.keep, say)
     with told(remote):
-        uploads.take_over()
-        if not continues and config.overwrite:
-            remote.delete_all()
-    return uploads
+        remote.read_name(WRITER)
+    folder, replaces = Path(config.output) / config.name, not continues and config.overwrite
+    return Uploads(remote, folder, saves.keep, say, waits=True, replaces=replaces)
 
 
 class Uploads:
@@ -44,11 +44,22 @@ class Uploads:
     Used by the first rank. A checkpoint that cannot be uploaded is reported in one line and stays where it
     is; the next one is tried again.
 
-    keep: complete checkpoints that stay in the storage. say: takes a line.
+    keep: complete checkpoints that stay in the storage. say: takes a line. waits: nothing is uploaded before
+    `begin`. replaces: the storage's checkpoints are an earlier run's, which `begin` deletes.
     """
 
-    def __init__(self, remote: RemoteFolder, run_folder: Path, keep: int, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        remote: RemoteFolder,
+        run_folder: Path,
+        keep: int,
+        say: Callable[[str], None],
+        *,
+        waits: bool = False,
+        replaces: bool = False,
+    ) -> None:
         self.remote = remote
+        self._waits, self._replaces = waits, replaces
         self.keep = keep
         self.launch = secrets.token_hex(4)
         self._record = run_folder / METRICS_FILE
@@ -60,6 +71,21 @@ class Uploads:
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
 
+    def begin(self) -> None:
+        """Become the launch that may write, and upload what was added; call it when no other launch runs.
+
+        Raises:
+            UserError: if the storage does not answer.
+        """
+        with told(self.remote):
+            self.take_over()
+            if self._replaces:
+                self.remote.delete_all()
+        with self._changed:
+            self._waits = False
+            if self._waiting is not None:
+                self._start()
+
     def take_over(self) -> None:
         """Become the launch that may write; one that wrote before finds out and stops."""
         self.remote.write(self.launch.encode(), WRITER)
@@ -68,10 +94,15 @@ class Uploads:
         """Upload a complete checkpoint as soon as the one before is done."""
         with self._changed:
             self._waiting, self._is_closed = checkpoint, False
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
-                self._thread.start()
-            self._changed.notify_all()
+            if not self._waits:
+                self._start()
+
+    def _start(self) -> None:
+        """Start the thread if it has ended, and tell it that a checkpoint waits; with the lock held."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="upload", daemon=True)
+            self._thread.start()
+        self._changed.notify_all()
 
     def needs(self, checkpoint: Path) -> bool:
         """Return whether a checkpoint is being uploaded or waits, so that it must not be deleted."""

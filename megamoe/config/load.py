@@ -223,8 +223,9 @@ def _cause_of(problem: str, overrides: Sequence[str]) -> str | None:
     for override in reversed(overrides):
         dotted = override.partition("=")[0]
         section, _, last = dotted.rpartition(".")
-        unknown = problem.startswith(f"unknown key {dotted.partition('.')[0]!r}")
-        if unknown or f"{key}.".startswith(f"{dotted}.") or (section == key and repr(last) in problem):
+        unknown = section == key and any(f"{it} {last!r}" in problem for it in ("unknown key", "no option"))
+        unknown |= problem.startswith(f"unknown key {dotted.partition('.')[0]!r}")
+        if unknown or f"{key}.".startswith(f"{dotted}."):
             return f"override {shown(override)}"
     return None
 

@@ -102,7 +102,7 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     """Count the parameters of the model that `config` describes; `vocab_size` before padding."""
     model = config.model
     blocks, moe_blocks = num_blocks(config), len(moe_block_numbers(config))
-    dense = embedding_size(config, vocab_size) + blocks * _attention(model) + _final_norms(config)
+    dense = embedding_size(config, vocab_size) + blocks * _attention(model) + final_norms(config)
     dense += _num_cross(model) * _cross_attention(model)
     dense += (blocks - moe_blocks) * _dense_ffn(model)
     sharded = dense - _replicated(config, blocks - moe_blocks)
@@ -178,12 +178,12 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     model, blocks, crosses = config.model, num_blocks(config), _num_cross(config.model)
     biases = model.hidden_size * num_ffns if model.bias else 0
     biases += model.hidden_size * (blocks + crosses) if has_output_bias(model) else 0
-    norms = (2 * blocks + crosses) * _norm(model) + blocks * _head_norms(model) + _final_norms(config)
+    norms = (2 * blocks + crosses) * _norm(model) + blocks * _head_norms(model) + final_norms(config)
     latent = 0 if model.latent is None else blocks * latent_norms(model, model.latent)
     return position_size(config) + norms + biases + latent
 
 
-def _final_norms(config: RunConfig) -> int:
+def final_norms(config: RunConfig) -> int:
     """Return the parameters of the norms behind the last blocks, which post-norm blocks do not need."""
     ends = sum(stack.num_layers if stack.name == "prediction" else 1 for stack in stacks(config))
     return ends * _norm(config.model) if config.model.norm_position == "pre" else 0
@@ -337,8 +337,9 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     hidden, length = model.hidden_size, config.data.sequence_length
     works = {number: _work(kind.config) for kind in kinds(config) for number in kind.layers}
     products = 0.0
+    of_prediction = shares.stacks.get("decoder", 1.0)  # its blocks compute the decoder's tokens
     for stack in stacks(config):
-        share = shares.stacks.get(stack.name, 1.0)
+        share = of_prediction if stack.name == "prediction" else shares.stacks.get(stack.name, 1.0)
         layers = [works[stack.first - 1 + block][0] for block in stack.moe_layers]
         of_token = float(stack.num_layers * _projections(model))
         of_token += _scores(model) * _seen_keys(model, stack, share * length)
@@ -357,7 +358,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     if model.head_transform:
         products += shares.predicted * hidden * hidden
     depth = model.multi_token_prediction.depth
-    products += depth * 2 * hidden * hidden
+    products += of_prediction * depth * 2 * hidden * hidden
     products += (1 + depth) * shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
     token = PASSES * 2.0 * products
     if not config.moe.groups:

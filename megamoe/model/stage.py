@@ -13,7 +13,14 @@ from megamoe.config.groups import config_by_layer, group_layers, scores_before, 
 from megamoe.config.schema import GroupLayersConfig, LayersConfig, RunConfig
 from megamoe.config.shapes import routed_experts, stacks
 from megamoe.model.moe_block import Block
-from megamoe.model.size import ModelSize, block_flops, model_size, position_size, token_embeddings
+from megamoe.model.size import (
+    ModelSize,
+    block_flops,
+    final_norms,
+    model_size,
+    position_size,
+    token_embeddings,
+)
 
 OF_A_BLOCK = re.compile(r"model\.decoder\.layers\.(\d+)\.$")
 
@@ -132,17 +139,20 @@ def stage_sizes(config: RunConfig, vocab_size: int) -> list[ModelSize]:
     for stage in range(stages):
         blocks = [block for part in parts[stage::stages] for block in part]
         is_last, depth = stage == stages - 1, model.multi_token_prediction.depth
-        held = embedding + positions if stage == 0 else 0
+        tables = 1 if stage == 0 else 0  # of words
         if is_last:
-            held = embedding * number + positions if depth else embedding
-        size = model_size(_with_blocks(config, blocks, is_last), vocab_size)
-        less = embedding * number + positions - held
+            tables = number if depth else 1
+        has_positions = stage == 0 or (is_last and depth > 0)
+        of_stage = _with_blocks(config, blocks, is_last)
+        size = model_size(of_stage, vocab_size)
+        sharded = embedding * (number - tables)
+        less = sharded + (0 if has_positions else positions) + (0 if is_last else final_norms(of_stage))
         sizes.append(
             replace(
                 size,
                 total=size.total - less,
                 active=size.active - less,
-                tensor_sharded=size.tensor_sharded - less,
+                tensor_sharded=size.tensor_sharded - sharded,
             )
         )
     return sizes

@@ -41,11 +41,12 @@ def parameter_groups(
     trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     rest, *chosen = divide(trained, config.groups, getattr(model, "trained_elsewhere", ()))
     names = {parameter: name for name, parameter in trained}
-    rest, named = _of_muon("", rest, names, None, config, weight_decay(config))
+    muon_names = names if config.name == "muon" else {}
+    rest, named = _of_muon("", rest, muon_names, None, config, weight_decay(config))
     named += _decaying("", rest, names, weight_decay(config), 0.0, 1.0)
     for number, (group, parameters) in enumerate(zip(config.groups, chosen, strict=True)):
         decay = weight_decay(config) if group.weight_decay is None else group.weight_decay
-        others, of_muon = _of_muon(f"group_{number}_", parameters, names, group, config, decay)
+        others, of_muon = _of_muon(f"group_{number}_", parameters, muon_names, group, config, decay)
         named += of_muon
         of_vectors = group.weight_decay or 0.0
         named += _decaying(f"group_{number}_", others, names, decay, of_vectors, group.lr_scale)

@@ -176,6 +176,8 @@ class Loop:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
         done = trainer.progress.samples
         cleanup.enter_context(locked(folder.path))
+        folder.check_unchanged()
+        trainer.checkpoints.begin_uploads()
         record = summary_record(trainer.run)
         prepare_run_folder(folder, self.config, record, this_launch)
         rows = summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step, done)

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
 from megamoe.io import CONFIG_FILE, SUMMARY_FILE, replace_file
-from megamoe.resilience.processes import LAUNCH, Launch, mark
+from megamoe.resilience.processes import LAUNCH, Launch, Mark, mark
 
 
 @dataclass(frozen=True)
@@ -24,13 +24,26 @@ class RunFolder:
     candidates: checkpoints to resume from, the first intact one is used; none: the run starts from step 0.
     continues: the records in the folder belong to this run and are appended to; otherwise they are replaced.
     restarted: this launch created or continued the folder and was started again
-    (`megamoe.resilience.processes`).
+    (`megamoe.resilience.processes`). newest: the newest checkpoint in it, by `processes.mark`.
     """
 
     path: Path
     candidates: tuple[Path, ...]
     continues: bool
     restarted: bool = False
+    newest: Mark | None = field(default=None, compare=False)
+
+    def check_unchanged(self) -> None:
+        """Check, when the folder is locked, that no other launch has saved since the folder was chosen.
+
+        Raises:
+            UserError: if there is another newest checkpoint: this launch would go on from an older one.
+        """
+        if newest_in(self.checkpoints) != self.newest:
+            raise UserError(
+                f"run folder {self.path}: another launch has saved or deleted checkpoints while this one "
+                "started; start it again"
+            )
 
     @property
     def resume_from(self) -> Path | None:
@@ -60,6 +73,17 @@ def choose_run_folder(config: RunConfig) -> RunFolder:
         UserError: if the folder holds a run and the configuration neither resumes nor overwrites it, or if it
             holds something other than a run.
     """
+    newest = newest_in(Path(config.output) / config.name / "checkpoints")  # before the folder is looked at
+    return replace(_choose(config), newest=newest)
+
+
+def newest_in(checkpoints: Path) -> Mark | None:
+    """Return the mark of the newest complete checkpoint in a folder of checkpoints; None without one."""
+    found = candidates(checkpoints)
+    return mark(found[0]) if found else None
+
+
+def _choose(config: RunConfig) -> RunFolder:
     path = Path(config.output) / config.name
     resume = config.checkpoint.resume
     checkpoints = path / "checkpoints"

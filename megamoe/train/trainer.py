@@ -1,5 +1,6 @@
 """The composition root, in the order of the work: checks, ranks, data, model, engine."""
 
+import dataclasses
 import itertools
 import math
 import time
@@ -49,7 +50,7 @@ from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_init, check_resume
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
-from megamoe.train.run_folder import RunFolder, choose_run_folder
+from megamoe.train.run_folder import RunFolder, choose_run_folder, newest_in
 from megamoe.train.speed import Speed, stage_metrics
 from megamoe.train.start_model import start_model
 from megamoe.train.step import evaluate, num_rollouts, train_step
@@ -424,8 +425,17 @@ class Trainer:
         checked = self.folder.resume_from  # was found to fit this run
         if checked is None:
             return None
-        replace = remote.replacement(self.config, self.world.say) if self.folder.continues else None
-        path, damaged = first_intact(list(self.folder.candidates), self.world.say, replace=replace)
+        replacement = remote.replacement(self.config, self.world.say) if self.folder.continues else None
+
+        def replace(path: Path, inode: int) -> bool:
+            replaced = replacement is not None and replacement(path, inode)
+            if replaced:  # which saves it anew
+                self.folder = dataclasses.replace(self.folder, newest=newest_in(self.folder.checkpoints))
+            return replaced
+
+        path, damaged = first_intact(
+            list(self.folder.candidates), self.world.say, replace=replace if replacement else None
+        )
         self.checkpoints.damaged.update(damaged)
         if path != checked:
             self._changes = check_resume(self.config, self.run.vocabulary.size, path)

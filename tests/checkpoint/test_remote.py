@@ -14,7 +14,7 @@ from megamoe.checkpoint import remote
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import inode_of
 from megamoe.checkpoint.remote import RemoteFolder, check_url, fetch_newest, replace_damaged
-from megamoe.checkpoint.uploads import Uploads
+from megamoe.checkpoint.uploads import Uploads, open_uploads
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.loop import train
 from tests.support.checkpoint_files import assert_same_bits, read_tensors
@@ -296,6 +296,27 @@ def test_the_launch_that_started_last_writes(tmp_path: Path, storage: Path) -> N
     assert len(steps(storage)) == 2
     second.add(made(tmp_path / "step_00000006"))
     assert second.close() is None and steps(storage) == ["step_00000006"]
+
+
+def test_nothing_is_written_before_the_launch_is_the_only_one(tmp_path: Path, storage: Path) -> None:
+    """A launch that is refused because another one runs has changed nothing in the storage."""
+    place = RemoteFolder(f"file://{storage}", "a")
+    running = Uploads(place, tmp_path, 1, print)
+    running.take_over()
+    running.add(made(tmp_path / "step_00000002"))
+    assert running.close() is None
+    before = {path: path.read_bytes() for path in storage.rglob("*") if path.is_file()}
+    for overwrite in (False, True):
+        config = tiny(
+            "name=a", f"output={tmp_path}", f"checkpoint.remote=file://{storage}", f"overwrite={overwrite}"
+        )
+        refused = open_uploads(config, print, continues=not overwrite)
+        assert refused is not None
+        refused.add(made(tmp_path / f"step_0000000{4 + overwrite}"))
+        assert refused.close() is None and refused.are_done
+        assert {path: path.read_bytes() for path in storage.rglob("*") if path.is_file()} == before
+    refused.begin()
+    assert refused.close() is None and steps(storage) == ["step_00000005"]
 
 
 def test_only_what_a_run_named_is_deleted(tmp_path: Path, storage: Path) -> None:

@@ -202,6 +202,16 @@ def test_sizes_are_those_of_the_model(one_rank: None) -> None:
     assert [sorted(layer.losses) for layer in layers.values()] == [[], [], [], ["z_loss"]]
 
 
+@pytest.mark.parametrize("position", ["rope", "learned"])
+def test_the_parameters_of_all_stages_are_those_of_the_model(position: str) -> None:
+    """Learned positions and the final norm are on one stage, and neither is split by tensor parallelism."""
+    untied = ("model.tie_embeddings=false", f"model.position={position}", "model.num_layers=4")
+    whole = model_size(tiny(*untied), VOCABULARY)
+    stages = stage_sizes(tiny(*untied, "parallel.pipeline=2"), VOCABULARY)
+    for name in ("total", "active", "tensor_sharded"):
+        assert sum(getattr(stage, name) for stage in stages) == getattr(whole, name), name
+
+
 def test_stages_and_flops_of_blocks_follow_their_groups() -> None:
     config = tiny(*GROUPED, "parallel.pipeline=2", "parallel.blocks_per_stage=[1, 3]")
     first, second = stage_sizes(config, VOCABULARY)

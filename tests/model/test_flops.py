@@ -46,6 +46,24 @@ def test_the_transform_of_a_masked_models_head_is_a_matrix_for_each_prediction()
     assert transformed - plain == PASSES * 2 * 0.25 * 16 * 16
 
 
+def test_further_blocks_compute_as_much_as_their_decoder() -> None:
+    """Half of the tokens are padding: all but the scores, which fall with the square, is half."""
+
+    def added(share: float) -> float:
+        whole, without = (
+            model_flops(
+                tiny("moe.layers=none", "model.num_layers=1", f"model.multi_token_prediction.depth={depth}"),
+                VOCABULARY,
+                StackShares({"encoder": share, "decoder": share}, share),
+            ).token
+            for depth in (1, 0)
+        )
+        return whole - without
+
+    assert 0.25 * added(1.0) < added(0.5) < 0.5 * added(1.0)
+    assert added(0.5) == pytest.approx(10560)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_flops_are_those_of_pytorchs_counter(
     one_rank: None, case: str, monkeypatch: pytest.MonkeyPatch

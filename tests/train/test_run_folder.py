@@ -85,6 +85,23 @@ def test_resume_auto_takes_the_latest_checkpoint_and_keeps_the_record(tmp_path: 
     assert all(after[name] == before[name] for name in before.keys() - {"config.yaml"})
 
 
+@pytest.mark.parametrize("before", [(), (5,)])
+@pytest.mark.parametrize("override", ["overwrite=true", "checkpoint.resume=auto"])
+def test_a_launch_that_saves_while_another_starts_is_not_gone_back_from(
+    tmp_path: Path, override: str, before: tuple[int, ...]
+) -> None:
+    """The folder is chosen minutes before it is locked, and the launch before may end in between."""
+    make_run(tmp_path / "a", *before)
+    folder = choose(tmp_path, override)
+    folder.check_unchanged()
+    checkpoints = tmp_path / "a" / "checkpoints"
+    write_checkpoint(checkpoints / "step_00000010", {"model/a": torch.ones(3)}, step=10)
+    (checkpoints / "latest").write_text("step_00000010")
+    with pytest.raises(UserError, match="another launch has saved or deleted checkpoints while"):
+        folder.check_unchanged()
+    choose(tmp_path, override).check_unchanged()
+
+
 def test_if_latest_names_nothing_the_newest_complete_one_is_used(tmp_path: Path) -> None:
     make_run(tmp_path / "a", 5, 10)
     folder = tmp_path / "a" / "checkpoints"

@@ -15,12 +15,14 @@ from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_duration
 from megamoe.resilience.run_status import FAILURES, HEARTBEAT, INTERVAL_S, LAUNCHES, STACKS
 from megamoe.resilience.stragglers import STRAGGLERS
+from megamoe.resilience.watchdog import HEADING
 
 Verdict = Literal["running", "hung", "finished", "stopped", "failed", "crashed", "not started"]
 GONE_S = 6 * INTERVAL_S  # without a heartbeat the process is taken to be gone
 HUNG_S = 60.0  # without progress, or ten steps if they take longer
 TAIL = 1 << 22  # bytes of metrics.jsonl that are read
 LARGEST = 1 << 22  # bytes of the other files
+LARGEST_STACKS = 1 << 26
 RECENT = 20  # steps whose median speed gives the time that is left
 
 
@@ -88,9 +90,10 @@ def newest_checkpoint(folder: Path) -> str:
     return f"{found[0].name} {found[0].stat().st_mtime_ns}" if found else "none"
 
 
-def is_complete(folder: Path) -> bool:
-    """Return whether the run's last launch has done the last step."""
-    return _read_json(folder / HEARTBEAT).get("state") == "finished"
+def is_complete(folder: Path, steps: int | None = None) -> bool:
+    """Return whether the run's last launch has done the last step, and so many steps, if it is known."""
+    beat = _read_json(folder / HEARTBEAT)
+    return beat.get("state") == "finished" and (steps is None or int(beat.get("step", 0)) >= steps)
 
 
 def as_text(report: RunReport) -> str:
@@ -133,7 +136,7 @@ def _judge(report: RunReport, beat: dict[str, Any], now: float) -> None:
     if age > GONE_S:
         report.verdict = "crashed"
         report.reason = "rank 0 ended without a report: it was killed, or its node is gone"
-        if any((report.folder / STACKS).glob("rank_*.txt")):
+        if any(map(_is_of_watchdog, (report.folder / STACKS).glob("rank_*.txt"))):
             report.reason = f"no progress, ended by the watchdog; stacks: {report.folder / STACKS}"
         elif report.failures:
             report.reason = "a rank failed"
@@ -144,6 +147,14 @@ def _judge(report: RunReport, beat: dict[str, Any], now: float) -> None:
         report.verdict = "running"
     if report.verdict == "running" and report.step_s is not None and report.steps is not None:
         report.eta_s = report.step_s * (report.steps - report.step)
+
+
+def _is_of_watchdog(stacks: Path) -> bool:
+    """Whether the watchdog has written into a rank's file, which each launch opens empty."""
+    try:
+        return HEADING.encode() in read_plain(stacks, LARGEST_STACKS)
+    except (OSError, ValueError):
+        return False
 
 
 def _add_metrics(report: RunReport, records: list[dict[str, Any]]) -> None:

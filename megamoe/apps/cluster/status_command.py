@@ -61,9 +61,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(options: argparse.Namespace) -> int:
-    folder = _folder(options)
+    folder, steps = _folder_and_steps(options)
     if options.checkpoint:
-        print("complete" if is_complete(folder) else newest_checkpoint(folder))
+        print("complete" if is_complete(folder, steps) else newest_checkpoint(folder))
         return 0
     if not 0 < options.every <= LONGEST_S:
         raise UserError(
@@ -82,11 +82,12 @@ def _run(options: argparse.Namespace) -> int:
         time.sleep(options.every)
 
 
-def _folder(options: argparse.Namespace) -> Path:
+def _folder_and_steps(options: argparse.Namespace) -> tuple[Path, int | None]:
+    """Return the run's folder, and the configuration's steps; None without one, and if it has epochs."""
     if options.config is not None:
         configure_libraries()  # plugins may import the vendors
         config = load_config(options.config, options.run)
-        return Path(config.output) / config.name
+        return Path(config.output) / config.name, config.train.steps
     if len(options.run) != 1:
         raise UserError(f"RUN: found {len(options.run)} arguments, expected one folder, such as runs/demo")
-    return Path(options.run[0])
+    return Path(options.run[0]), None

@@ -21,10 +21,11 @@ from megamoe.parallel.chunks import LocalChunk
 def chosen(paths: Sequence[Path], last: int | None) -> list[Path]:
     """Return the checkpoints to average, in the order of their steps.
 
-    paths: checkpoints, or one run's folder. last: of a run's folder, how many of the newest; None: all.
+    paths: checkpoints, or one run's folder. last: of a run's folder, how many were saved last; None: all.
 
     Raises:
-        UserError: for fewer than two, or for `last` beside checkpoints.
+        UserError: for fewer than two, for `last` beside checkpoints, or if the run went back to an earlier
+            step after some of them, which are of another branch then.
     """
     found, is_run = find_checkpoints(paths[0])
     if len(paths) > 1 or not is_run:
@@ -36,11 +37,18 @@ def chosen(paths: Sequence[Path], last: int | None) -> list[Path]:
         found = [path for (each,), _ in singles for path in (each,)]
     with ExitStack() as opened:
         steps = {path: opened.enter_context(CheckpointReader(path)).meta["step"] for path in found}
-    ordered = sorted(candidates(found[0].parent) if is_run else found, key=lambda path: steps[path])
+    taken = candidates(found[0].parent) if is_run else found
     if last is not None:
-        if not 2 <= last <= len(ordered):
-            raise UserError(f"--last: found {last}, but {paths[0]} has {len(ordered)} checkpoints; 2 or more")
-        ordered = ordered[-last:]
+        if not 2 <= last <= len(taken):
+            raise UserError(f"--last: found {last}, but {paths[0]} has {len(taken)} checkpoints; 2 or more")
+        taken = taken[:last]
+    left = [path.name for path in taken if is_run and steps[path] > steps[taken[0]]]
+    if left:
+        raise UserError(
+            f"{paths[0]}: {', '.join(left)} were saved before the run went back to an earlier step, and are "
+            f"not of the branch of {taken[0].name}; name the checkpoints, or lower --last"
+        )
+    ordered = sorted(taken, key=lambda path: steps[path])
     if len(set(ordered)) < 2:
         raise UserError(
             f"{paths[0]}: an average needs two or more different checkpoints, found {len(set(ordered))}"

@@ -11,6 +11,7 @@ from megamoe.apps.cluster.status import as_text, is_complete, newest_checkpoint,
 from megamoe.errors import UserError
 from megamoe.resilience import heartbeat
 from megamoe.resilience.run_status import RunStatus
+from megamoe.resilience.watchdog import HEADING
 from tests.support import checkpoint
 
 NOW = 1_000_000.0
@@ -64,6 +65,8 @@ def test_verdicts(change: dict[str, Any], verdict: str, reason: str, tmp_path: P
     report = read_status(tmp_path, NOW)
     assert report.verdict == verdict and report.reason.startswith(reason)
     assert report.eta_s is None and is_complete(tmp_path) == (verdict == "finished")
+    assert not is_complete(tmp_path, report.step + 1)  # of a run that is to go on
+    assert is_complete(tmp_path, report.step) == (verdict == "finished")
 
 
 def test_a_crash_is_explained_by_stacks_and_by_failures_of_the_last_launch(tmp_path: Path) -> None:
@@ -76,7 +79,9 @@ def test_a_crash_is_explained_by_stacks_and_by_failures_of_the_last_launch(tmp_p
     assert report.reason == "a rank failed" and [it["rank"] for it in report.failures] == [3]
     assert "rank 3 on n2: ValueError: x" in as_text(report)
     (tmp_path / "stacks").mkdir()
-    (tmp_path / "stacks/rank_00000.txt").touch()
+    (tmp_path / "stacks/rank_00000.txt").touch()  # as at the start of every launch
+    assert read_status(tmp_path, NOW).reason == "a rank failed"
+    (tmp_path / "stacks/rank_00000.txt").write_text(f"{HEADING} 600 s, after 3 heartbeats\n")
     assert "ended by the watchdog" in read_status(tmp_path, NOW).reason
 
 

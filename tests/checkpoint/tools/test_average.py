@@ -67,6 +67,23 @@ def test_weights_are_means(run: Path, tmp_path: Path, options: list[str], factor
         assert reader.meta["step"] == 10 and reader.names() == reader.names(WEIGHT)
 
 
+def test_a_branch_that_the_run_has_left_is_not_averaged(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Refused
+) -> None:
+    """The run diverged, went back to step 2, and saved steps 3 and 4."""
+    folder = run / "checkpoints"
+    plain = checkpoint.tensors()
+    for step, factor in ((3, 10), (4, 20)):
+        scaled = {name: tensor * factor for name, tensor in plain.items()}
+        monkeypatch.setattr(checkpoint, "tensors", lambda scaled=scaled: scaled)
+        checkpoint.write(folder / f"step_{step:08}", step=step)
+    (folder / "latest").write_text("step_00000004")
+    assert call(run, tmp_path / "averaged", "--last", "2") == 0
+    torch.testing.assert_close(weights(tmp_path / "averaged")["model/up"], plain["model/up"] * 15)
+    line = "step_00000010 were saved before the run went back to an earlier step"
+    assert line in refused("checkpoint", "average", str(run), str(tmp_path / "other"))
+
+
 def test_named_checkpoints_are_taken_in_the_order_of_their_steps(run: Path, tmp_path: Path) -> None:
     steps = [run / "checkpoints" / f"step_{step:08}" for step in (10, 1)]
     assert call(*steps, tmp_path / "averaged", "--decay", "0.5") == 0
