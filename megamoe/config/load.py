@@ -164,6 +164,7 @@ def _without_dropped_losses(moe: dict[str, Any]) -> dict[str, Any]:
 
 _RUN = TypeAdapter(RunConfig)
 ENDING = ".idx"  # of a prepared dataset
+COMMAND_LINE = "command line"
 
 
 def load_config(path: str | Path | None, overrides: list[str] | None = None) -> RunConfig:
@@ -202,7 +203,7 @@ def parse_config(
 ) -> RunConfig:
     """Check a plain mapping against the schema; plugins must already be loaded.
 
-    source: what the messages name. overrides: those that were applied; a message about one names it instead.
+    source: what the messages name. overrides: those that were applied; messages about them name COMMAND_LINE.
 
     Raises:
         ConfigError: with all problems, if the mapping does not fit the schema.
@@ -214,20 +215,21 @@ def parse_config(
         problems = problems_of(error, RunConfig)
     except UserError as error:
         problems = [str(error)]
-    raise ConfigError(*(f"{_cause_of(problem, overrides) or source}: {problem}" for problem in problems))
+    at_fault = (COMMAND_LINE if _is_of_override(it, overrides) else source for it in problems)
+    raise ConfigError(*map("{}: {}".format, at_fault, problems))
 
 
-def _cause_of(problem: str, overrides: Sequence[str]) -> str | None:
-    """Return the last override that set the key of a problem, or a key in it; None if none did."""
+def _is_of_override(problem: str, overrides: Sequence[str]) -> bool:
+    """Whether an override set the key of a problem, or a key in it that is unknown there."""
     key = problem.partition(": ")[0]
-    for override in reversed(overrides):
+    for override in overrides:
         dotted = override.partition("=")[0]
         section, _, last = dotted.rpartition(".")
         unknown = section == key and any(f"{it} {last!r}" in problem for it in ("unknown key", "no option"))
         unknown |= problem.startswith(f"unknown key {dotted.partition('.')[0]!r}")
         if unknown or f"{key}.".startswith(f"{dotted}."):
-            return f"override {shown(override)}"
-    return None
+            return True
+    return False
 
 
 def to_dict(config: Any) -> Any:

@@ -163,7 +163,7 @@ def test_several_mistakes_are_as_many_lines(load: Load, tmp_path: Path) -> None:
         load(text, "seed=-2")
     beginnings = [
         f"{tmp_path / 'run.yaml'}: model: unknown key 'hiden_size'",
-        "override 'seed=-2': seed: expected a number of at least 0, found -2",
+        "command line: seed: expected a number of at least 0, found -2",
         f"{tmp_path / 'run.yaml'}: model.num_layers: expected a whole number, found 'a'",
         f"{tmp_path / 'run.yaml'}: moe.router.scorer: unknown scorer 'liner'",
         f"{tmp_path / 'run.yaml'}: moe.router.masks.0: unknown mask 'x'",
@@ -201,14 +201,14 @@ def test_a_part_that_resembles_none_may_be_of_a_plugin(load: Load) -> None:
 
 
 def test_an_override_is_checked_as_the_file_is(load: Load) -> None:
-    message = "override 'optimizer.lr=fast': optimizer.lr: expected a number, found 'fast'"
+    message = "command line: optimizer.lr: expected a number, found 'fast'"
     assert message_of(load, "", "seed=3", "optimizer.lr=fast", "model.num_layers=2") == message
     assert message_of(load, "", "optimizr.lr=1").startswith(
-        "override 'optimizr.lr=1': unknown key 'optimizr'; did you mean 'optimizer'?"
+        "command line: unknown key 'optimizr'; did you mean 'optimizer'?"
     )
     option = "moe.router.selector: the selector 'top_k' has no option 'kk'; did you mean 'k'?"
     for text, override, cause in (
-        ("", "moe.router.selector.kk=2", "override 'moe.router.selector.kk=2'"),
+        ("", "moe.router.selector.kk=2", "command line"),
         ("moe: {router: {selector: {kk: 2}}}", "moe.router.selector.k=3", "run.yaml"),
     ):
         assert f"{cause}: {option}" in message_of(load, text, override)
@@ -218,7 +218,7 @@ def test_an_override_is_checked_as_the_file_is(load: Load) -> None:
     assert ": moe.router.preset: expected the name of a preset, found " in message_of(
         load, "", "moe.router.preset.selector.k=2"
     )
-    with pytest.raises(UserError, match="^override 'seed=x': seed: expected a whole number, found 'x'$"):
+    with pytest.raises(UserError, match="^command line: seed: expected a whole number, found 'x'$"):
         load_config(None, ["seed=x"])
 
 

@@ -135,7 +135,7 @@ def test_wrong_groups_are_refused_in_one_line(value: str, line: str) -> None:
     with pytest.raises(UserError) as refused:
         tiny(f"optimizer.groups={value}")
     message = str(refused.value)
-    assert re.fullmatch(f"override .*: optimizer.{line}", message), message
+    assert re.fullmatch(f"command line: optimizer.{line}", message), message
 
 
 def test_no_pattern_takes_long(one_rank: None) -> None:

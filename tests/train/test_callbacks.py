@@ -114,7 +114,7 @@ def test_options_are_checked_as_those_of_parts(own_registry: None, choice: str, 
 
     with pytest.raises(UserError) as refused:
         tiny(f"train.callbacks={choice}")
-    assert re.fullmatch(f"override .*: train.callbacks.0{line}", str(refused.value)), str(refused.value)
+    assert re.fullmatch(f"command line: train.callbacks.0{line}", str(refused.value)), str(refused.value)
 
 
 MISTAKES = {

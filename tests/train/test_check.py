@@ -119,7 +119,7 @@ def test_ranks_are_for_a_check_alone(pretrain: Tool, capsys: pytest.CaptureFixtu
 
 
 def test_a_key_that_is_unknown_comes_first(keys: Callable[..., list[str]]) -> None:
-    assert keys("model.hidden_sizes=3", "optimizer.min_lr=1") == ["run.yaml"]
+    assert keys("model.hidden_sizes=3", "optimizer.min_lr=1") == ["command line"]
 
 
 def test_the_output_in_the_docs(

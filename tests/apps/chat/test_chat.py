@@ -109,7 +109,9 @@ def test_half_a_surrogate_pair_outside_of_the_content(folder: Path, place: str) 
     user = {**USER, "name": "\ud83d"} if place == "name" else USER
     answer = {"role": "assistant", "tool_calls": [call]} if place == "arguments" else ANSWER
     with pytest.raises(UserError, match="half a surrogate pair in a message"):
-        encode_conversation(conversation_of({"messages": [user, answer]}), load_template("chatml"), tokenizer)
+        encode_conversation(
+            conversation_of({"messages": [user, answer]}), load_template("chatml", tokenizer), tokenizer
+        )
 
 
 def test_a_bad_line_is_named_and_nothing_is_left(folder: Path, tmp_path: Path, refused: Refused) -> None:

@@ -170,7 +170,7 @@ def test_rows_that_cannot_run_are_named_before_the_first_run(tmp_path: Path) -> 
     bad = {"base": "run.yaml", "set": {"model": {"num_attention_heads": 3}}}
     rows = {"good": {"base": "run.yaml"}, "bad": bad}
     (line,) = rows_that_cannot_run(load_plan(written(tmp_path, rows=rows, claims=[]), "smoke", None, []))
-    assert line.startswith("row bad cannot run: model.num_attention_heads: ")
+    assert line.startswith("row bad cannot run: model.hidden_size: 16 does not divide by model.num_attention")
 
 
 @pytest.mark.full

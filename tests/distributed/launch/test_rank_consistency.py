@@ -110,7 +110,7 @@ STARTS = {
         ["train.micro_batch_size=3"],
         "train.micro_batch_size: 2 on rank 0, 3 on rank 1; start all ranks with the same configuration",
     ),
-    "a mistake in the configuration": (["seed=-1"], "rank 1: override 'seed=-1': seed: "),
+    "a mistake in the configuration": (["seed=-1"], "rank 1: command line: seed: "),
 }
 
 
