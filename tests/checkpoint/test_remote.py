@@ -315,6 +315,7 @@ def test_nothing_is_written_before_the_launch_is_the_only_one(tmp_path: Path, st
         refused.add(made(tmp_path / f"step_0000000{4 + overwrite}"))
         assert refused.close() is None and refused.are_done
         assert {path: path.read_bytes() for path in storage.rglob("*") if path.is_file()} == before
+    assert refused is not None
     refused.begin()
     assert refused.close() is None and steps(storage) == ["step_00000005"]
 

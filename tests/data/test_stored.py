@@ -439,7 +439,12 @@ def test_no_object_of_a_tokenizer_is_written_outside_of_the_folder(
     )
     taken: list[str] = []
     fetching = _Fetching(Storage(), "s3://b/c", "b/c", tmp_path / "s3/b/c/1", {})
-    monkeypatch.setattr(_Fetching, "_fetched", lambda _, path, local, size: taken.append(path) or local)
+
+    def fetched(_: Any, path: str, local: Path, size: int | None) -> Path:
+        taken.append(path)
+        return local
+
+    monkeypatch.setattr(_Fetching, "_fetched", fetched)
     monkeypatch.setattr(stored.os, "replace", lambda *_: None)
     fetching._tokenizer({"reference": "tok"})
     assert taken == ["b/tok/a"]

@@ -3,7 +3,7 @@ between runs and checkpoints, collapse, what experts contribute, and which token
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from itertools import chain
 from typing import Any
@@ -352,7 +352,7 @@ def _dense_blocks(trained: TrainedModel) -> Iterator[tuple[int, nn.Module]]:
     The blocks of multi-token prediction are left out.
     """
     stacks = trained.model.stacks()
-    blocks = stacks[0] if isinstance(trained.model, GPT) else chain(*stacks)
+    blocks: Iterable[Any] = stacks[0] if isinstance(trained.model, GPT) else chain(*stacks)
     for number, block in enumerate(blocks, start=1):
         with suppress(AttributeError):
             yield number, block.mlp.linear_fc1

@@ -134,7 +134,8 @@ def read_splits(given: Iterable[Sequence[str]], counts: Counts) -> Iterator[Pair
     for split in reversed(SPLITS):
         for language, named in files:
             if split in named:
-                for pair in read_aligned(language, *named[split], counts):
+                of_source, of_target = named[split]
+                for pair in read_aligned(language, of_source, of_target, counts):
                     yield replace(pair, split=split)
 
 
