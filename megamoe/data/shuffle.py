@@ -207,11 +207,10 @@ def _content(part: Part) -> str:
     return hashlib.sha256(json.dumps(record and record["facts"], sort_keys=True).encode()).hexdigest()
 
 
-def _fits(state: _State | None, parts: Sequence[Part], seed: int) -> bool:
+def _fits(state: _State, parts: Sequence[Part], seed: int) -> bool:
     """Whether the buckets are of these parts, and hold the documents that the first of them now have."""
-    if state is None or state.key != _key(parts, seed):
-        return False
-    return [_content(part) for part in parts[: state.parts]] == state.contents
+    contents = [_content(part) for part in parts[: state.parts]]
+    return state.key == _key(parts, seed) and state.contents == contents
 
 
 def _keep(state: _State, buckets: Path) -> None:

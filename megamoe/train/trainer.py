@@ -428,14 +428,13 @@ class Trainer:
         replacement = remote.replacement(self.config, self.world.say) if self.folder.continues else None
 
         def replace(path: Path, inode: int) -> bool:
-            replaced = replacement is not None and replacement(path, inode)
-            if replaced:  # which saves it anew
-                self.folder = dataclasses.replace(self.folder, newest=newest_in(self.folder.checkpoints))
-            return replaced
+            if replacement is None or not replacement(path, inode):
+                return False
+            # The copy has a time of its own.
+            self.folder = dataclasses.replace(self.folder, newest=newest_in(self.folder.checkpoints))
+            return True
 
-        path, damaged = first_intact(
-            list(self.folder.candidates), self.world.say, replace=replace if replacement else None
-        )
+        path, damaged = first_intact(list(self.folder.candidates), self.world.say, replace=replace)
         self.checkpoints.damaged.update(damaged)
         if path != checked:
             self._changes = check_resume(self.config, self.run.vocabulary.size, path)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +19,7 @@ from megamoe.metrics.reader import read_metrics
 from megamoe.moe.part import StepContext
 from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.skipped_steps import Problem, SkipPolicy
-from megamoe.train.loop import train
+from megamoe.train.loop import Loop, train
 from megamoe.train.step_record import LayerRecord, StepRecord
 from megamoe.train.trainer import Progress, Trainer
 from tests.support.tiny import restored_process, tiny
@@ -162,6 +163,22 @@ def test_nothing_is_left_to_do_in_a_finished_run(tmp_path: Path, capsys: pytest.
     assert line not in capsys.readouterr().out
     assert run(tmp_path, "train.steps=1", "checkpoint.resume=auto") == before
     assert line in capsys.readouterr().out
+
+
+def test_a_launch_does_not_go_back_behind_one_that_saved_while_it_started(tmp_path: Path) -> None:
+    run(tmp_path, "name=a", "train.steps=4", "train.exit_after_steps=1")
+    with restored_process():
+        late = Trainer(tiny(f"output={tmp_path}", "name=a", "train.steps=4", "checkpoint.resume=auto"))
+        saved = tmp_path / "a/checkpoints"
+        shutil.copytree(saved / "step_00000001", saved / "step_00000002")  # as the other launch would
+        (saved / "latest").write_text("step_00000002")
+        record = (tmp_path / "a/metrics.jsonl").read_bytes()
+        try:
+            with pytest.raises(UserError, match="another launch has saved or deleted checkpoints while"):
+                Loop(late).run()
+        finally:
+            late.close()
+    assert (tmp_path / "a/metrics.jsonl").read_bytes() == record
 
 
 def test_record_at_intervals_and_where_something_happened(tmp_path: Path) -> None:

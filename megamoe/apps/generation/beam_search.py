@@ -14,7 +14,7 @@ from torch import Tensor
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.generate import Generated, text_of, without_text
 from megamoe.apps.generation.runner import Runner, runner_of
-from megamoe.apps.generation.sampling import check_finite
+from megamoe.apps.generation.sampling import finite_norms
 from megamoe.errors import UserError
 
 EarlyStopping = Literal["yes", "no", "never"]
@@ -183,8 +183,7 @@ def _best(
         for sequence in active
     ]
     total_R = torch.tensor(totals, device=logits_RV.device).flatten()
-    check_finite(logits_RV)
-    norm_R = logits_RV.logsumexp(dim=1)
+    norm_R = finite_norms(logits_RV)
     allowed_RV = logits_RV.index_fill(
         1, torch.tensor(banned, dtype=torch.int64, device=logits_RV.device), -math.inf
     )

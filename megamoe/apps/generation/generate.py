@@ -13,7 +13,7 @@ from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.ends import with_all_ends
 from megamoe.apps.generation.experts import ExpertRecord, Experts
 from megamoe.apps.generation.runner import runner_of
-from megamoe.apps.generation.sampling import Sampling, check_finite
+from megamoe.apps.generation.sampling import Sampling, finite_norms
 from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError
 
@@ -141,7 +141,7 @@ def _generate_batch(
     with record.watching(trained) if show_experts else nullcontext():
         logits_BV = runner.begin()
         for place in range(sampling.max_tokens):
-            check_finite(logits_BV)
+            finite_norms(logits_BV)
             allowed_BV = logits_BV.index_fill(1, banned_N, -math.inf)
             new = _agreed(trained, sampling.choose(allowed_BV, keys, place))
             for number, token in enumerate(new):

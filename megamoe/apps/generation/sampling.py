@@ -85,13 +85,15 @@ class Sampling:
         return drawn_B1.minimum(last_B1).squeeze(1).tolist()
 
 
-def check_finite(logits_BV: Tensor) -> None:
-    """Check the logits of a step.
+def finite_norms(logits_BV: Tensor) -> Tensor:
+    """Return the logarithm of the sum of a step's exponentials, [B].
 
     Raises:
-        UserError: if some are NaN, or a sum of their exponentials is infinite: no token is likelier then.
+        UserError: if one is not finite: no token is likelier than another then.
     """
-    if not logits_BV.logsumexp(dim=1).isfinite().all():
+    norm_B = logits_BV.logsumexp(dim=1)
+    if not norm_B.isfinite().all():
         raise UserError(
             "the model's logits are not finite; generate with --precision fp32, or take another step"
         )
+    return norm_B

@@ -16,7 +16,7 @@ from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, agreement, beam_search, never_written
 from megamoe.apps.generation.generate import check_tokens, tokenizer_of
 from megamoe.apps.generation.runner import CachedSourceRunner, PlainSourceRunner, Runner
-from megamoe.apps.generation.sampling import Sampling, check_finite
+from megamoe.apps.generation.sampling import Sampling, finite_norms
 from megamoe.apps.translation.card import load_pair_card
 from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag
 from megamoe.apps.translation.pairs import normalize_language, select_languages
@@ -334,7 +334,7 @@ def draw(
         place = len(tokens[active[0]])
         banned = [*forbidden, *([end] if place < drawing.min_length else [])]
         index = torch.tensor(banned, dtype=torch.int64, device=logits_RV.device)
-        check_finite(logits_RV)
+        finite_norms(logits_RV)
         allowed_RV = logits_RV.index_fill(1, index, -math.inf)
         new = drawing.sampling.choose(allowed_RV, [keys[number] for number in active], place)
         new_R = torch.tensor(new, device=logits_RV.device)

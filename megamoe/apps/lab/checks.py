@@ -5,9 +5,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from megamoe.apps.lab.plan import Plan
+from megamoe.apps.lab.plan import Plan, configured
 from megamoe.config.files import merge
-from megamoe.config.load import apply_override, configure
+from megamoe.config.load import apply_override
 from megamoe.errors import UserError, printable
 from megamoe.object_storage import is_url
 from megamoe.train.resolved import examine
@@ -57,10 +57,6 @@ def rows_that_cannot_run(plan: Plan) -> Iterator[str]:
         tree = merge(tree, {"name": row})
         if tuning is not None:
             apply_override(tree, f"{tuning.key}={json.dumps(tuning.values[0])}")
-        try:
-            config = configure(tree, [])
-        except UserError as error:
-            raise UserError(f"{plan.path}: row {row}: {str(error).removeprefix('configuration: ')}") from None
-        problems, _ = examine(config, plan.size.ranks)
+        problems, _ = examine(configured(plan, row, tree), plan.size.ranks)
         if problems:
             yield f"row {row} cannot run: {problems[0]}"

@@ -6,7 +6,7 @@ the size's `scale` multiplies numbers of it, and the overrides of the call come 
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any
 from megamoe.apps.lab.claims import Claim
 from megamoe.apps.lab.study import ClaimText, Row, Size, Study, checked_claims, load_study
 from megamoe.config.files import merge, plugins_beside, read_run
-from megamoe.config.load import apply_override, to_dict
+from megamoe.config.load import apply_override, configure, to_dict
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError, printable
 from megamoe.registry import nearest
@@ -154,3 +154,15 @@ def _keys(tree: dict[str, Any], before: str = "") -> Iterator[str]:
 def digest(*content: Any) -> str:
     """Return a digest of plain data."""
     return hashlib.sha256(json.dumps(content, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def configured(plan: Plan, row: str, tree: dict[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+    """Return the checked configuration of a row's run; `tree` is left as it is.
+
+    Raises:
+        UserError: with the study's file and the row, for a configuration that does not fit the schema.
+    """
+    try:
+        return configure(merge(tree, {}), list(overrides))
+    except UserError as error:
+        raise UserError(f"{plan.path}: row {row}: {str(error).removeprefix('configuration: ')}") from None

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from megamoe import registry
-from megamoe.apps.lab.plan import Plan, digest
+from megamoe.apps.lab.plan import Plan, configured, digest
 from megamoe.apps.lab.study import Stage
 from megamoe.config.files import LARGEST_FILE, merge, read_mapping
-from megamoe.config.load import apply_override, configure
+from megamoe.config.load import apply_override
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
@@ -210,10 +210,7 @@ def _training(
         stops = [f"train.{key}={json.dumps(train[key])}" for key in STOPS if key in train]
     unnamed = tree
     tree = merge(tree, {"name": name, "output": str(runs), "seed": seed})
-    try:
-        config = configure(merge(tree, {}), stops)
-    except UserError as error:
-        raise UserError(f"{plan.path}: row {row}: {str(error).removeprefix('configuration: ')}") from None
+    config = configured(plan, row, tree, stops)
     if by is not None:
         _check_recorded(plan, row, config, by)
     # A run without plugins, or without a DeepSpeed file, has the identity that it had before these counted.

@@ -10,21 +10,19 @@ from megamoe.apps.evaluation.perplexity import datasets_of
 from megamoe.apps.evaluation.trained_model import Session, TrainedModel
 from megamoe.apps.routing_analysis.collect import LayerPass, RoutingPass, TokenSample, chosen_layers, collect
 from megamoe.apps.routing_analysis.measures import (
-    check_activation,
     coactivation,
     compare_loads,
     correlations,
     fluctuation,
-    has_signs,
     inter_run_consistency,
-    positive_activations,
-    removal,
     representation_collapse,
     required,
     token_map,
     token_specialisation,
     training_load,
 )
+from megamoe.apps.routing_analysis.positives import check_activation, has_signs, positive_activations
+from megamoe.apps.routing_analysis.removal import removal
 from megamoe.errors import UserError
 from megamoe.objectives.objective import objective_class
 

@@ -187,7 +187,8 @@ def _check(preparation: PairPreparation, output: Path) -> None:
                 f"output {preparation.output!r} is not a folder of prepared pairs, so --overwrite leaves it "
                 "as it is; choose another --output"
             ) from error
-    if Path(preparation.tokenizer).resolve().is_relative_to(output.resolve()):
+    is_file = preparation.tokenizer not in (*TRAINED, ByteTokenizer.name)
+    if is_file and Path(preparation.tokenizer).resolve().is_relative_to(output.resolve()):
         raise UserError(
             f"tokenizer {preparation.tokenizer!r} lies in the output folder, which is replaced; copy it to "
             "another place and name that"

@@ -280,6 +280,14 @@ def test_a_text_behind_its_prompt_keeps_the_space_between_them(tmp_path: Path) -
     assert text_of(trained, prompt, whole[len(prompt) :], joined=False) == "three"
 
 
+def test_a_model_that_gives_nan_generates_nothing(one_rank: None) -> None:
+    trained = opened()
+    with torch.no_grad():
+        next(iter(trained.model.parameters())).fill_(float("nan"))
+    with pytest.raises(UserError, match="logits are not finite"):
+        greedy(trained)
+
+
 def until_first(tokens: list[int], end: int) -> list[int]:
     return tokens[: tokens.index(end) + 1]
 

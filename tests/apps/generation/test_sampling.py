@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megamoe.apps.generation.experts import ExpertRecord, Experts, lines_of, page_of
-from megamoe.apps.generation.sampling import Sampling, check_finite
+from megamoe.apps.generation.sampling import Sampling, finite_norms
 from megamoe.errors import UserError
 from megamoe.moe.routing import Pairs
 
@@ -37,9 +37,9 @@ def test_probabilities_by_hand(options: dict[str, Any], expected: list[float]) -
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_logits_that_are_not_finite_are_no_choice(value: float) -> None:
     """Without the check, token 0 would be generated again and again."""
-    check_finite(LOGITS.index_fill(1, torch.tensor([1]), -math.inf))
+    finite_norms(LOGITS.index_fill(1, torch.tensor([1]), -math.inf))
     with pytest.raises(UserError, match="logits are not finite; generate with --precision fp32"):
-        check_finite(LOGITS.index_fill(1, torch.tensor([1]), value))
+        finite_norms(LOGITS.index_fill(1, torch.tensor([1]), value))
 
 
 def test_draws_follow_the_probabilities() -> None:

@@ -12,7 +12,9 @@ from torch.nn import functional
 from megamoe.apps.evaluation.perplexity import perplexity_on
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.routing_analysis.collect import WINDOW, RoutingPass, TokenSample, chosen_layers, collect
-from megamoe.apps.routing_analysis.measures import DRAWS, positive_activations, removal, training_load
+from megamoe.apps.routing_analysis.measures import DRAWS, training_load
+from megamoe.apps.routing_analysis.positives import positive_activations
+from megamoe.apps.routing_analysis.removal import removal
 from megamoe.apps.routing_analysis.study import Options, StudyData, check_shape, examine
 from megamoe.errors import UserError
 from megamoe.moe.routing import Routing

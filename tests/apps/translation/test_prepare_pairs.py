@@ -271,6 +271,7 @@ def test_replacing_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (out / "more").exists()
     assert prepare(out, *options, "--overwrite") == 0
     assert not (out / "more").exists() and [*tmp_path.glob(".*")] == []
+    assert prepare(tmp_path / "bytes", *options) == 0  # a folder of the name of a tokenizer
     (out / "tokenizer.json").write_text("mine")
     assert prepare(out, *options[:-1], out / "tokenizer.json", "--overwrite") == 2
     assert "lies in the output folder, which is replaced" in capsys.readouterr().err
