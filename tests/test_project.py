@@ -24,6 +24,7 @@ def test_the_workflow_and_the_hooks_call_what_is_there() -> None:
     steps = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
     assert steps == [".ci/run", "make setup", ".ci/release --check", "make docs"]
     makefile = (ROOT / "Makefile").read_text()
+    assert 'git clone --quiet . "$scratch/a clone/megamoe"' in (ROOT / ".ci/run").read_text(encoding="utf-8")
     for script in (".ci/run", ".ci/release"):
         assert (ROOT / script).stat().st_mode & 0o111, f"{script} cannot be executed"
         for target in re.findall(

@@ -21,11 +21,14 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from tests.cuda.build import built
 
-OWN_CODE = ("megamoe", "tests", "deepspeed", "megatron", "transformer_engine")
+ROOT = Path(__file__).resolve().parents[2]
+OWN_CODE = ("megamoe", "tests")  # folders of this checkout
+LIBRARIES = ("deepspeed", "megatron", "transformer_engine")
 PATCHES = "tests/cuda/pretended.py"
 DEPTH = 6  # frames that a finding keeps
 TELL = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p)
@@ -76,14 +79,24 @@ def _frames() -> tuple[str, ...]:
     except ValueError:  # a thread of the autograd engine, outside of Python
         return ()
     while frame is not None and len(found) < DEPTH:
-        name = frame.f_code.co_filename
-        for package in OWN_CODE:
-            at = name.rfind(f"/{package}/")
-            if at >= 0 and not name.endswith(PATCHES):
-                found.append(f"{name[at + 1 :]}:{frame.f_lineno}")
-                break
+        name = shown_path(frame.f_code.co_filename)
+        if name is not None and name != PATCHES:
+            found.append(f"{name}:{frame.f_lineno}")
         frame = frame.f_back  # type: ignore[assignment]
     return tuple(found)
+
+
+@functools.cache
+def shown_path(file: str, root: str = str(ROOT)) -> str | None:
+    """A source file relative to the checkout, or to the site-packages folder of one of LIBRARIES; None for others.
+
+    Installed files come first: an environment may lie within the checkout.
+    """
+    installed = file.rpartition("/site-packages/")[2] if "/site-packages/" in file else ""
+    if installed:
+        return installed if installed.split("/")[0] in LIBRARIES else None
+    own = file.removeprefix(f"{root}/")
+    return own if own != file and own.split("/")[0] in OWN_CODE else None
 
 
 @TELL
