@@ -88,7 +88,7 @@ def _frames() -> tuple[str, ...]:
 
 @functools.cache
 def shown_path(file: str, root: str = str(ROOT)) -> str | None:
-    """A source file relative to the checkout, or to the site-packages folder of one of LIBRARIES; None for others.
+    """A file relative to the checkout, or to site-packages if it is of LIBRARIES; None for others.
 
     Installed files come first: an environment may lie within the checkout.
     """

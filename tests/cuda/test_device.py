@@ -20,7 +20,9 @@ def test_the_device(verdicts: dict[str, str], check: str) -> None:
     assert verdicts[check] == ""
 
 
-@pytest.mark.parametrize("root", ["/src/megamoe", "/src/tests", "/a b/megamoe/tests/megamoe", "/src/deepspeed/x"])
+@pytest.mark.parametrize(
+    "root", ["/src/megamoe", "/src/tests", "/a b/megamoe/tests/megamoe", "/src/deepspeed/x"]
+)
 def test_places_are_relative_to_the_checkout_whatever_its_folders_name(root: str) -> None:
     assert shown_path(f"{root}/tests/cuda/check_device.py", root) == "tests/cuda/check_device.py"
     assert shown_path(f"{root}/megamoe/moe/layer.py", root) == "megamoe/moe/layer.py"
