@@ -3,7 +3,7 @@
     python tests/budgets.py            the lines of each package beside its budget
     python tests/budgets.py --lower    lower the budgets to what is there; never raises one
 
-A line of code is not blank, no comment and not of a docstring. `budgets.toml` has the budgets. A number there may
+A line of code is not blank, no comment and not of a docstring. `budgets.toml` has the budgets. A number may
 rise where others fall by as much: `test_architecture.py` compares the sums with those of all earlier versions
 of the file.
 """
