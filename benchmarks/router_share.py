@@ -31,6 +31,7 @@ from common.machine import settle_process
 from common.moe_layer import build_layer
 from megamoe.config import parse_config
 from megamoe.errors import UserError
+from megamoe.moe.context import MicroBatch
 from megamoe.moe.examples import example_trees
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
@@ -171,12 +172,14 @@ class Bench:
     def _layer(self, tree: Tree) -> MoELayer:
         """A layer of small experts, whose place the shared ones take, and what the training loop tells it."""
         layer = build_layer(tree, HIDDEN, ffn=8, vocab_size=VOCAB)
-        rollouts = max([part.num_rollouts for part in layer.objectives.values()], default=1)
+        rollouts = max([part.num_rollouts for part in layer.losses.objectives.values()], default=1)
         token_T = torch.arange(self.num_tokens)
-        layer.context.token_index_T = token_T
-        layer.context.token_ids_T = token_T * 7919 % VOCAB
-        layer.context.sample_index_B = torch.arange(SEQUENCES) % (SEQUENCES // rollouts)
-        layer.context.num_rollouts = rollouts
+        layer.context.batch = MicroBatch(
+            token_index_T=token_T,
+            token_ids_T=token_T * 7919 % VOCAB,
+            sample_index_B=torch.arange(SEQUENCES) % (SEQUENCES // rollouts),
+            num_rollouts=rollouts,
+        )
         return layer
 
     def _whole(self, layer: MoELayer, dtype: str) -> None:
@@ -184,7 +187,7 @@ class Bench:
         hidden_TH = self.hidden_TH.to(DTYPES[dtype]).requires_grad_()
         output_TH = layer(hidden_TH)
         outputs, upstream = [output_TH], [hidden_TH.detach()]
-        if layer.objectives:
+        if layer.losses.objectives:
             outputs.append(layer.objective(self.hidden_TH[:, 0]))
             upstream.append(torch.ones(()))
         torch.autograd.backward(outputs, upstream)
@@ -192,7 +195,7 @@ class Bench:
     def _route(self, layer: MoELayer) -> None:
         """Do what `MoELayer.forward` does without experts, their dispatch and combination."""
         routing = layer.router(self.hidden_TH.clone().requires_grad_(), layer.context)
-        waiting = layer.objectives
+        waiting = layer.losses.objectives
         values = [
             loss(routing, layer.context, *([self.hidden_TH[:, 0]] if name in waiting else []))
             for name, loss in layer.losses.items()

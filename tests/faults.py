@@ -354,8 +354,8 @@ FAULTS = (
         "a replay chooses what was recorded, bit for bit",
         "runs.md",
         "megamoe/apps/routing_record/replay.py",
-        'pairs = checked.pairs(selector, "replayed", scored, *choices)',
-        'pairs = checked.pairs(selector, "forward", scored, context)',
+        "pairs = selector.replayed(scored, *choices)",
+        "pairs = selector(scored, context)",
         ("tests/distributed/parity/test_routing_replay.py",),
     ),
     Fault(

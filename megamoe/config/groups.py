@@ -1,6 +1,6 @@
 """Layers that differ (`moe.groups`): which layers a group has, and the configuration of each layer."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 
 from megamoe.config.schema import (
@@ -90,37 +90,16 @@ def scores_before(config: RunConfig) -> dict[int, int]:
     as many experts; a layer without one is missing. Multi-token prediction follows the decoder's last block.
     """
 
-    def in_chain(moe: MoEConfig) -> bool:
-        return bool(get_part("residual", moe.router.residual.name).reads_before)
-
-    return _layers_before(config, in_chain, in_chain)
-
-
-def scores_before_losses(config: RunConfig) -> dict[int, int]:
-    """Return which MoE layer's scores each one's losses read, as in `scores_before`.
-
-    It is the last one before it in its stack whose router chooses among as many experts; a layer none of
-    whose losses reads them is missing.
-    """
-
-    def reads(moe: MoEConfig) -> bool:
-        return any(get_part("loss", choice.name).reads_before for choice in moe.losses.values())
-
-    return _layers_before(config, reads, lambda moe: True)
-
-
-def _layers_before(
-    config: RunConfig, reads: Callable[[MoEConfig], bool], is_read: Callable[[MoEConfig], bool]
-) -> dict[int, int]:
     starts = {stack.first for stack in _own_stacks(config)}
     latest: dict[tuple[int, int], int] = {}  # by the stack's first block and the number of experts
     found: dict[int, int] = {}
     for number, own in sorted(config_by_layer(config).items()):
         key = max(start for start in starts if start <= number), routed_experts(own.moe)
-        if key in latest and reads(own.moe):
+        if not get_part("residual", own.moe.router.residual.name).reads_before:
+            continue
+        if key in latest:
             found[number] = latest[key]
-        if is_read(own.moe):
-            latest[key] = number
+        latest[key] = number
     return found
 
 

@@ -14,7 +14,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
-from megamoe.config.groups import config_by_layer, scores_before, scores_before_losses
+from megamoe.config.groups import config_by_layer, scores_before
 from megamoe.config.mup import Scaling, attention_scale, residual_scale
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
 from megamoe.config.shapes import (
@@ -119,7 +119,7 @@ class BlockMaker:
         has_source: its blocks have cross attention. of_source: it is the encoder that they attend to.
         """
         moe_blocks, specs, of_layer = set(stack.moe_blocks), [], config_by_layer(self.config)
-        before, of_losses = scores_before(self.config), scores_before_losses(self.config)
+        before = scores_before(self.config)
         layers = f"{stack.name}.layers"
         names = [f"{layers}.{place}." for place in range(stack.num_layers)]
         if stack.name == "prediction":
@@ -134,12 +134,8 @@ class BlockMaker:
             if config is None:
                 continue
             layer = stack.first - 1 + number
-            shape = replace(
-                self._layer_shape(config, layer, of_source, transformer.num_layers),
-                before=before.get(layer),
-                before_losses=of_losses.get(layer),
-                keeps_scores=layer in of_losses.values(),
-            )
+            shape = self._layer_shape(config, layer, of_source, transformer.num_layers)
+            shape = replace(shape, before=before.get(layer))
             build = functools.partial(self.make_moe_layer, config.moe, shape)
             moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.recomputed}
             if number in moe_blocks:

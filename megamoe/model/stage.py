@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megamoe.config.groups import config_by_layer, group_layers, scores_before, scores_before_losses
+from megamoe.config.groups import config_by_layer, group_layers, scores_before
 from megamoe.config.schema import GroupLayersConfig, LayersConfig, RunConfig
 from megamoe.config.shapes import routed_experts, stacks
 from megamoe.model.moe_block import Block
@@ -59,8 +59,8 @@ class StageBlocks:
         """Return the blocks of a stage; vocab_size: before padding."""
         stages, parts = config.parallel.pipeline, block_ranges(config, vocab_size)
         of_layer = config_by_layer(config)
-        before = {*scores_before(config).items(), *scores_before_losses(config).items()}
-        scores = ((source, layer, routed_experts(of_layer[layer].moe)) for layer, source in sorted(before))
+        before = sorted(scores_before(config).items())
+        scores = ((source, layer, routed_experts(of_layer[layer].moe)) for layer, source in before)
         return cls(stage, stages, tuple(parts[stage::stages]), tuple(scores))
 
     def scores_in(self, chunk: int) -> dict[int, int]:

@@ -48,117 +48,152 @@ class Padding:
         bounds = self.bounds(ranks)
         return self.place_V[bounds[rank] : bounds[rank + 1]] - rank * (self.num_places // ranks)
 
-    def without(self, context: "StepContext", ranks: int) -> "StepContext":
-        """Return the context of the V tokens; `ranks`: over which the micro batch's places are spread."""
-        index_T, ids_T, place_V = context.token_index_T, context.token_ids_T, self.place_V
-        position_T = context.position_T
-        return replace(
-            context,
-            token_index_T=place_V if index_T is None else index_T.to(place_V.device)[place_V],
-            token_ids_T=None if ids_T is None else ids_T.to(place_V.device)[place_V],
-            position_T=(
-                place_V // self.num_sequences
-                if position_T is None
-                else position_T.to(place_V.device)[place_V]
-            ),
-            sequence_T=place_V % self.num_sequences,
-            bounds=self.bounds(ranks),
-            padding=None,
-        )
+
+@dataclass
+class LayerTrace:
+    """What an MoE layer keeps of its pass over a micro batch.
+
+    observation: an `Observation`. routing: for an objective, which needs the model's token losses; else None.
+    scores_TE: of this rank's tokens, fp32 [T, E] with gradient, where a residual reads them; else None.
+    """
+
+    observation: Any = None
+    routing: Any = None
+    scores_TE: Tensor | None = None
 
 
 @dataclass(frozen=True)
-class SourceTokens:
-    """The tokens of an encoder_decoder's encoder in a micro batch, as `StepContext` holds the decoder's."""
+class MicroBatch:
+    """The tokens of a micro batch as the MoE layers know them, in order of position: token s * B + b is
+    position s of sequence b.
 
-    token_index_T: Tensor
-    token_ids_T: Tensor
-    padding: Padding | None = None
+    Parts see tokens only: a layer removes the padding before its router (`without_padding`).
+    """
+
+    token_index_T: Tensor | None = None
+    """int64, each token's index in the data of the whole run, the key of every random draw; None: numbered
+    from 0
+    """
+    token_ids_T: Tensor | None = None
+    """int64, the token ids"""
     position_T: Tensor | None = None
+    """int64, see `StepContext.position`"""
+    sample_index_B: Tensor | None = None
+    """int64, the sample number of each sequence; None: one sequence"""
+    number: int = 0
+    """its number in the run; data-parallel ranks take micro batches in turn"""
+    num_rollouts: int = 1
+    """G, if an objective has every sequence routed several times; sequence g * B / G + b is rollout g of
+    sequence b
+    """
+    padding: Padding | None = None
+    """the places that are not tokens; None: all are tokens"""
+    source: "MicroBatch | None" = None
+    """the tokens of an encoder_decoder's encoder; the other fields are the decoder's"""
+    sequence_T: Tensor | None = None
+    """int64, the sequence of each token, where padding was removed"""
+    bounds: tuple[int, ...] | None = None
+    """where the tokens of each tensor-parallel rank begin, and their number, where padding was removed"""
+    traces: dict[int, LayerTrace] = field(default_factory=dict)
+    """what each layer keeps of its pass, by the layer's number"""
 
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences B."""
+        return 1 if self.sample_index_B is None else self.sample_index_B.numel()
 
-OF_MICRO_BATCH = (
-    "token_index_T",
-    "token_ids_T",
-    "position_T",
-    "sample_index_B",
-    "micro_batch",
-    "num_rollouts",
-    "padding",
-    "source",
-    "observations",
-    "routings",
-    "scores",
-)
+    def tokens(self, rows: Tensor | slice, **changes: Any) -> "MicroBatch":
+        """Return the micro batch of these tokens alone, an index int64 or a slice, with other fields
+        changed.
+        """
+
+        def chosen(values_T: Tensor | None) -> Tensor | None:
+            if values_T is None or isinstance(rows, slice):
+                return None if values_T is None else values_T[rows]
+            return values_T.to(rows.device)[rows]
+
+        fields = ("token_index_T", "token_ids_T", "position_T", "sequence_T")
+        return replace(self, **{name: chosen(getattr(self, name)) for name in fields} | changes)
+
+    def without_padding(self, ranks: int) -> "MicroBatch":
+        """Return the micro batch of the tokens that are not padding; ranks: over which its places are
+        spread.
+        """
+        assert self.padding is not None
+        place_V, sequences = self.padding.place_V, self.padding.num_sequences
+        changes: dict[str, Any] = {"sequence_T": place_V % sequences, "bounds": self.padding.bounds(ranks)}
+        if self.token_index_T is None:
+            changes["token_index_T"] = place_V
+        if self.position_T is None:
+            changes["position_T"] = place_V // sequences
+        return self.tokens(place_V, padding=None, **changes)
 
 
 @dataclass
 class StepContext:
-    """What the layers know about the current micro batch; the training loop sets it.
+    """What the MoE layers know about the current step and micro batch; all layers of a model share one
+    object.
 
-    All layers of a model share one object. Tokens are ordered by position: token s * B + b is position s of
-    sequence b.
-
-    aux_scale: multiplies the gradient of the auxiliary losses, see `attached_losses`. token_index_T:
-    int64, each token's index in the data of the whole run, the key of every random draw; None: tokens are
-    numbered from 0. token_ids_T: int64, the token ids. position_T: see `position`. sample_index_B: int64,
-    the sample number of each sequence; None: one sequence. measure_gradients: whether this step measures the
-    shares of the auxiliary losses' gradients, see `gradient_share`. timers: of the layers' stages; None: not
-    measured. compute_timer: of this rank's own work. micro_batch: its number in the run; data-parallel ranks
-    take micro batches in turn.
-    num_rollouts: G, if an objective has every sequence routed several times; sequence g * B / G + b is then
-    rollout g of sequence b. data_group: the ranks whose micro batches form the batch; None: this micro batch
-    alone. source: the tokens of an encoder_decoder's encoder; the other fields are the decoder's.
-    observations, routings: what each layer keeps of its pass, see `MoELayer`, by the layer's `id`. scores: of
-    this rank's tokens in each layer that a residual reads, fp32 [T, E] with gradient, by the layer's number.
-
-    padding: the places that are not tokens; None: all are. A layer removes them before its router, so parts
-    see tokens only. They then get sequence_T, int64, the sequence of each token, and bounds: where the tokens
-    of each tensor-parallel rank begin, and their number.
+    The training loop sets it. A part may read everything but the timers.
     """
 
     seed: int = 0
     step: int = 0
     aux_scale: float = 1.0
-    token_index_T: Tensor | None = None
-    token_ids_T: Tensor | None = None
-    position_T: Tensor | None = None
-    sample_index_B: Tensor | None = None
-    micro_batch: int = 0
-    num_rollouts: int = 1
+    """multiplies the gradient of the auxiliary losses, see `auxiliary_losses`"""
     data_group: dist.ProcessGroup | None = None
+    """the ranks whose micro batches form the batch; None: this micro batch alone"""
     measure_gradients: bool = False
+    """whether this step measures the shares of the auxiliary losses' gradients, see `measure_gradients`"""
     timers: StageTimers | None = None
+    """of the layers' stages; None: not measured"""
     compute_timer: LocalComputeTimer = field(default_factory=lambda: LocalComputeTimer(torch.device("cpu")))
-    padding: Padding | None = None
-    source: SourceTokens | None = None
-    observations: dict[int, Any] = field(default_factory=dict)
-    routings: dict[int, Any] = field(default_factory=dict)
-    scores: dict[int, Tensor] = field(default_factory=dict)
-    sequence_T: Tensor | None = None
-    bounds: tuple[int, ...] | None = None
+    """of this rank's own work"""
+    batch: MicroBatch = field(default_factory=MicroBatch)
 
-    def of_micro_batch(self) -> dict[str, Any]:
-        """Return the fields that belong to one micro batch, to set them again before its backward pass."""
-        return {name: getattr(self, name) for name in OF_MICRO_BATCH}
+    @property
+    def token_ids_T(self) -> Tensor | None:
+        """The token ids, int64 [T]; None if the layer is not in a language model."""
+        return self.batch.token_ids_T
+
+    @property
+    def sample_index_B(self) -> Tensor | None:
+        """The sample number of each sequence, int64 [B]; None: one sequence."""
+        return self.batch.sample_index_B
+
+    @property
+    def micro_batch(self) -> int:
+        """The micro batch's number in the run; data-parallel ranks take micro batches in turn."""
+        return self.batch.number
+
+    @property
+    def num_rollouts(self) -> int:
+        """G, if an objective has every sequence routed several times, see `MicroBatch`."""
+        return self.batch.num_rollouts
+
+    @property
+    def num_sequences(self) -> int:
+        """The number of sequences B."""
+        return self.batch.num_sequences
+
+    def with_batch(self, batch: MicroBatch) -> "StepContext":
+        """Return the context with another micro batch."""
+        return replace(self, batch=batch)
 
     def of_source(self) -> "StepContext":
         """Return the context of the encoder's layers in an encoder_decoder."""
-        source = self.source
-        assert source is not None, "the encoder's tokens are not set"
-        return replace(
-            self,
-            token_index_T=source.token_index_T,
-            token_ids_T=source.token_ids_T,
-            position_T=source.position_T,
-            padding=source.padding,
-        )
+        assert self.batch.source is not None, "the encoder's tokens are not set"
+        return self.with_batch(self.batch.source)
+
+    def trace(self, layer: int) -> LayerTrace:
+        """Return what a layer has kept of the micro batch; nothing before its pass."""
+        return self.batch.traces.get(layer) or LayerTrace()
 
     def token_index(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return each token's index in the data, int64 [T]."""
-        if self.token_index_T is None:
+        if self.batch.token_index_T is None:
             return torch.arange(num_tokens, device=device)
-        return self.token_index_T.to(device)
+        return self.batch.token_index_T.to(device)
 
     def position(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return each token's position, from 0 in its sequence, or in its document with
@@ -166,19 +201,14 @@ class StepContext:
 
         It is the position that learned and rotary positions get, in generation too.
         """
-        if self.position_T is None:
+        if self.batch.position_T is None:
             return torch.arange(num_tokens, device=device) // self.num_sequences
-        return self.position_T.to(device)
-
-    @property
-    def num_sequences(self) -> int:
-        """The number of sequences B."""
-        return 1 if self.sample_index_B is None else self.sample_index_B.numel()
+        return self.batch.position_T.to(device)
 
     def sequence(self, num_tokens: int, device: torch.device) -> Tensor:
         """Return the sequence of each token, from 0 to B - 1, int64 [T]."""
-        if self.sequence_T is not None:
-            return self.sequence_T.to(device)
+        if self.batch.sequence_T is not None:
+            return self.batch.sequence_T.to(device)
         return torch.arange(num_tokens, device=device) % self.num_sequences
 
     def draw_key(self, layer: int, purpose: str) -> int:

@@ -93,16 +93,11 @@ class Part(nn.Module):
     Experts without computation (`moe.zero_experts`) are the last ones; a router chooses among all. A part
     that takes all experts to be alike, in load or in place, declares `experts_alike`: it is refused beside
     them.
-
-    A loss that compares a layer with the one before declares `reads_before` and reads `Routing.before_TE`:
-    the scores of the last MoE layer before with as many experts (`config.groups.scores_before_losses`), of
-    the whole micro batch, with gradient; None in a stack's first such layer.
     """
 
     takes_any_dtype: ClassVar[bool] = False
     experts_alike: ClassVar[bool] = False
     needs_token_losses: ClassVar[bool] = False  # of a loss: it is an `Objective`
-    reads_before: ClassVar[bool] = False
 
     @dataclass
     class Config:
@@ -157,6 +152,13 @@ class Part(nn.Module):
             ValueError: what was found, what was expected, and the way out; the caller adds the key.
         """
 
+    def attach(self, layer: Any) -> None:
+        """Register hooks on the MoE layer (`layer.MoELayer`) that the part belongs to, once it is built.
+
+        For a part that needs more than `forward` gets, such as the experts' outputs. A reference to the layer
+        must not become a submodule: keep it in a tuple.
+        """
+
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
         """Update learned buffers without gradient; called after each optimiser step of training.
 
@@ -193,7 +195,7 @@ class Residual(Part):
     rank's tokens, as for a scorer, and carry gradient.
     """
 
-    reads_before = True
+    reads_before: ClassVar[bool] = True
 
 
 class ScoreFunction(Part):

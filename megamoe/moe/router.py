@@ -12,8 +12,8 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import MoELayerConfig, RouterConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import UserError
-from megamoe.moe import checked
 from megamoe.moe.capabilities import capabilities
+from megamoe.moe.guarded import guarded
 from megamoe.moe.observation import kept_to_measure
 from megamoe.moe.part import Candidates, Dims, Part, Residual, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
@@ -30,7 +30,7 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
     """
     part_class, named = get_part(choice.kind, choice.name), f"{choice.kind} {choice.name!r}"
     try:
-        part: nn.Module = part_class(choice.options, dims)
+        part: Part = part_class(choice.options, dims)
     except Exception as error:
         if is_ours(part_class) or isinstance(error, UserError):
             raise
@@ -44,7 +44,7 @@ def build_part(choice: PartChoice, dims: Dims) -> Any:
     for parameter, weight in part.named_parameters():
         if weight.dim() == 0:
             raise UserError(f"the {named}: {parameter} is a parameter of shape []; a scalar needs shape [1]")
-    return part
+    return guarded(part, choice.kind)
 
 
 def mean_choices(moe: MoELayerConfig) -> float:
@@ -100,7 +100,7 @@ class Router(nn.Module):
         self.dims = replace(dims, num_choices=self.selector.num_choices)  # for all that stand beside it
         self.scorer: Part = build_part(config.scorer, self.dims)
         self.residual: Residual = build_part(config.residual, self.dims)
-        self.masks = nn.ModuleList([build_part(choice, self.dims) for choice in config.masks])
+        self.masks: Any = nn.ModuleList([build_part(choice, self.dims) for choice in config.masks])
         self.least_candidates = _least_candidates(config, self.dims)
         self.score_function: ScoreFunction = build_part(config.score_function, self.dims)
         self.capacity: Part = build_part(config.capacity, self.dims)
@@ -116,24 +116,25 @@ class Router(nn.Module):
             scored = self._scored(scores_TE, extras)
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)
-            kept = checked.kept(self.capacity, wanted, scored, context)
+            kept = self.capacity(wanted, scored, context)
             if isinstance(kept, Places):
                 pairs = self._in_places(wanted, kept, scored)
             elif kept is not None:
-                pairs = checked.after_drops(self.selector, wanted.keep(kept), scored)
-        is_local = any(checked.called(r, "keeps_tokens_local", context) for r in self.masks)
+                pairs = self.selector.after_drops(wanted.keep(kept))
+        is_local = any(mask.keeps_tokens_local(context) for mask in self.masks)
         places = kept.size if isinstance(kept, Places) else None
         return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local, places=places)
 
     def _in_places(self, wanted: Pairs, places: Places, scored: Scored) -> Pairs:
         """Return the pairs in fixed shares; of one without a place the weight is 0, for `after_drops`."""
         weight_N = wanted.weight_N.masked_fill(~places.kept_N(), 0.0)
-        pairs = checked.after_drops(self.selector, replace(wanted, weight_N=weight_N), scored)
+        pairs = self.selector.after_drops(replace(wanted, weight_N=weight_N))
         return places.filled(pairs, scored.num_tokens, scored.num_experts)
 
     def _select(self, scored: Scored, context: StepContext) -> Pairs:
         if self.choices is None:
-            return checked.pairs(self.selector, "forward", scored, context)
+            pairs: Pairs = self.selector(scored, context)
+            return pairs
         return self.choices.select(self.selector, scored, context)
 
     def _scores(
@@ -144,14 +145,15 @@ class Router(nn.Module):
         if not self.scorer.takes_any_dtype:
             hidden_TH = hidden_TH.float()
         own = self.token_sharding.local_context(context, len(hidden_TH))
-        scores_TE, extras = checked.scores(self.scorer, hidden_TH, own, self.dims.num_experts)
+        scores_TE = self.scorer(hidden_TH, own)
+        scores_TE, extras = scores_TE if isinstance(scores_TE, tuple) else (scores_TE, {})
         if self.residual.reads_before:
-            scores_TE = checked.table(self.residual, scores_TE, scores_TE, before_TE, own)
+            scores_TE = self.residual(scores_TE, before_TE, own)
         scores_TE = whole(scores_TE)
         return scores_TE, {n: whole(extra) if has_row_per_token(n) else extra for n, extra in extras.items()}
 
     def _scored(self, scores_TE: Tensor, extras: dict[str, Tensor]) -> Scored:
-        affinities_TE = checked.table(self.score_function, scores_TE, scores_TE, None)
+        affinities_TE = self.score_function(scores_TE, None)
         scored = Scored(
             scores_TE,
             affinities_TE,
@@ -167,8 +169,7 @@ class Router(nn.Module):
     def _restrict(self, scored: Scored, context: StepContext) -> None:
         kernels = self.dims.kernels
         for mask in self.masks:
-            given = scored.scores_TE, scored, context
-            allowed_TE = checked.table(mask, *given, dtypes=(torch.bool,), optional=True)
+            allowed_TE = mask(scored, context)
             if allowed_TE is None:
                 continue
             known_TE = scored.candidates_TE
@@ -182,8 +183,7 @@ class Router(nn.Module):
         if self.score_function.over_all:  # p, and so the ranking, is what it was
             scored.probs_TE = scored.of_candidates_TE(scored.affinities_TE, 0.0, kernels)
             return
-        scores_TE = scored.scores_TE
-        scored.probs_TE = checked.table(self.score_function, scores_TE, scores_TE, scored.candidates_TE)
+        scored.probs_TE = self.score_function(scored.scores_TE, scored.candidates_TE)
         if not scored.ranked_by_scores:
             scored.ranking_TE = scored.of_candidates_TE(self._ranking_TE(scored), float("-inf"), kernels)
 

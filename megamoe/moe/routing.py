@@ -235,15 +235,13 @@ class Routing(Scored):
 
     wanted: the pairs that the selector chose. pairs: those that the capacity kept; they are computed.
     is_local: on all ranks, every pair's expert is on its token's own rank. places: in fixed shares, the rows
-    of each expert; `pairs` are then those of `Places.filled`. before_TE: fp32, the scores of the same tokens
-    in the MoE layer before, with gradient, for a loss that declares `reads_before`; otherwise None.
+    of each expert; `pairs` are then those of `Places.filled`.
     """
 
     wanted: Pairs = field(kw_only=True)
     pairs: Pairs = field(kw_only=True)
     is_local: bool = False
     places: int | None = None
-    before_TE: Tensor | None = None
     _counts: list[tuple[Pairs, Tensor]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def wanted_counts_E(self) -> Tensor:
@@ -309,7 +307,6 @@ class Routing(Scored):
             ranking_TE=self.ranking_TE[:, :count],
             candidates_TE=None if self.candidates_TE is None else self.candidates_TE[:, :count],
             open_E=None if self.open_E is None else self.open_E[:count],
-            before_TE=None if self.before_TE is None else self.before_TE[:, :count],
             wanted=pairs if self.wanted is self.pairs else first(self.wanted),
             pairs=pairs,
         )
@@ -326,7 +323,6 @@ class Routing(Scored):
             probs_TE=self.probs_TE[own],
             ranking_TE=self.ranking_TE[own],
             candidates_TE=None if self.candidates_TE is None else self.candidates_TE[own],
-            before_TE=None if self.before_TE is None else self.before_TE[own],
             extras={n: value[own] if has_row_per_token(n) else value for n, value in self.extras.items()},
             wanted=pairs if nothing_dropped else self.wanted.of_tokens(first, num_tokens),
             pairs=pairs,

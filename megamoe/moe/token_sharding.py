@@ -1,5 +1,6 @@
 """Micro batches whose tokens are spread over tensor-parallel ranks: gathered scores, each rank's share."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -17,7 +18,7 @@ from megamoe.moe.routing import Routing
 class TokenSharding:
     """The tokens of a micro batch in contiguous shares on the ranks of a group, in order of rank.
 
-    The shares are equal but for padding, which a layer removes from each (`StepContext.bounds`).
+    The shares are equal but for padding, which a layer removes from each (`MicroBatch.bounds`).
 
     A score depends on its own token only, so each rank scores its own tokens. Later stages may need the whole
     micro batch (capacity, expert choice, balance losses). So the ranks gather the scores, [T, E] and not [T,
@@ -35,24 +36,21 @@ class TokenSharding:
         """Return the context of this rank's `num_tokens` tokens."""
         if self.size == 1:
             return context
-        own = self.local_slice(context, num_tokens * self.size)
-        index_T, ids_T, position_T = context.token_index_T, context.token_ids_T, context.position_T
-        if index_T is None:
-            index_T = torch.arange(num_tokens * self.size)
-        if position_T is None:
-            position_T = context.position(num_tokens * self.size, torch.device("cpu"))
-        return replace(
-            context,
-            token_index_T=index_T[own],
-            token_ids_T=None if ids_T is None else ids_T[own],
-            position_T=position_T[own],
-            sequence_T=None if context.sequence_T is None else context.sequence_T[own],
+        own, whole, batch = (
+            self.local_slice(context, num_tokens * self.size),
+            num_tokens * self.size,
+            context.batch,
         )
+        if batch.token_index_T is None:
+            batch = replace(batch, token_index_T=torch.arange(whole))
+        if batch.position_T is None:
+            batch = replace(batch, position_T=context.position(whole, torch.device("cpu")))
+        return context.with_batch(batch.tokens(own))
 
     def local_slice(self, context: StepContext | None, num_tokens: int) -> slice:
         """Return the rows of this rank's tokens among the `num_tokens` of the micro batch."""
-        if context is not None and context.bounds is not None:
-            return slice(context.bounds[self.rank], context.bounds[self.rank + 1])
+        if context is not None and context.batch.bounds is not None:
+            return slice(*context.batch.bounds[self.rank : self.rank + 2])
         share = num_tokens // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -63,8 +61,8 @@ class TokenSharding:
         """
         if self.size == 1:
             return rows
-        if context is not None and context.bounds is not None:
-            return self._all_gather_unequal(rows, context.bounds)
+        if context is not None and context.batch.bounds is not None:
+            return self._all_gather_unequal(rows, context.batch.bounds)
         gathered: Tensor = _GatherRows.apply(rows, self.group)
         return gathered
 
@@ -76,6 +74,20 @@ class TokenSharding:
         gathered: Tensor = _GatherRows.apply(torch.cat((rows, filling)), self.group)
         of_ranks = gathered.unflatten(0, (self.size, largest))  # `split` knows no shares of 0 rows
         return torch.cat([part[:size] for part, size in zip(of_ranks, sizes, strict=True)])
+
+    def without_padding(
+        self, compute: Callable[[Tensor, StepContext], Tensor], hidden_TH: Tensor, context: StepContext
+    ) -> Tensor:
+        """Return compute(hidden_TH, context), [T, H], without padding: it is not computed, and its output is
+        0.
+        """
+        padding = context.batch.padding
+        if padding is None:
+            return compute(hidden_TH, context)
+        place_V = padding.own_places(self.rank, self.size)
+        batch = context.batch.without_padding(self.size)
+        output_VH = compute(hidden_TH[place_V], context.with_batch(batch))
+        return output_VH.new_zeros(hidden_TH.shape).index_copy(0, place_V, output_VH)
 
     def local_shard(self, routing: Routing, context: StepContext | None = None) -> Routing:
         """Return the routing of this rank's tokens, numbered from 0; context: as in `all_gather`."""

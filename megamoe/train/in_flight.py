@@ -1,12 +1,12 @@
 """What belongs to each of two micro batches in flight, and is exchanged when they take turns."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.compat.torch_compat import seed_torch
+from megamoe.moe.context import MicroBatch
 from megamoe.moe.part import StepContext
 from megamoe.moe.timers import LocalComputeTimer
 
@@ -15,11 +15,11 @@ from megamoe.moe.timers import LocalComputeTimer
 class PassState:
     """What a forward pass finds again when it goes on.
 
-    of_micro_batch, compute_timer: of the context. stage: what `StageTimers.pause` has returned. random, cuda:
+    batch, compute_timer: of the context. stage: what `StageTimers.pause` has returned. random, cuda:
     torch's random states.
     """
 
-    of_micro_batch: dict[str, Any]
+    batch: MicroBatch
     compute_timer: LocalComputeTimer
     stage: str | None
     random: Tensor
@@ -29,7 +29,7 @@ class PassState:
     def leave(cls, context: StepContext, device: torch.device) -> "PassState":
         """Return the state of the pass that hands over."""
         return cls(
-            context.of_micro_batch(),
+            context.batch,
             context.compute_timer,
             None if context.timers is None else context.timers.pause(),
             torch.get_rng_state(),
@@ -38,7 +38,7 @@ class PassState:
 
     def enter(self, context: StepContext, device: torch.device) -> None:
         """Put it back."""
-        set_micro_batch(context, self.of_micro_batch)
+        context.batch = self.batch
         context.compute_timer = self.compute_timer
         if context.timers is not None:
             context.timers.resume(self.stage)
@@ -53,9 +53,3 @@ def begin_second(context: StepContext, seed: int, device: torch.device) -> None:
     """
     context.compute_timer = LocalComputeTimer(device)
     seed_torch(seed)
-
-
-def set_micro_batch(context: StepContext, of_micro_batch: dict[str, Any]) -> None:
-    """Let the context describe a micro batch again."""
-    for name, value in of_micro_batch.items():
-        setattr(context, name, value)

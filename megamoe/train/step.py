@@ -23,7 +23,7 @@ from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.kernels.autograd import Function
 from megamoe.metrics.names import GRAD_NORM
 from megamoe.model.architectures.language_model import LanguageModel
-from megamoe.moe.context import Padding, SourceTokens
+from megamoe.moe.context import LayerTrace, MicroBatch
 from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
 from megamoe.moe.turns import Turns, end_turn
@@ -33,7 +33,8 @@ from megamoe.parallel.pipeline.schedule import Pass, training_order
 from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
-from megamoe.train.in_flight import PassState, begin_second, set_micro_batch
+from megamoe.train.in_flight import PassState, begin_second
+from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.step_record import (
     LossSums,
     MultiTokenLosses,
@@ -43,9 +44,6 @@ from megamoe.train.step_record import (
     merged_over_stages,
     part_metrics,
 )
-
-ROLLOUT_BIT = 48  # of a token's index, above the number of any token in the data
-PADDED_STRIDE = 2**24  # of token indices, where the length of the batch must have no influence
 
 
 def train_step(
@@ -90,13 +88,13 @@ class _Kept:
     """What a forward pass leaves for the backward pass of the same micro batch and chunk.
 
     received: the hidden states of the part before, and routers' scores; nothing in the model's first part.
-    outputs: a loss, or this part's hidden states and scores. of_micro_batch: fields of the context.
-    observations: of the chunk's MoE layers.
+    outputs: a loss, or this part's hidden states and scores. batch: as the layers know it. observations: of
+    the chunk's MoE layers.
     """
 
     received: list[Tensor]
     outputs: list[Tensor]
-    of_micro_batch: dict[str, Any]
+    batch: MicroBatch
     observations: dict[int, Observation]
 
 
@@ -146,13 +144,13 @@ class Passes:
         turns = Turns(
             lambda: PassState.leave(context, device),
             lambda state: state.enter(context, device),
-            lambda place: set_micro_batch(context, self._kept[first + place, 0].of_micro_batch),
+            lambda place: setattr(context, "batch", self._kept[first + place, 0].batch),
         )
         turns.run(lambda: self.forward(both[0], in_flight=0), second, device)
         self.engine.backward_in_flight([self._kept[first + place, 0].outputs[0] for place in (0, 1)], last)
         for each in both:
             kept = self._kept.pop((each.micro_batch, 0))
-            set_micro_batch(context, kept.of_micro_batch)  # the second one's stays
+            context.batch = kept.batch  # the second one's stays
             self._finish_micro_batch(each, kept)
 
     def forward(self, each: Pass, in_flight: int | None = None) -> None:
@@ -164,7 +162,8 @@ class Passes:
         if place not in self._on_device:
             self._on_device[place] = self.batches[place].to(engine.world.device).repeat(self._rollouts)
         batch = self._on_device[place]
-        set_context(context, batch, self._before + micro_batch_number(engine, place), self._rollouts)
+        number = self._before + micro_batch_number(engine, place)
+        context.batch = micro_batch_of(batch, number, self._rollouts)
         received_SBH = receive_hidden(engine, context, batch, each.chunk)
         received = [] if received_SBH is None else [received_SBH]
         received += receive_scores(engine, context, batch, each.chunk)
@@ -179,15 +178,13 @@ class Passes:
         context.compute_timer.end()  # of the first micro batch
         if self.model.ends(each.chunk):
             output = end_turn(self._loss(place, batch, output))
-        outputs = [output, *(context.scores[number] for number in self.model.scores_out(each.chunk))]
+        outputs = [output, *scores_of(context, self.model.scores_out(each.chunk))]
         if not self.model.ends(each.chunk):
             for tensor in outputs:
                 engine.links.send_forward(tensor.detach())
-        seen: dict[int, Observation] = {}
-        for number, layer in self.model.moe_layers_of(each.chunk):
-            assert layer.observation is not None
-            seen[number] = layer.observation
-        kept = _Kept(received, outputs, context.of_micro_batch(), seen)
+        layers = self.model.moe_layers_of(each.chunk)
+        observations = {number: context.trace(number).observation for number, _ in layers}
+        kept = _Kept(received, outputs, context.batch, observations)
         if not self.model.ends(each.chunk):
             output.data = output.new_empty(0)  # its graph is needed, its values are not
         self._kept[place, each.chunk] = kept
@@ -202,7 +199,7 @@ class Passes:
         if mtp_sums is not None:
             loss = loss + self._mtp.weighted(mtp_sums[0] * self._scale_K[1:])
         for _, layer in self.model.moe_layers():
-            if layer.objectives:
+            if layer.losses.objectives:
                 loss = loss + self._share * layer.objective(masked_BS.transpose(0, 1).reshape(-1))
         tokens = mask_BS.sum().double() / self._rollouts
         # The record divides by all ranks that share the micro batch; those of its parts have different sums.
@@ -215,7 +212,7 @@ class Passes:
         kept = self._kept.pop((each.micro_batch, each.chunk))
         if self.stages > 1:
             # Recomputation reads the context and marks the observations of this micro batch.
-            set_micro_batch(self.context, kept.of_micro_batch)
+            self.context.batch = kept.batch
         loss, *scores = kept.outputs
         if not self.model.ends(each.chunk):
             loss = loss_with_gradient(loss, self._receive_gradient(each))
@@ -231,7 +228,7 @@ class Passes:
 
     def _finish_micro_batch(self, each: Pass, kept: _Kept) -> None:
         """Take in the sums of a micro batch, when its last backward pass on this stage is over."""
-        kept.of_micro_batch["scores"].clear()
+        kept.batch.traces.clear()
         observations = self._observations.setdefault(each.micro_batch, {})
         observations |= kept.observations
         if each.chunk == 0:  # the last one that a stage computes for a micro batch
@@ -329,7 +326,7 @@ def evaluate(
     engine.train(False)
     for place, batch in enumerate(batches):
         batch = batch.to(engine.world.device)
-        set_context(context, batch, micro_batch_number(engine, place))
+        context.batch = micro_batch_of(batch, micro_batch_number(engine, place))
         output = _evaluated(engine, context, batch)
         if output is not None:
             mask_BS = own_positions(model, batch.loss_mask_BS)
@@ -359,7 +356,7 @@ def _evaluated(engine: Engine, context: StepContext, batch: Batch) -> Tensor | N
         output: Tensor = model(**model_inputs(batch), **of_stage(engine, received_SBH, chunk))
         if model.ends(chunk):
             return output
-        for tensor in (output, *(context.scores[number] for number in model.scores_out(chunk))):
+        for tensor in (output, *scores_of(context, model.scores_out(chunk))):
             engine.links.send_forward(tensor)
     return None
 
@@ -405,14 +402,21 @@ def receive_scores(engine: Engine, context: StepContext, batch: Batch, chunk: in
     if not wanted:
         return []
     tokens = batch.tokens_BS.numel() // layout.batch_ranks
-    if context.padding is not None:
-        bounds, rank = context.padding.bounds(layout.batch_ranks), engine.world.rank % layout.batch_ranks
+    padding = context.batch.padding
+    if padding is not None:
+        bounds, rank = padding.bounds(layout.batch_ranks), engine.world.rank % layout.batch_ranks
         tokens = bounds[rank + 1] - bounds[rank]
     with context.compute_timer.paused():
         for number, experts in wanted.items():
-            shape = tokens, experts
-            context.scores[number] = engine.links.receive_forward(shape, torch.float32, engine.world.device)
-    return [context.scores[number] for number in wanted]
+            scores_TE = engine.links.receive_forward((tokens, experts), torch.float32, engine.world.device)
+            context.batch.traces[number] = LayerTrace(scores_TE=scores_TE)
+    return scores_of(context, wanted)
+
+
+def scores_of(context: StepContext, layers: Iterable[int]) -> list[Tensor]:
+    """Return the scores that these layers have kept, fp32 [T, E] each."""
+    scores = [context.trace(number).scores_TE for number in layers]
+    return [scores_TE for scores_TE in scores if scores_TE is not None]
 
 
 def of_stage(engine: Engine, received_SBH: Tensor | None, chunk: int) -> dict[str, Any]:
@@ -443,50 +447,11 @@ def loss_with_gradient(output: Tensor, gradient: Tensor) -> Tensor:
     return scalar
 
 
-def set_context(context: StepContext, batch: Batch, number: int, rollouts: int = 1) -> None:
-    """Set the layers' context for a micro batch, in a block's token order (s * B + b).
-
-    number: the micro batch's number in the run, over all ranks. `batch` holds every sequence `rollouts`
-    times, each with separate draws.
-    """
-    num_sequences, length = batch.tokens_BS.shape
-    device = batch.tokens_BS.device
-    position_S = torch.arange(length, device=device)
-    sample_B = batch.sample_index_B.to(device)
-    distinct = num_sequences // rollouts
-    rollout_B = torch.arange(num_sequences, device=device) // distinct
-    index_SB = sample_B[None, :] * length + position_S[:, None] + (rollout_B[None, :] << ROLLOUT_BIT)
-    context.token_index_T = index_SB.reshape(-1)
-    context.token_ids_T = batch.tokens_BS.transpose(0, 1).reshape(-1)
-    context.position_T = batch.position_ids_BS.transpose(0, 1).reshape(-1)
-    context.padding = None
-    context.source = None
-    if batch.lengths_B is not None:
-        context.token_index_T = _padded_index_T(sample_B, length)
-        context.padding = Padding.of(batch.lengths_B, length, device)
-    if batch.source_BL is not None and batch.source_lengths_B is not None:
-        source_length = batch.source_BL.shape[1]
-        context.source = SourceTokens(
-            _padded_index_T(sample_B, source_length),
-            batch.source_BL.transpose(0, 1).reshape(-1),
-            Padding.of(batch.source_lengths_B, source_length, device),
-            torch.arange(source_length, device=device).repeat_interleave(num_sequences),
-        )
-    context.sample_index_B = sample_B
-    context.micro_batch = number
-    context.observations, context.routings, context.scores = {}, {}, {}
-    context.num_rollouts = rollouts
-
-
-def _padded_index_T(sample_B: Tensor, length: int) -> Tensor:
-    """Return token indices, int64 [S * B], that do not depend on how far a sequence is filled up."""
-    position_S = torch.arange(length, device=sample_B.device)
-    return (sample_B[None, :] * PADDED_STRIDE + position_S[:, None]).reshape(-1)
-
-
 def num_rollouts(model: LanguageModel) -> int:
     """Return how many times each sequence is routed for an objective."""
-    counts = [part.num_rollouts for _, layer in model.moe_layers() for part in layer.objectives.values()]
+    counts = [
+        part.num_rollouts for _, layer in model.moe_layers() for part in layer.losses.objectives.values()
+    ]
     return max(counts, default=1)
 
 

@@ -14,7 +14,6 @@ from megamoe.data.batches import Batch
 from megamoe.metrics.names import AUXILIARY_LOSS, GRAD_NORM, LM_LOSS, LOSS, MTP_LOSS, WEIGHTED_LOSS, fill
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.heads.multi_token_prediction import prediction_masks
-from megamoe.moe import checked
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.observation import WHOLE, Observation
 from megamoe.parallel.zero.engine import Engine
@@ -343,7 +342,7 @@ def part_metrics(model: HasMoELayers) -> dict[str, Tensor]:
     layers = [layer for _, layer in model.moe_layers()]
     for place, layer in enumerate(layers):
         for name, part in layer.measured_parts().items():
-            for metric, value in checked.metrics(part).items():
+            for metric, value in part.metrics().items():
                 found.setdefault(f"{name.removeprefix('router.')}/{metric}", {})[place] = value
     return {name: _stacked(values, len(layers)) for name, values in found.items()}
 

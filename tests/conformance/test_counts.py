@@ -8,6 +8,7 @@ from megamoe.moe.part import StepContext
 from tests.conformance.one_step import one_step, router_gradients
 from tests.conformance.planting import Edit, fails_with
 from tests.support.moe.build import (
+    make_context,
     make_hidden,
     make_layer,
     make_pairs,
@@ -28,10 +29,10 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @fails_with(
     Edit(
         LAYER,
-        "            routing = self.router(hidden_TH, context, before_TE)\n",
-        "            routing = self.router(hidden_TH, context, before_TE)\n"
-        "            if self.recomputing:\n"
-        "                self.observation.load_E.add_(routing.counts_E())\n",
+        "        routing = self.router(hidden_TH, context, self._scores_before())\n",
+        "        routing = self.router(hidden_TH, context, self._scores_before())\n"
+        "        if self.recomputing:\n"
+        "            self.observation.load_E.add_(routing.counts_E())\n",
     )
 )
 def test_a_recomputed_block_is_counted_once() -> None:
@@ -115,10 +116,10 @@ def test_an_evaluation_leaves_the_counts_of_training() -> None:
     values = []
     for evaluates in (False, True):
         loss = make_part("loss", "switch_balance", scope="global_batch", running=True)
-        loss.train()(one, StepContext(step=1, micro_batch=0))
+        loss.train()(one, make_context(step=1, micro_batch=0))
         if evaluates:
-            loss.eval()(other, StepContext(step=1, micro_batch=7))
-        values.append(loss.train()(one, StepContext(step=1, micro_batch=1)).item())
+            loss.eval()(other, make_context(step=1, micro_batch=7))
+        values.append(loss.train()(one, make_context(step=1, micro_batch=1)).item())
     assert values[0] == values[1]
 
 
@@ -129,7 +130,7 @@ def test_padding_is_not_routed() -> None:
     Reported: huggingface/transformers#28505, NVIDIA/Megatron-LM#2121
     """
     padding = Padding.of(torch.tensor([3, 5]), 5)
-    context = StepContext(sample_index_B=torch.tensor([0, 1]), padding=padding)
+    context = make_context(sample_index_B=torch.tensor([0, 1]), padding=padding)
     losses = {"switch_balance": 0.1}
     layer = make_layer(moe_config(num_experts=4, losses=losses), context)
     hidden_TH = make_hidden(10)

@@ -9,6 +9,7 @@ from tests.conformance.one_step import one_step, router_gradients
 from tests.conformance.planting import Edit, fails_with
 from tests.support.moe.build import (
     loss_of,
+    make_context,
     make_hidden,
     make_layer,
     make_pairs,
@@ -30,11 +31,11 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @fails_with(
     Edit(
         LAYER,
-        "        values = {\n            name: checked.loss_value(loss, routing, context)\n",
+        "        routing = self.router(hidden_TH, context, self._scores_before())\n",
+        "        routing = self.router(hidden_TH, context, self._scores_before())\n"
         "        if self.recomputing:\n"
         "            for value in self.observation.losses.values():\n"
-        "                value.mul_(2)\n"
-        "        values = {\n            name: checked.loss_value(loss, routing, context)\n",
+        "                value.mul_(2)\n",
     )
 )
 def test_a_loss_is_recorded_once_under_recomputation() -> None:
@@ -174,7 +175,7 @@ def test_the_balance_loss_counts_what_the_capacity_drops() -> None:
     torch.testing.assert_close(dropped, kept)
 
 
-@fails_with(Edit(COMMON, "    if context.sequence_T is not None:", "    if False:"))
+@fails_with(Edit(COMMON, "    if context.batch.sequence_T is not None:", "    if False:"))
 def test_a_sequence_loss_of_packed_sequences() -> None:
     """The loss of each sequence takes packed sequences of other lengths for one, or mixes their tokens.
 
@@ -183,7 +184,7 @@ def test_a_sequence_loss_of_packed_sequences() -> None:
     generator = torch.Generator().manual_seed(5)
     scores_TE = torch.randn(8, 4, generator=generator)
     owner_T = torch.tensor([0, 1, 0, 1, 0, 0, 0, 0])  # two tokens of the second sequence, six of the first
-    together = StepContext(sample_index_B=torch.tensor([0, 1]), sequence_T=owner_T)
+    together = make_context(sample_index_B=torch.tensor([0, 1]), sequence_T=owner_T)
 
     def loss(of_TE: torch.Tensor, context: StepContext) -> float:
         scored = make_scored(of_TE)

@@ -60,7 +60,7 @@ def step(model: GPT) -> tuple[Tensor, dict[str, Tensor]]:
     losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1))
     loss = losses_BS.sum()
     for _, layer in model.moe_layers():
-        if layer.objectives:
+        if layer.losses.objectives:
             loss = loss + layer.objective(losses_BS.transpose(0, 1).reshape(-1))
     loss.backward()
     return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
@@ -175,7 +175,7 @@ def kept_bytes(model: GPT) -> int:
     with Alive() as alive:
         losses_BS = model(TOKENS, POSITIONS, TOKENS.roll(1))
     for _, layer in model.moe_layers():
-        layer.observation = None
+        layer.context.batch.traces.clear()
     held = alive.bytes()
     assert losses_BS.requires_grad
     return held

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megamoe.moe.part import StepContext
-from tests.support.moe.build import FFN, HIDDEN, VOCAB, make_hidden, make_layer, moe_config
+from megamoe.moe.experts.shared import SharedExperts
+from tests.support.moe.build import FFN, HIDDEN, VOCAB, make_context, make_hidden, make_layer, moe_config
 
 EXPERTS, CHOSEN, SHARED, LATENT, TOKENS = 8, 3, 40, 8, 50
 SIZES: dict[str, Any] = {
@@ -273,7 +273,7 @@ def test_granites_shared_experts() -> None:
     randomise(module)
     tree = {"num_shared_experts": 1, "shared_expert_ffn_hidden_size": SHARED}
     shared = make_layer(moe_config(num_experts=EXPERTS, **tree)).shared
-    assert shared is not None
+    assert isinstance(shared, SharedExperts)
     with torch.no_grad():
         shared.up.copy_(module.input_linear.weight)
         shared.down.copy_(module.output_linear.weight)
@@ -317,7 +317,7 @@ def test_deepseek_v4s_table_chooses_and_its_scorer_weights() -> None:
         "selector": {"name": "table", "k": CHOSEN, "weights": "renormalised", "scale": 1.5},
     }
     tree = {"num_experts": EXPERTS, "num_shared_experts": 1, "router": router}
-    layer = make_layer(moe_config(**tree), StepContext(token_ids_T=ids_T))
+    layer = make_layer(moe_config(**tree), make_context(token_ids_T=ids_T))
     layer.router.get_buffer("scorer.table_KV").copy_(table_VK.T)
     compare(module, layer, weight_map("DeepseekV4"), ids_T[None])
 

@@ -17,13 +17,20 @@ from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe.capabilities import capabilities
 from megamoe.moe.examples import example_trees
-from megamoe.moe.expert_losses import ExpertLoss
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
-from megamoe.moe.part import StepContext
+from megamoe.moe.part import Part
 from megamoe.moe.routing import Routing
 from megamoe.moe.validation import check_parts, chosen_parts
-from tests.support.moe.build import VOCAB, make_hidden, make_layer, moe_config, observed
+from tests.support.moe.build import (
+    VOCAB,
+    make_context,
+    make_hidden,
+    make_layer,
+    moe_config,
+    observed,
+    set_tokens,
+)
 from tests.support.moe.part_layers import PARTS
 
 DRAWS = 150
@@ -140,9 +147,11 @@ def test_compositions_are_groups_of_one_model(number: int) -> None:
 def check_composition(number: int, part: tuple[str, str]) -> None:
     config, _ = composed(number, part)
     ids_T = torch.arange(TOKENS) ** 2 % VOCAB  # by which no table gives each expert as many tokens
-    context = StepContext(seed=number, token_ids_T=ids_T, sample_index_B=torch.arange(4))
+    context = make_context(seed=number, token_ids_T=ids_T, sample_index_B=torch.arange(4))
     layer = make_layer(config, context)
-    context.num_rollouts = max((loss.num_rollouts for loss in layer.objectives.values()), default=1)
+    set_tokens(
+        context, num_rollouts=max((loss.num_rollouts for loss in layer.losses.objectives.values()), default=1)
+    )
     routings: list[Routing] = []
     layer.router.register_forward_hook(lambda module, inputs, routing: routings.append(routing))
     masks: list[Tensor | None] = []
@@ -192,7 +201,9 @@ def check_routing(routing: Routing, masks: list[Tensor | None], config: MoEConfi
 def gradient_alone(layer: MoELayer, name: str, routing: Routing) -> float:
     """The largest entry that a loss of weight 1 sends to the router, or to the experts that it is of."""
     loss = layer.losses[name]
-    parameters = list((layer if isinstance(loss, ExpertLoss) else layer.router).parameters())
+    parameters = list(
+        (layer if getattr(type(loss), "attach", None) is not Part.attach else layer.router).parameters()
+    )
     waits = isinstance(loss, Objective)
     value = loss(routing, layer.context, *([token_losses()] if waits else []))
     if not value.requires_grad:
@@ -203,7 +214,7 @@ def gradient_alone(layer: MoELayer, name: str, routing: Routing) -> float:
 
 def train(layer: MoELayer, output_TH: Tensor) -> None:
     """Backward, from which everything comes out finite."""
-    objective = layer.objective(token_losses()) if layer.objectives else 0.0
+    objective = layer.objective(token_losses()) if layer.losses.objectives else 0.0
     (output_TH.square().mean() + objective).backward()
     assert output_TH.isfinite().all()
     assert all(value.isfinite() for value in observed(layer).losses.values())

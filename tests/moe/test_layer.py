@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import StepContext
+from megamoe.moe.recompute import recomputed
 from megamoe.moe.routing import Routing
 from tests.support.moe.build import FFN, HIDDEN, gradient_of, make_hidden, make_layer, moe_config, observed
 from tests.support.moe.plain import PlainResult, plain_layer
@@ -74,12 +74,12 @@ def gradients_of_plain(
 
 
 def gradients_of_layer(
-    layer: MoELayer, hidden_TH: Tensor, **options: Any
+    layer: MoELayer, hidden_TH: Tensor, again: bool = False
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """options: those of torch.utils.checkpoint, to recompute the layer."""
+    """again: whether the backward pass computes the layer again."""
     hidden = hidden_TH.clone().requires_grad_()
     layer.zero_grad()
-    output_TH = checkpoint(layer, hidden, **options) if options else layer(hidden)
+    output_TH = recomputed(layer, [layer], hidden) if again else layer(hidden)
     (output_TH * direction(hidden)).sum().backward()
     gradients = {name: gradient_of(parameter) for name, parameter in layer.named_parameters()}
     return output_TH.detach(), {"hidden": gradient_of(hidden), **gradients}
@@ -228,15 +228,14 @@ def test_a_second_forward_replaces_the_observation() -> None:
         assert observed(layer).load_E.dtype == torch.int64
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_recomputation_changes_nothing(reentrant: bool) -> None:
+def test_recomputation_changes_nothing() -> None:
     router = {"scorer": {"jitter": 0.3}, "capacity": DROPPING}
     dropout = {"expert_output_dropout": 0.3, "expert_activation_dropout": 0.3}
     config = moe_config(num_experts=4, num_shared_experts=1, router=router, losses=LOSSES, **dropout)
     layer = make_layer(config, StepContext(seed=3, step=7, aux_scale=0.5))
     expected_TH, expected = gradients_of_layer(layer, make_hidden(16))
     seen = observed(layer)
-    output_TH, gradients = gradients_of_layer(layer, make_hidden(16), use_reentrant=reentrant)
+    output_TH, gradients = gradients_of_layer(layer, make_hidden(16), again=True)
     assert torch.equal(output_TH, expected_TH)
     assert all(torch.equal(gradients[name], expected[name]) for name in expected)
     assert torch.equal(seen.load_E, observed(layer).load_E)
@@ -253,8 +252,8 @@ class Total(Objective):
 
 def test_recomputation_does_not_change_the_observation() -> None:
     layer = make_layer(moe_config(num_experts=4, losses=LOSSES))
-    layer.losses["total"] = Total(Objective.Config(), layer.router.dims)
-    layer.loss_weights["total"] = 1.0
+    layer.losses["total"] = layer.losses.objectives["total"] = Total(Objective.Config(), layer.router.dims)
+    layer.losses.weights["total"] = 1.0
     layer(make_hidden(8))
     routing, seen = layer.routing, layer.observation
     layer.recomputing = True

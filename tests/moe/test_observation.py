@@ -82,7 +82,7 @@ def gradient_of_scores(layer: MoELayer, hidden_TH: Tensor, context: StepContext)
             output_TH.square().sum().backward()
         else:
             (
-                layer.loss_weights[name] * context.aux_scale * layer.losses[name](routings[0], context)
+                layer.losses.weights[name] * context.aux_scale * layer.losses[name](routings[0], context)
             ).backward()
         if scores_TE.grad is not None:
             found[name] = scores_TE.grad.double().square().sum()

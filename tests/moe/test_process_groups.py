@@ -6,7 +6,7 @@ from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups, rank_in, size_of
 from megamoe.moe.routing import Routing, has_row_per_token
 from megamoe.moe.token_sharding import TokenSharding
-from tests.support.moe.build import gradient_of, make_pairs, make_routing
+from tests.support.moe.build import gradient_of, make_context, make_pairs, make_routing
 
 
 def spread_of(size: int, rank: int) -> TokenSharding:
@@ -22,7 +22,6 @@ def six_tokens() -> Routing:
     routing = make_routing([[0, 1], [2], [1, 0], [2, 1], [0], [1]], scores_TE, scores_TE.softmax(-1))
     routing.pairs = routing.wanted.keep(torch.tensor([1, 1, 1, 1, 1, 0, 1, 1, 0]).bool())
     routing.candidates_TE = torch.arange(18).view(6, 3) % 4 > 0
-    routing.before_TE = scores_TE + 1
     routing.extras = {"clean_TE": -scores_TE, "first_T": torch.arange(6), "phase_1": torch.ones(1)}
     return routing
 
@@ -38,7 +37,7 @@ def test_of_tokens_by_hand() -> None:
     assert own.pairs.expert_N.tolist() == [1, 0, 1, 0]
     assert own.wanted_counts_E().tolist() == [2, 2, 1]
     assert own.counts_E().tolist() == [2, 2, 0]
-    for name in ("scores_TE", "affinities_TE", "probs_TE", "ranking_TE", "candidates_TE", "before_TE"):
+    for name in ("scores_TE", "affinities_TE", "probs_TE", "ranking_TE", "candidates_TE"):
         assert torch.equal(getattr(own, name), getattr(routing, name)[2:5]), name
     assert torch.equal(own.extras["clean_TE"], routing.extras["clean_TE"][2:5])
     assert own.extras["first_T"].tolist() == [2, 3, 4]
@@ -77,24 +76,24 @@ def test_a_single_rank_holds_everything() -> None:
 
 def test_own_context() -> None:
     index_T, ids_T = torch.arange(100, 108), torch.arange(8) * 3
-    context = StepContext(seed=4, step=2, micro_batch=3, token_index_T=index_T, token_ids_T=ids_T)
+    context = make_context(seed=4, step=2, micro_batch=3, token_index_T=index_T, token_ids_T=ids_T)
     own = spread_of(4, 2).local_context(context, 2)
-    assert own.token_index_T is not None and own.token_ids_T is not None
-    assert own.token_index_T.tolist() == [104, 105]
+    assert own.batch.token_index_T is not None and own.token_ids_T is not None
+    assert own.batch.token_index_T.tolist() == [104, 105]
     assert own.token_ids_T.tolist() == [12, 15]
     assert (own.seed, own.step, own.micro_batch) == (4, 2, 3)
-    assert context.token_index_T is index_T  # the context itself stays as it is
+    assert context.batch.token_index_T is index_T  # the context itself stays as it is
     unnumbered = spread_of(4, 3).local_context(StepContext(), 2)
-    assert unnumbered.token_index_T is not None and unnumbered.token_ids_T is None
-    assert unnumbered.token_index_T.tolist() == [6, 7]
+    assert unnumbered.batch.token_index_T is not None and unnumbered.token_ids_T is None
+    assert unnumbered.batch.token_index_T.tolist() == [6, 7]
 
 
 def test_own_positions() -> None:
-    cpu, context = torch.device("cpu"), StepContext(position_T=torch.tensor([0, 3, 1, 4, 0, 5, 1, 6]))
+    cpu, context = torch.device("cpu"), make_context(position_T=torch.tensor([0, 3, 1, 4, 0, 5, 1, 6]))
     assert spread_of(4, 2).local_context(context, 2).position(2, cpu).tolist() == [0, 5]
-    padded = StepContext(sequence_T=torch.tensor([0, 1, 0, 1, 1]), bounds=(0, 3, 4, 5))
+    padded = make_context(sequence_T=torch.tensor([0, 1, 0, 1, 1]), bounds=(0, 3, 4, 5))
     assert spread_of(3, 1).local_context(padded, 1).sequence(1, cpu).tolist() == [1]
-    two = StepContext(sample_index_B=torch.tensor([7, 8]))  # two sequences, whose tokens are not numbered
+    two = make_context(sample_index_B=torch.tensor([7, 8]))  # two sequences, whose tokens are not numbered
     assert spread_of(4, 2).local_context(two, 2).position(2, cpu).tolist() == [2, 2]
 
 

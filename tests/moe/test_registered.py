@@ -8,20 +8,34 @@ import torch
 from torch import Tensor
 
 from megamoe import registry
+from megamoe.moe.auxiliary_losses import AuxiliaryLosses
 from megamoe.moe.examples import example_trees
-from megamoe.moe.expert_losses import ExpertLoss
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import CAPABILITIES, Part, StepContext
 from megamoe.moe.routing import Routing, has_row_per_token
 from tests.moe.test_process_groups import spread_of
-from tests.support.moe.build import VOCAB, make_hidden, make_layer, make_part, moe_config, observed
+from tests.support.moe.build import (
+    VOCAB,
+    make_context,
+    make_hidden,
+    make_layer,
+    make_part,
+    moe_config,
+    observed,
+    set_tokens,
+)
 from tests.support.moe.part_layers import PART_IDS, PARTS
 
 EXPERTS = 16
 every_part = pytest.mark.parametrize(("kind", "name"), PARTS, ids=PART_IDS)
 every_loss = pytest.mark.parametrize(
-    "name", [name for name, part in registry.list_parts("loss").items() if not issubclass(part, ExpertLoss)]
+    "name",
+    [
+        name
+        for name, part in registry.list_parts("loss").items()
+        if getattr(part, "attach", None) is Part.attach
+    ],
 )
 
 
@@ -29,8 +43,8 @@ def layers_with(kind: str, name: str, seed: int = 1, **more: Any) -> list[MoELay
     """A layer for each of the part's examples; `more`: of the section `moe`."""
     found = []
     for tree in example_trees(kind, name):
-        context = StepContext(seed=3, step=2, token_ids_T=torch.arange(24), sample_index_B=torch.arange(4))
-        context.num_rollouts = 4
+        context = make_context(seed=3, step=2, token_ids_T=torch.arange(24), sample_index_B=torch.arange(4))
+        set_tokens(context, num_rollouts=4)
         found.append(make_layer(moe_config(**tree, **more), context, seed=seed))
     return found
 
@@ -56,7 +70,7 @@ def step(layer: MoELayer) -> list[Tensor]:
 
 def objective(layer: MoELayer, num_tokens: int = 24) -> Tensor | float:
     """Return the objective's value for token losses that differ between tokens."""
-    return layer.objective(torch.linspace(1, 3, num_tokens).cos()) if layer.objectives else 0.0
+    return layer.objective(torch.linspace(1, 3, num_tokens).cos()) if layer.losses.objectives else 0.0
 
 
 @every_part
@@ -88,7 +102,7 @@ def test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name: str) -> None:
 def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str) -> None:
     for mode in ("sum", "gated"):
         layer = layer_with(kind, name, num_shared_experts=1, shared_expert_mode=mode)
-        layer.losses = torch.nn.ModuleDict()
+        layer.losses = AuxiliaryLosses({}, layer.router.dims, layer.token_sharding)
         layer(make_hidden(24)).square().sum().backward()
         scorer: Any = layer.router.scorer
         of_losses = {word for kind, word in scorer.must_be_required(scorer.config) if kind == "loss"}
@@ -100,8 +114,8 @@ def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str) -> No
 def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
     """All of the scorer, or what the extras are made of that the loss requires."""
     layer = layer_with("loss", name, num_shared_experts=1)
-    for other in layer.loss_weights:
-        layer.loss_weights[other] *= other == name
+    for other in layer.losses.weights:
+        layer.losses.weights[other] *= other == name
     nothing = (layer(make_hidden(24)) * 0).sum()
     (nothing + objective(layer)).backward()
     whole = {weight for weight, _ in layer.router.scorer.named_parameters()}
@@ -114,7 +128,7 @@ def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
 @every_part
 def test_without_tokens_losses_are_0_and_gradients_finite(kind: str, name: str) -> None:
     for layer in layers_with(kind, name):
-        layer.context.token_ids_T = torch.arange(0)
+        set_tokens(layer.context, token_ids_T=torch.arange(0))
         (layer(make_hidden(0)).sum() + objective(layer, 0)).backward()
         assert [value.item() for value in observed(layer).losses.values()] == [0] * len(layer.losses)
         gradients = [weight.grad for weight in layer.parameters() if weight.grad is not None]
@@ -290,7 +304,7 @@ def test_a_scorer_can_be_counted_without_memory(name: str, options: dict[str, An
 @every_start
 def test_a_scorer_computes_in_fp32_whatever_its_weights_are(name: str, options: dict[str, Any]) -> None:
     low = make_scorer(name, options).bfloat16()
-    exact, context = copy.deepcopy(low).float(), StepContext(token_ids_T=torch.arange(24))
+    exact, context = copy.deepcopy(low).float(), make_context(token_ids_T=torch.arange(24))
     expected = scored(exact, make_hidden(24), context)
     for key, value in scored(low, make_hidden(24), context).items():
         assert torch.equal(value, expected[key]) and value.dtype == expected[key].dtype, key

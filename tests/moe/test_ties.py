@@ -16,7 +16,7 @@ from megamoe.kernels.router import largest, top_k
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.support.moe.build import VOCAB, make_hidden, make_layer, moe_config
+from tests.support.moe.build import VOCAB, make_context, make_hidden, make_layer, moe_config, set_tokens
 from tests.support.moe.part_layers import moe_tree
 
 TOKENS = 128
@@ -30,8 +30,8 @@ PRIORITIES = ("probability", "choice_then_probability", "batch_prioritised")
 
 
 def routing_of(layer: MoELayer, hidden_TH: Tensor) -> Routing:
-    context = StepContext(seed=7, step=3, sample_index_B=torch.arange(4))
-    context.token_ids_T = torch.arange(TOKENS) % VOCAB
+    context = make_context(seed=7, step=3, sample_index_B=torch.arange(4))
+    set_tokens(context, token_ids_T=torch.arange(TOKENS) % VOCAB)
     routing: Routing = layer.router(hidden_TH, context)
     return routing
 

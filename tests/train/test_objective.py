@@ -8,7 +8,8 @@ from megamoe.config import RunConfig
 from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from megamoe.train.step import evaluate, model_inputs, num_rollouts, set_context, train_step
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import evaluate, model_inputs, num_rollouts, train_step
 from tests.support.tiny import tiny, tiny_gpt
 from tests.train.test_step import BATCHES, engine_of
 
@@ -48,7 +49,7 @@ def reference_gradients(config: RunConfig) -> tuple[GPT, float]:
     for number, batch in enumerate(BATCHES):
         routings.clear()
         repeated = batch.repeat(ROLLOUTS)
-        set_context(context, repeated, number, ROLLOUTS)
+        context.batch = micro_batch_of(repeated, number, ROLLOUTS)
         masked_BS = model(**model_inputs(repeated)) * repeated.loss_mask_BS
         loss = masked_BS.sum() / ROLLOUTS / tokens
         lm_loss += float(loss.detach())

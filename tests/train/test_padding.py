@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from megamoe.data.batches import Batch, pair_batch, positions
-from megamoe.moe.context import Padding, StepContext
-from megamoe.train.step import set_context, train_step
+from megamoe.moe.context import MicroBatch, Padding, StepContext
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import train_step
 from tests.support.tiny import VOCABULARY, tiny, tiny_engine
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -114,11 +115,17 @@ def test_padding_changes_nothing(one_rank: None, restored_process: None, stack: 
 def test_full_sequences_take_the_same_way_as_padded_ones() -> None:
     """Ranks of ZeRO 3 must have the same autograd graph, whatever the lengths of their sequences."""
     context = StepContext()
-    set_context(context, pair_batch(PAIRS[:1], [0], start=0), 0)
-    assert context.padding is not None and context.source is not None and context.source.padding is not None
-    assert context.padding.place_V.tolist() == [0, 1, 2]
-    set_context(context, replace(pair_batch(PAIRS[:1], [0], start=0), lengths_B=None, source_BL=None), 0)
-    assert context.padding is None and context.source is None
+    context.batch = micro_batch_of(pair_batch(PAIRS[:1], [0], start=0), 0)
+    assert (
+        context.batch.padding is not None
+        and context.batch.source is not None
+        and context.batch.source.padding is not None
+    )
+    assert context.batch.padding.place_V.tolist() == [0, 1, 2]
+    context.batch = micro_batch_of(
+        replace(pair_batch(PAIRS[:1], [0], start=0), lengths_B=None, source_BL=None), 0
+    )
+    assert context.batch.padding is None and context.batch.source is None
 
 
 def test_places_of_each_rank() -> None:
@@ -126,5 +133,5 @@ def test_places_of_each_rank() -> None:
     assert padding.place_V.tolist() == [0, 1, 2, 3, 5, 6, 9]  # place s * 3 + b
     assert padding.bounds(2) == (0, 5, 7)
     assert [padding.own_places(rank, 2).tolist() for rank in (0, 1)] == [[0, 1, 2, 3, 5], [0, 3]]
-    context = padding.without(StepContext(), 2)
+    context = StepContext(batch=MicroBatch(padding=padding).without_padding(2))
     assert context.sequence(7, torch.device("cpu")).tolist() == [0, 1, 2, 0, 2, 0, 0]

@@ -1,6 +1,7 @@
 """One step on one rank: the record's arithmetic, the masked mean, the update, evaluation."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
 from megamoe.optim.optimizers import adamw_options, parameter_groups
 from megamoe.parallel.zero.engine import Engine
-from megamoe.train.step import evaluate, model_inputs, set_context, train_step
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import evaluate, model_inputs, train_step
 from megamoe.train.step_record import LayerRecord, LossSums, StepRecord, StepSums
 from tests.support.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
@@ -109,11 +111,15 @@ def test_token_index_follows_the_order_of_a_block() -> None:
     tokens_BS = torch.tensor([[1, 2, 3], [4, 5, 6]])
     batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7]))
     context = StepContext()
-    set_context(context, batch, number=5)
+    context.batch = micro_batch_of(batch, 5)
     assert context.token_index(6, torch.device("cpu")).tolist() == [18, 21, 19, 22, 20, 23]
     assert context.token_ids_T is not None and context.token_ids_T.tolist() == [1, 4, 2, 5, 3, 6]
     assert context.sequence(6, torch.device("cpu")).tolist() == [0, 1, 0, 1, 0, 1]
     assert context.micro_batch == 5
+
+
+def without_padding(context: StepContext) -> StepContext:
+    return context.with_batch(context.batch.without_padding(1))
 
 
 def test_positions_are_those_of_the_model() -> None:
@@ -125,25 +131,25 @@ def test_positions_are_those_of_the_model() -> None:
     )
     batch = replace(batch, source_BL=torch.zeros(2, 4).long(), source_lengths_B=torch.tensor([4, 2]))
     context = StepContext()
-    set_context(context, batch, number=5)
+    context.batch = micro_batch_of(batch, 5)
     assert context.position(6, cpu).tolist() == [0, 0, 1, 1, 0, 2]
     source = context.of_source()
-    assert source.padding is not None
+    assert source.batch.padding is not None
     assert source.position(8, cpu).tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert source.padding.without(source, 1).position(6, cpu).tolist() == [0, 0, 1, 1, 2, 3]
-    set_context(context, replace(batch, lengths_B=torch.tensor([1, 3])), number=5)
-    assert context.padding is not None
-    assert context.padding.without(context, 1).position(4, cpu).tolist() == [0, 0, 1, 2]
-    plain = replace(context, position_T=None)
+    assert without_padding(source).position(6, cpu).tolist() == [0, 0, 1, 1, 2, 3]
+    context.batch = micro_batch_of(replace(batch, lengths_B=torch.tensor([1, 3])), 5)
+    assert context.batch.padding is not None
+    assert without_padding(context).position(4, cpu).tolist() == [0, 0, 1, 2]
+    plain = context.with_batch(replace(context.batch, position_T=None))
     assert plain.position(6, cpu).tolist() == [0, 0, 1, 1, 2, 2]
-    assert context.padding.without(plain, 1).position(4, cpu).tolist() == [0, 0, 1, 2]
+    assert without_padding(plain).position(4, cpu).tolist() == [0, 0, 1, 2]
 
 
 def test_every_rollout_of_a_sequence_draws_for_itself() -> None:
     tokens_BS = torch.tensor([[1, 2], [4, 5]])
     batch = replace(BATCHES[0], tokens_BS=tokens_BS, sample_index_B=torch.tensor([6, 7])).repeat(2)
     context = StepContext()
-    set_context(context, batch, number=5, rollouts=2)
+    context.batch = micro_batch_of(batch, 5, 2)
     assert batch.tokens_BS.tolist() == [[1, 2], [4, 5], [1, 2], [4, 5]]
     second = 1 << 48
     expected = [12, 14, second + 12, second + 14, 13, 15, second + 13, second + 15]
@@ -155,7 +161,7 @@ def reference_step(config: RunConfig, batches: list[Batch], lr: float) -> tuple[
     """The same step in plain PyTorch: (updated model, lm loss, gradient norm before clipping)."""
     context = StepContext(aux_scale=0.0)  # the auxiliary gradient takes the plain road below
     model = tiny_gpt(config, context).train()
-    routings: list[tuple[nn.ModuleDict, object]] = []
+    routings: list[tuple[Any, object]] = []
     for _, layer in model.moe_layers():
         losses = layer.losses
         layer.router.register_forward_hook(lambda *call, losses=losses: routings.append((losses, call[-1])))

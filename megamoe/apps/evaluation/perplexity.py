@@ -20,7 +20,8 @@ from megamoe.metrics.names import of_validation_set
 from megamoe.moe.experts.activations import up_width
 from megamoe.parallel.consensus import raise_any_error_fast
 from megamoe.parallel.groups import replica_group
-from megamoe.train.step import model_inputs, set_context
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import model_inputs
 
 
 @dataclass(frozen=True)
@@ -134,7 +135,7 @@ def perplexity_on(trained: TrainedModel, dataset: Any, samples: int, name: str =
 
 def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> None:
     """Add one micro batch to the sums."""
-    set_context(trained.context, batch, number)
+    trained.context.batch = micro_batch_of(batch, number)
     losses_BS = trained.model(**model_inputs(batch))
     sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
     sums.tokens += float(batch.loss_mask_BS.sum())

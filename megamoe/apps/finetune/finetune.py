@@ -42,8 +42,9 @@ from megamoe.parallel.consensus import catch_error, gather_from_ranks, raise_any
 from megamoe.parallel.layout import Layout
 from megamoe.resilience.run_status import stopped_at
 from megamoe.train.loop import train
+from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.objective import data_vocabulary, num_added_ids
-from megamoe.train.step import model_inputs, set_context
+from megamoe.train.step import model_inputs
 
 NO_RESULT = ("parallel.", "train.exit_after_")  # beginnings of overrides that do not change the result
 Result = TypeVar("Result")
@@ -434,7 +435,7 @@ def _predicted(
     """Return the predictions of a batch, by the examples' numbers."""
     items: list[Item] = [examples[place].item() for place in places] or [objective.no_item()]
     batch: Batch = objective.make_batch(items, places or [0]).to(trained.world.device)
-    set_context(trained.context, batch, number)
+    trained.context.batch = micro_batch_of(batch, number)
     trained.model(**model_inputs(batch))
     logits = trained.model.label_logits()
     assert logits is not None

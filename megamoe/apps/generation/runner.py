@@ -4,6 +4,7 @@ Decoders continue prompts. An encoder-decoder encodes its sources once, and its 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -16,7 +17,7 @@ from megamoe.errors import UserError
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.model.attention.caches import KeyValueCache, SourceCache
 from megamoe.moe.capabilities import capabilities
-from megamoe.moe.context import Padding, SourceTokens
+from megamoe.moe.context import MicroBatch, Padding
 from megamoe.moe.part import Part
 
 CHUNK = 256  # positions of a prompt that are computed at a time, so that few logits are held
@@ -150,11 +151,9 @@ def runner_of(
 def describe_pass(trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor) -> Tensor:
     """Set the layers' context for a pass without padding; return the positions for the embedding."""
     context = trained.context
-    context.token_ids_T = tokens_BS.T.reshape(-1)
-    context.token_index_T = context.position_T = position_BS.T.reshape(-1)
-    context.sample_index_B = torch.arange(len(tokens_BS), device=tokens_BS.device)
-    context.num_rollouts = 1
-    context.padding = None
+    position_T = position_BS.T.reshape(-1)
+    samples_B = torch.arange(len(tokens_BS), device=tokens_BS.device)
+    context.batch = MicroBatch(position_T, tokens_BS.T.reshape(-1), position_T, samples_B)
     if trained.config.model.position != "learned":
         return position_BS
     # Padding at the end may be beyond the last position.
@@ -292,12 +291,15 @@ def encoded(trained: TrainedModel, sources: list[list[int]]) -> SourceCache:
     source_BL, lengths_B = filled(sequences, (end or 0) if pad is None else pad, trained.layout.tensor)
     size = source_BL.shape[1]
     position_BL = positions(lengths_B, size)
-    context.sample_index_B = torch.arange(len(sources), device=device)
-    context.num_rollouts = 1
     position_T = position_BL.T.reshape(-1).to(device)
-    context.source = SourceTokens(
-        position_T, source_BL.T.reshape(-1).to(device), Padding.of(lengths_B, size, device), position_T
+    source = MicroBatch(
+        position_T,
+        source_BL.T.reshape(-1).to(device),
+        position_T,
+        torch.arange(len(sources), device=device),
+        padding=Padding.of(lengths_B, size, device),
     )
+    context.batch = MicroBatch(source=source)
     model = encoder_decoder_of(trained)
     return model.encoded(source_BL.to(device), position_BL.to(device), lengths_B)
 
@@ -315,5 +317,6 @@ def _target_logits(
     num_rows, padded = tokens_BS.shape
     position_BS = describe_pass(trained, tokens_BS, position_BS)
     if size < padded:
-        trained.context.padding = Padding.of(torch.full((num_rows,), size), padded, tokens_BS.device)
+        padding = Padding.of(torch.full((num_rows,), size), padded, tokens_BS.device)
+        trained.context.batch = replace(trained.context.batch, padding=padding)
     return encoder_decoder_of(trained).next_logits(tokens_BS, position_BS, source, cache)

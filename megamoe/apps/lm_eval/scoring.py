@@ -11,7 +11,7 @@ from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.parallel.groups import replica_group
-from megamoe.train.step import set_context
+from megamoe.train.micro_batch import micro_batch_of
 
 
 class Question(NamedTuple):
@@ -76,7 +76,7 @@ def _answers_of_batch(
     asked = [questions[number] for number in numbers]
     whole = [[*question.context, *question.continuation][-(longest + 1) :] for question in asked]
     batch = _batch(trained, [tokens[:-1] for tokens in whole], numbers)
-    set_context(trained.context, batch, number=0)
+    trained.context.batch = micro_batch_of(batch, 0)
     logits_BSV = trained.decoder.whole_logits(batch.tokens_BS, batch.position_ids_BS)
     size, found = trained.vocabulary.size, []
     for logits_SV, question, tokens in zip(logits_BSV, asked, whole, strict=True):

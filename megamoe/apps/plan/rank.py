@@ -43,7 +43,7 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
 from megamoe.model.stage import StageBlocks, drop_other_blocks
-from megamoe.moe.attached_losses import device_scalar
+from megamoe.moe.auxiliary_losses import device_scalar
 from megamoe.moe.capabilities import provides
 from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.part import StepContext

@@ -20,7 +20,8 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.parallel.groups import replica_group
-from megamoe.train.step import model_inputs, set_context
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import model_inputs
 
 
 @dataclass(frozen=True)
@@ -140,9 +141,9 @@ def collect(
     loss = torch.zeros(3, dtype=torch.float64)
     with hooked((layers[number].router, sums.add) for number, sums in found.items()):
         for number, batch in micro_batches(trained, dataset, samples):
-            set_context(trained.context, batch, number)
-            assert trained.context.token_index_T is not None
-            place_M, row_M = sample.find(trained.context.token_index_T)
+            trained.context.batch = micro_batch_of(batch, number)
+            index_T = trained.context.token_index(batch.tokens_BS.numel(), batch.tokens_BS.device)
+            place_M, row_M = sample.find(index_T)
             for sums in found.values():
                 sums.place_M, sums.row_M = place_M, row_M
             window_SW[place_M] = windows(batch, row_M) + 1

@@ -19,7 +19,8 @@ from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.experts.activations import is_gated
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
-from megamoe.train.step import model_inputs, set_context
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import model_inputs
 
 SIGNED = {"relu", "gelu", "reglu", "geglu"}  # f(x) > 0 where x > 0, and for ReLU and GELU nowhere else
 
@@ -76,7 +77,7 @@ def positive_activations(
     hooks += [(linear, dense[number].add_dense) for number, linear in blocks.items()]
     with hooked(hooks):
         for number, batch in micro_batches(trained, dataset, samples):
-            set_context(trained.context, batch, number)
+            trained.context.batch = micro_batch_of(batch, number)
             trained.model(**model_inputs(batch))
     return {
         "experts": {str(number): found.share() for number, found in experts.items()},

@@ -24,7 +24,6 @@ from megamoe.config.groups import routed_by_layer
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.model.architectures.language_model import LanguageModel
-from megamoe.moe import checked
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.parallel.consensus import raise_any_error_fast
@@ -185,7 +184,7 @@ class RunRouting:
         """Return the pairs of a micro batch in the layer number `place`, from 0."""
         device = scored.scores_TE.device
         if self.replay is None:
-            pairs = checked.pairs(selector, "forward", scored, context)
+            pairs = selector(scored, context)
         else:
             rows = self.rows[place]
             place_T = rows.find(context.token_index(scored.num_tokens, device).cpu())
@@ -193,7 +192,7 @@ class RunRouting:
                 raise UserError(f"{REPLAY}: {self.replay} lacks tokens of micro batch {context.micro_batch}")
             expert_TK, count_T = rows.choices(place_T)
             choices = expert_TK.to(device), count_T.to(device)
-            pairs = checked.pairs(selector, "replayed", scored, *choices)
+            pairs = selector.replayed(scored, *choices)
         if self.record is not None:
             index_T = context.token_index(scored.num_tokens, device)
             # A block that is recomputed chooses the same again.

@@ -59,7 +59,7 @@ class LanguageModel(nn.Module, ABC):
     @property
     def loss_weights(self) -> dict[int, dict[str, float]]:
         """The weights of the auxiliary losses, the same in every MoE layer; empty without one."""
-        return {number: layer.loss_weights for number, layer in self.moe_layers()}
+        return {number: layer.losses.weights for number, layer in self.moe_layers()}
 
     @property
     def trained_elsewhere(self) -> list[str]:

@@ -117,6 +117,18 @@ class SharedExperts(nn.Module):
         return routed_T1 * routed_TH + shared_T1 * shared_TH
 
 
+class NoSharedExperts(nn.Module):
+    """Stands in a layer without shared experts."""
+
+    def forward(self, hidden_TH: Tensor) -> Tensor:
+        """Return the tokens, which `join` does not read."""
+        return hidden_TH
+
+    def join(self, hidden_TH: Tensor, shared_TH: Tensor, routed_TH: Tensor) -> Tensor:
+        """Return the routed experts' output."""
+        return routed_TH
+
+
 @cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     """Return one stream for all layers: the allocator keeps separate memory for each stream."""

@@ -5,7 +5,24 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import ZeroExpertsConfig
 from megamoe.moe import rng
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
+from megamoe.moe.token_sharding import TokenSharding
+
+
+class NoZeroExperts(nn.Module):
+    """Stands in a layer all of whose experts compute."""
+
+    def split(
+        self, routing: Routing, context: StepContext, token_sharding: TokenSharding
+    ) -> tuple[Routing, Routing, Routing]:
+        """Return the routing, and twice this rank's part of it; see `ZeroExperts`."""
+        own = token_sharding.local_shard(routing, context)
+        return routing, own, own
+
+    def forward(self, hidden_TH: Tensor, routing: Routing, output_TH: Tensor) -> Tensor:
+        """Return the output."""
+        return output_TH
 
 
 class ZeroExperts(nn.Module):
@@ -43,6 +60,14 @@ class ZeroExperts(nn.Module):
                 for weight, name, of in ((self.mix, "mix", mix_std), (self.vector, "vector", std)):
                     key = rng.key(seed, 0, layer, f"constant expert {number}, {name}")
                     rng.init_weight(weight.data[number], key, of, init_scale)
+
+    def split(
+        self, routing: Routing, context: StepContext, token_sharding: TokenSharding
+    ) -> tuple[Routing, Routing, Routing]:
+        """Return the routing to the experts that compute; this rank's part of `routing`; and of that."""
+        computing = routing.of_first_experts(self.num_experts)
+        own = token_sharding.local_shard(routing, context)
+        return computing, own, token_sharding.local_shard(computing, context)
 
     def forward(self, hidden_TH: Tensor, routing: Routing, output_TH: Tensor) -> Tensor:
         """Return the output with that of these experts, [T, H]; routing: of the same tokens, all pairs."""

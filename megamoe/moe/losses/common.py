@@ -55,7 +55,7 @@ def squared_cv(value_E: Tensor) -> Tensor:
 
 def mean_over_sequences(values_TG: Tensor, context: StepContext) -> Tensor:
     """Return the mean over each sequence's tokens, fp32 [T, G] -> [B, G]; 0 if there are no tokens."""
-    if context.sequence_T is not None:  # of different lengths
+    if context.batch.sequence_T is not None:  # of different lengths
         sequence_T = context.sequence(len(values_TG), values_TG.device)
         sums_BG = values_TG.new_zeros(context.num_sequences, values_TG.shape[1])
         sums_BG = sums_BG.index_add(0, sequence_T, values_TG)

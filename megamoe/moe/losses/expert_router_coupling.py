@@ -1,20 +1,21 @@
 """`expert_router_coupling`: an expert responds most to the router's row of it, and its row to the expert."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.expert_losses import ActivationLoss
-from megamoe.moe.part import StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
+from megamoe.moe.token_sharding import TokenSharding
 from megamoe.registry import register
 
 
 @register("loss", "expert_router_coupling")
-class ExpertRouterCoupling(ActivationLoss):
+class ExpertRouterCoupling(Part):
     """1/E^2 sum_(i != j) max(M_ij - a M_ii, 0) + max(M_ji - a M_ii, 0), M_ij = |W_j (r_i * d_i)|.
 
     r_i: row i of the router's weight, which stands for the tokens of expert i. W_j: the first weight of
@@ -53,7 +54,25 @@ class ExpertRouterCoupling(ActivationLoss):
                 f"an expert has {moe.expert_sublayers} first weights (moe.expert_sublayers); leave it out"
             )
 
-    def rows_PH(self, routing: Routing, context: StepContext) -> Tensor:
+    def attach(self, layer: Any) -> None:
+        """Keep the layer, whose experts the loss calls."""
+        self._layer = (layer,)
+        self._expert_ranks = TokenSharding(layer.groups.expert)
+        self._slice_ranks = TokenSharding(layer.groups.expert_tensor)
+
+    def _norms(self, rows_EH: Tensor) -> Tensor:
+        """Return M, fp32 [rows, E]; each rank computes its own experts' slices."""
+        (layer,) = self._layer
+        rows_EL = layer.to_latent(rows_EH)
+        own = layer.num_experts // self._expert_ranks.size
+        counts_E = torch.full((own,), len(rows_EL), device=rows_EL.device)
+        gate_NF = layer.experts(rows_EL.repeat(own, 1), counts_E, only_gate=True)
+        square_EP = gate_NF.float().square().sum(-1).view(own, len(rows_EL))
+        square_EP = self._slice_ranks.all_gather(square_EP[None]).sum(0)
+        square_EP = self._expert_ranks.all_gather(square_EP)
+        return square_EP.clamp_min(torch.finfo(torch.float32).tiny).sqrt().T
+
+    def _rows_EH(self, routing: Routing, context: StepContext) -> Tensor:
         """Return the drawn rows of the experts that compute, fp32 [E, H]."""
         rows_EH = routing.extras["rows_EH"][: self.dims.num_experts - self.dims.num_zero]
         if not self.training:
@@ -72,7 +91,8 @@ class ExpertRouterCoupling(ActivationLoss):
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Return a scalar, fp32; 0 if there are no tokens."""
-        norm_EE = routing.extras[self.extra]
+        (layer,) = self._layer
+        norm_EE = self._norms(self._rows_EH(routing, context).to(layer.experts.up.dtype))
         bound_E = self.config.alpha * norm_EE.diagonal()
         over_EE = (norm_EE - bound_E[:, None]).clamp_min(0) + (norm_EE - bound_E[None, :]).clamp_min(0)
         own_EE = torch.eye(len(norm_EE), dtype=torch.bool, device=norm_EE.device)

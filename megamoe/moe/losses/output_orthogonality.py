@@ -1,14 +1,18 @@
 """`output_orthogonality`: lets the experts of a token give different outputs."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.choice import Kernels
+from megamoe.kernels.experts.rows import RowTokens, combine
 from megamoe.moe.capabilities import capabilities
-from megamoe.moe.expert_losses import OutputLoss
-from megamoe.moe.part import StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Routing, count
 from megamoe.moe.validation import experts_wanted
 from megamoe.registry import register
@@ -17,7 +21,7 @@ SMALLEST = 1e-6  # added to the square that divides
 
 
 @register("loss", "output_orthogonality")
-class OutputOrthogonality(OutputLoss):
+class OutputOrthogonality(Part):
     """Mean over tokens of sum_(j != k) |projection of o_j on o_k|^2 = (o_j . o_k)^2 / (o_k . o_k + 1e-6).
 
     o_j: the output of the token's j-th expert, without its weight; the pairs are ordered, so each two experts
@@ -30,8 +34,6 @@ class OutputOrthogonality(OutputLoss):
     its own on its way back, so that `by_node` sends as many rows between nodes as `direct`. A token that has
     an expert twice (independent tables) counts it as two.
     """
-
-    extra = "overlap_T"
 
     @dataclass
     class Config:
@@ -48,7 +50,27 @@ class OutputOrthogonality(OutputLoss):
         if experts_wanted(moe) == 1 and "fixed_count" in capabilities(moe.router.selector):
             raise ValueError("a token has one expert, which has no other to differ from; leave the loss out")
 
-    def of_tokens(self, output_NH: Tensor, pairs: Pairs, num_tokens: int) -> Tensor:
+    def attach(self, layer: Any) -> None:
+        """Let the dispatch send a row for each pair, and read the outputs before they are added up."""
+        dispatcher, kernels = layer.dispatcher, layer.router.dims.kernels
+        start, combine, add_up = dispatcher.start, dispatcher.combine, dispatcher.add_up
+        self._token_sharding = layer.token_sharding
+
+        def start_of_pairs(hidden_TH: Tensor, routing: Routing) -> Any:
+            state = start(*one_row_each(hidden_TH, routing))
+            self._sent[id(state)] = routing
+            return state
+
+        def read(join: Callable[[Tensor, Any], Tensor], rows_NH: Tensor, state: Any) -> Tensor:
+            output_NH, sent = join(rows_NH, state), self._sent.pop(id(state))
+            self._overlap_T = self._of_tokens(output_NH, sent.pairs, sent.num_tokens)
+            return weighted_sum(output_NH, sent, kernels)
+
+        self._sent: dict[int, Routing] = {}  # by the dispatch's state: passes may take turns
+        dispatcher.start = start_of_pairs
+        dispatcher.combine, dispatcher.add_up = partial(read, combine), partial(read, add_up)
+
+    def _of_tokens(self, output_NH: Tensor, pairs: Pairs, num_tokens: int) -> Tensor:
         """Return each token's sum, fp32 [T]. The host waits for the device unless all tokens have as many
         pairs.
         """
@@ -72,5 +94,26 @@ class OutputOrthogonality(OutputLoss):
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Return a scalar, fp32; 0 if there are no tokens."""
-        overlap_T: Tensor = routing.extras[self.extra]
+        overlap_T = self._token_sharding.all_gather(self._overlap_T, context)
         return overlap_T.sum() / max(routing.num_tokens, 1)
+
+
+def one_row_each(rows_TH: Tensor, routing: Routing) -> tuple[Tensor, Routing]:
+    """Return a row for each pair, and the routing in which each pair is a token of its own with weight 1.
+
+    What a dispatch combines by it are the outputs of single experts, in the order of the pairs.
+    """
+    pairs, num_experts = routing.pairs, routing.num_experts
+    number_N = torch.arange(len(pairs.token_N), device=pairs.token_N.device)
+    single = replace(pairs, token_N=number_N, weight_N=torch.ones_like(pairs.weight_N), each=1)
+    single.weight_N.requires_grad_(False)
+    nothing_NE = routing.scores_TE.detach().new_zeros(()).expand(len(number_N), num_experts)
+    sent = replace(routing, scores_TE=nothing_NE, wanted=single, pairs=single)
+    return rows_TH.index_select(0, pairs.token_N), sent
+
+
+def weighted_sum(output_NH: Tensor, routing: Routing, kernels: Kernels) -> Tensor:
+    """Return each token's sum of the outputs of its pairs times their weights, [T, H]."""
+    pairs = routing.pairs
+    rows = RowTokens.of(pairs.token_N, routing.num_tokens, kernels)
+    return combine(output_NH, pairs.weight_N, rows, kernels)

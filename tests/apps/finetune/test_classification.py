@@ -15,10 +15,11 @@ from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.heads.labels import Classifier
 from megamoe.model.size import model_flops
 from megamoe.moe.part import StepContext
+from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.objective import token_shares
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import check_resume
-from megamoe.train.step import evaluate, model_inputs, set_context
+from megamoe.train.step import evaluate, model_inputs
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.data.labelled import labelled_config, make_labels, write
 from tests.support.data.sources import stream, take
@@ -101,7 +102,7 @@ def test_accuracy_is_the_share_of_right_labels(labels: Path) -> None:
     right, losses = 0, 0.0
     engine.train(False)
     for number, batch in enumerate(batches):
-        set_context(context, batch, number)
+        context.batch = micro_batch_of(batch, number)
         with torch.no_grad():
             losses += float(model(**model_inputs(batch))[:, 0] @ batch.loss_mask_BS[:, 0])
         logits_BC = model.label_logits()

@@ -19,6 +19,7 @@ from megamoe.data.special import SpecialTokens
 from megamoe.data.tokenizers import ByteTokenizer, load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
+from megamoe.moe.context import MicroBatch
 from megamoe.moe.part import StepContext
 from tests.support.apps.tiny_model import opened
 from tests.support.ranks.pool import Pool
@@ -57,7 +58,7 @@ def runs(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plainly(trained: TrainedModel, tokens: list[int]) -> Tensor:
     """The oracle: the logits after these tokens, from one forward pass over them and nothing else."""
     tokens_BS = torch.tensor([tokens])
-    trained.context.token_index_T = trained.context.token_ids_T = None
+    trained.context.batch = MicroBatch()
     with torch.no_grad():
         logits_BSV = trained.decoder.logits(tokens_BS, torch.arange(len(tokens))[None])
     return logits_BSV[0, -1, : trained.vocabulary.size]

@@ -46,7 +46,7 @@ def test_caches_give_the_logits_of_whole_passes(kind: str) -> None:
     for new, parents in [*STEPS, ([], [])]:
         wanted = torch.stack([whole_logits(trained, *row)[-1] for row in rows])
         assert wanted.std() > 0.1
-        assert (found - wanted).abs().max() < 1e-5
+        assert (found - wanted).abs().max() < 2e-5  # of logits up to 4
         assert (again - wanted).abs().max() < 1e-5
         if new:
             rows = [

@@ -18,6 +18,7 @@ from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from megamoe.parallel.launch import find_world
 from tests.support.checkpoint_files import write_checkpoint
+from tests.support.moe.build import set_tokens
 from tests.support.tiny import tiny_gpt
 
 pytest.importorskip("transformers")
@@ -133,7 +134,7 @@ def ours(model: Any, context: StepContext, tokens_BS: Tensor) -> Tensor:
     """The logits of our model, each sequence by itself."""
     found = []
     for tokens_S in tokens_BS:
-        context.token_ids_T = tokens_S
+        set_tokens(context, token_ids_T=tokens_S)
         position_1S = torch.arange(len(tokens_S))[None]
         found.append(model.logits(tokens_S[None], position_1S))
     return torch.cat(found)

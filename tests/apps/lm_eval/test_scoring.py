@@ -12,6 +12,7 @@ from megamoe.apps.generation.generate import tokenizer_of
 from megamoe.apps.generation.runner import neighbours, prepare
 from megamoe.apps.lm_eval.scoring import Question, answers
 from megamoe.errors import UserError
+from megamoe.moe.context import MicroBatch
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import trained_on_bytes
 
@@ -125,8 +126,7 @@ def greedy_and_cut(folder: Path) -> None:
         for _ in range(4):
             tokens_BS = torch.tensor([context + continuation])
             with torch.no_grad():
-                trained.context.padding = trained.context.token_index_T = None
-                trained.context.token_ids_T = tokens_BS[0]
+                trained.context.batch = MicroBatch(token_ids_T=tokens_BS[0])
                 logits_BSV = trained.decoder.whole_logits(tokens_BS, torch.arange(tokens_BS.shape[1])[None])
             continuation.append(int(logits_BSV[0, -1, : trained.vocabulary.size].argmax()))
         other = [*continuation[:-1], (continuation[-1] + 1) % 256]

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
-from tests.support.moe.build import make_part, make_scored
+from tests.support.moe.build import make_context, make_part, make_scored
 from tests.support.ranks.pool import Pool
 
 TOKENS, EXPERTS = 24, 4
@@ -17,7 +17,7 @@ def experts_of(holders: list[list[int]]) -> list[int]:
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
     mine = torch.tensor(holders[world.rank])
-    context = StepContext(token_index_T=mine, data_group=dist.group.WORLD)
+    context = make_context(token_index_T=mine, data_group=dist.group.WORLD)
     return select(mine, context)
 
 
@@ -32,10 +32,10 @@ def select(token_T: Tensor, context: StepContext) -> list[int]:
 
 def test_ranks_find_together_what_one_finds_alone(pool: Pool) -> None:
     everyone = torch.arange(TOKENS)
-    alone = select(everyone, StepContext(token_index_T=everyone))
+    alone = select(everyone, make_context(token_index_T=everyone))
     assert torch.bincount(torch.tensor(alone)).tolist() == [6] * EXPERTS
     for holders in ([[*range(12)], [*range(12, 24)]], [[*range(1, 24, 2)], [*range(22, -1, -2)]]):
         found = pool.run(experts_of, holders, ranks=2)
         assert found == [[alone[token] for token in mine] for mine in holders]
     half = torch.tensor(holders[0])
-    assert select(half, StepContext(token_index_T=half)) != found[0]  # a rank by itself finds another
+    assert select(half, make_context(token_index_T=half)) != found[0]  # a rank by itself finds another

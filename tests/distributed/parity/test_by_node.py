@@ -17,13 +17,12 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe.dispatch import between_nodes
 from megamoe.moe.experts.grouped import GroupedExperts, Products
 from megamoe.moe.layer import LayerShape, MoELayer
-from megamoe.moe.part import StepContext
 from megamoe.moe.recompute import recomputed
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
 from tests.moe.test_compositions import DRAWS, composed, part_of
-from tests.support.moe.build import moe_config, observed
+from tests.support.moe.build import make_context, moe_config, observed, set_tokens
 from tests.support.moe.part_layers import PARTS, moe_tree
 from tests.support.ranks.pool import Pool
 
@@ -114,12 +113,14 @@ def layer_outcome(case: Case, layout: Layout, groups: Any, exchange: str) -> dic
     generator = torch.Generator().manual_seed(rank)
     own = tokens // layout.batch_ranks
     sequences = 4 if tokens % 4 == 0 and tokens else 1
-    context = StepContext(
+    context = make_context(
         seed=5, step=3, token_ids_T=torch.arange(tokens) % 32, sample_index_B=torch.arange(sequences),
         data_group=dist.group.WORLD, micro_batch=rank // layout.tensor,
     )  # fmt: skip
     layer = MoELayer(case.moe, shape, context, groups).to(case.dtype)
-    context.num_rollouts = max((loss.num_rollouts for loss in layer.objectives.values()), default=1)
+    set_tokens(
+        context, num_rollouts=max((loss.num_rollouts for loss in layer.losses.objectives.values()), default=1)
+    )
     hidden_TH = torch.randn(own, HIDDEN, generator=generator).to(case.dtype).requires_grad_()
     upstream_TH = torch.randn(own, HIDDEN, generator=generator).to(case.dtype)
     output_TH = recomputed(layer, [layer], hidden_TH) if case.again == "moe_layer" else layer(hidden_TH)

@@ -12,7 +12,8 @@ from megamoe.apps.chat.named_templates import NAMED
 from megamoe.data.batches import Batch
 from megamoe.data.card import DataFiles
 from megamoe.data.write import lengths_of
-from megamoe.train.step import model_inputs, set_context
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import model_inputs
 from megamoe.train.trainer import Trainer
 from tests.support.data.conversations import conversations, make_chat, make_folder
 from tests.support.ranks.pool import Pool
@@ -99,7 +100,7 @@ def plain_loss(trainer: Trainer, folder: str) -> float:
             document_start_BS=None,
             sample_index_B=torch.tensor([0]),
         )
-        set_context(trainer.context, batch, 0)
+        trainer.context.batch = micro_batch_of(batch, 0)
         inputs: Any = model_inputs(batch)
         with torch.no_grad():
             losses_S = trainer.model(**inputs)[0]

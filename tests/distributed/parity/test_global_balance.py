@@ -9,7 +9,7 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
-from tests.support.moe.build import make_part, make_routing
+from tests.support.moe.build import make_context, make_part, make_routing
 from tests.support.ranks.pool import Pool
 
 RANKS, MICRO_BATCHES, TOKENS, EXPERTS, K = 2, 3, 5, 4, 2
@@ -27,7 +27,7 @@ def values_of_this_rank(running: bool, twice: bool) -> list[tuple[Tensor, Tensor
     loss = make_part("loss", "switch_balance", EXPERTS, scope="global_batch", running=running)
     found = []
     for number in range(MICRO_BATCHES):
-        context = StepContext(
+        context = make_context(
             step=1, micro_batch=RANKS * number + dist.get_rank(), data_group=dist.group.WORLD
         )
         for _ in range(1 + twice):

@@ -15,12 +15,12 @@ from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.model.attention.core import SDPAttention
 from megamoe.model.build import OneStream, use_one_stream
 from megamoe.model.heads.vocabulary import narrow_token_losses, whole_token_losses
-from megamoe.moe.part import StepContext
 from megamoe.moe.token_sharding import TokenSharding
 from megamoe.parallel import launch
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
+from tests.support.moe.build import make_context
 from tests.support.ranks.pool import Pool
 
 RANKS = 4
@@ -123,7 +123,7 @@ def spread_rows(place: int, size: int, group: Any) -> Found:
     numbers = spread.all_gather(torch.arange(T).chunk(size)[place])  # without gradient, of another dtype
     turned = spread.all_gather(rows.chunk(size)[place].T.contiguous().T)  # not contiguous
     nothing = torch.zeros(0, 3, requires_grad=True)  # of a micro batch that is all padding
-    none = spread.all_gather(nothing, StepContext(bounds=(0,) * (size + 1)))
+    none = spread.all_gather(nothing, make_context(bounds=(0,) * (size + 1)))
     none.sum().backward()
     return {
         "place": (spread.rank, spread.size),

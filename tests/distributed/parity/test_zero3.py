@@ -7,7 +7,8 @@ import pytest
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megamoe.train.step import model_inputs, set_context
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import model_inputs
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_variant, small_run
@@ -26,7 +27,7 @@ def held_after_forward(**changes: Any) -> dict[str, bool]:
 
         module.register_forward_pre_hook(note)
     batch = next(trainer._stream)
-    set_context(trainer.context, batch, 0)
+    trainer.context.batch = micro_batch_of(batch, 0)
     losses_BS = trainer.engine.forward(label_smoothing=0.0, **model_inputs(batch))
     held = {name: not storage.expired() for name, storage in gathered.items()}
     del losses_BS  # and with it the graph, which must have lived until here

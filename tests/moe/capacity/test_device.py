@@ -8,7 +8,14 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from tests.support.moe.build import make_pairs, make_part, make_router, make_scored, route_scores
+from tests.support.moe.build import (
+    make_context,
+    make_pairs,
+    make_part,
+    make_router,
+    make_scored,
+    route_scores,
+)
 
 # Two devices of two experts. Device 0 is offered 0.5, 0.3 | 0.6, 0.2 | 0.7, device 1 only 0.1.
 WANTED = [[0, 1], [1, 0], [0, 2]]
@@ -67,7 +74,7 @@ def random_problem(sequences: int, length: int) -> tuple[Pairs, Scored, StepCont
     generator = torch.Generator().manual_seed(4)
     scores_TE = torch.randn(sequences * length, 8, generator=generator) + torch.tensor([2.0] * 2 + [0.0] * 6)
     probs_TE = scores_TE.softmax(-1)
-    context = StepContext(seed=3, step=1, sample_index_B=torch.arange(sequences) + 70)
+    context = make_context(seed=3, step=1, sample_index_B=torch.arange(sequences) + 70)
     return make_pairs(probs_TE.topk(2).indices.tolist()), make_scored(scores_TE, probs_TE), context
 
 
@@ -99,7 +106,7 @@ def test_spared_sequences_keep_their_pairs_and_count_first(spare: float) -> None
 
 
 def test_a_share_of_all_sequences_is_spared_the_same_in_every_layer() -> None:
-    context = StepContext(seed=3, step=5, sample_index_B=torch.arange(4000))
+    context = make_context(seed=3, step=5, sample_index_B=torch.arange(4000))
     parts = [make_part("capacity", "device", 4, layer=layer, devices=2, spare=0.1) for layer in (1, 2)]
     spared_T, again_T = (part._spared_T(8000, torch.device("cpu"), context) for part in parts)
     assert torch.equal(spared_T, again_T)
@@ -112,8 +119,8 @@ def test_a_share_of_all_sequences_is_spared_the_same_in_every_layer() -> None:
 def test_a_sequence_is_spared_by_its_number_in_the_data() -> None:
     part = make_device(spare=0.5)
     numbers = torch.arange(40)
-    whole = part._spared_T(40, torch.device("cpu"), StepContext(sample_index_B=numbers))
-    second = part._spared_T(20, torch.device("cpu"), StepContext(sample_index_B=numbers[20:]))
+    whole = part._spared_T(40, torch.device("cpu"), make_context(sample_index_B=numbers))
+    second = part._spared_T(20, torch.device("cpu"), make_context(sample_index_B=numbers[20:]))
     assert torch.equal(whole[20:], second)
 
 
@@ -143,7 +150,7 @@ def test_a_mask_of_the_whole_step_leaves_fewer_devices() -> None:
         selector={"k": 2},
         capacity={"name": "device", "devices": 8, "factor": 1.0, "spare": 0.0},
     )
-    routing = route_scores(router, COLLAPSED, StepContext(micro_batch=0))
+    routing = route_scores(router, COLLAPSED, make_context(micro_batch=0))
     assert torch.bincount(routing.wanted.expert_N // 2, minlength=8).tolist()[2:] == [0] * 6
     assert cast(Any, router.capacity).budget(64, routing.open_E) == 64
     assert routing.counts_E().view(8, 2).sum(1).max() == 64

@@ -8,7 +8,15 @@ import torch
 from megamoe import registry
 from megamoe.moe.capacity.per_expert import BY_VALUE
 from megamoe.moe.part import StepContext
-from tests.support.moe.build import make_pairs, make_part, make_router, make_scored, moe_config, route_scores
+from tests.support.moe.build import (
+    make_context,
+    make_pairs,
+    make_part,
+    make_router,
+    make_scored,
+    moe_config,
+    route_scores,
+)
 
 # Four tokens of two experts; expert 1 is wanted by all of them.
 WANTED = [[1, 0], [1, 2], [2, 1], [1, 3]]
@@ -91,7 +99,7 @@ def test_random_keeps_each_with_equal_chance_and_is_keyed_by_the_token() -> None
         assert keep_N.sum() == 16
         times_T += keep_N
     assert (times_T / 400 - 0.25).abs().max() < 5 * (0.25 * 0.75 / 400) ** 0.5
-    back = StepContext(step=1, token_index_T=torch.arange(tokens).flip(0))
+    back = make_context(step=1, token_index_T=torch.arange(tokens).flip(0))
     kept = part(pairs, scored, StepContext(step=1))
     assert torch.equal(kept, part(pairs, scored, back).flip(0))
     assert not torch.equal(kept, kept.flip(0))

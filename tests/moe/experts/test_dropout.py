@@ -10,7 +10,7 @@ from torch.nn import functional
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
-from tests.support.moe.build import FFN, HIDDEN, make_hidden, make_layer, moe_config
+from tests.support.moe.build import FFN, HIDDEN, make_context, make_hidden, make_layer, moe_config, set_tokens
 
 ONE = {"k": 1, "weights": "one"}
 ALL_WITH_ONE = {"selector": {"k": 4, "weights": "one"}}
@@ -78,12 +78,12 @@ def test_the_layer_keys_by_token_and_expert() -> None:
     """All four experts are chosen: the dropout depends on the tokens' indices, not on their order in the
     batch.
     """
-    context = StepContext(token_index_T=torch.tensor([5, 3, 1 << 48, 11]))
+    context = make_context(token_index_T=torch.tensor([5, 3, 1 << 48, 11]))
     layer = make_layer(moe_config(num_experts=4, expert_output_dropout=0.5, router=ALL_WITH_ONE), context)
     hidden_TH = make_hidden(4)
     (dropped_TEH,) = masks(layer, hidden_TH)
     assert len({tuple(row.tolist()) for row in dropped_TEH.flatten(0, 1)}) == 16
-    context.token_index_T = torch.tensor([1 << 48, 5])
+    set_tokens(context, token_index_T=torch.tensor([1 << 48, 5]))
     (again_TEH,) = masks(layer, hidden_TH[:2])
     assert torch.equal(again_TEH, dropped_TEH[[2, 0]])
     context.step += 1

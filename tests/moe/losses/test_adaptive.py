@@ -9,7 +9,15 @@ import torch
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
-from tests.support.moe.build import make_hidden, make_layer, make_pairs, make_part, make_routing, moe_config
+from tests.support.moe.build import (
+    make_context,
+    make_hidden,
+    make_layer,
+    make_pairs,
+    make_part,
+    make_routing,
+    moe_config,
+)
 
 PROBS = torch.tensor([[0.5, 2.0, 0.0, 0.0], [0.0, 1.0, 0.0, 0.0]])
 LOAD = torch.zeros(4, dtype=torch.int64)
@@ -17,7 +25,7 @@ LOAD = torch.zeros(4, dtype=torch.int64)
 
 def value_of(loss: Any, experts: list[list[int]], micro_batch: int = 0, step: int = 1) -> float:
     routing = make_routing(experts, PROBS, PROBS)
-    return float(loss(routing, StepContext(step=step, micro_batch=micro_batch)))
+    return float(loss(routing, make_context(step=step, micro_batch=micro_batch)))
 
 
 def test_relu_sparsity_by_hand() -> None:
@@ -54,7 +62,7 @@ def test_a_recomputed_micro_batch_counts_once_and_others_add() -> None:
     for number, kept in ((0, 1), (1, 4), (0, 1)):
         routing = make_routing([[0, 1], [2, 3]], PROBS, PROBS)
         routing.pairs = routing.wanted.keep(torch.arange(4) < kept)
-        loss(routing, StepContext(step=3, micro_batch=number))
+        loss(routing, make_context(step=3, micro_batch=number))
     loss.after_step(LOAD, StepContext(step=3))
     assert loss.metrics()["coefficient"].item() == pytest.approx(3 / 8)  # 3 of 8 pairs dropped
 

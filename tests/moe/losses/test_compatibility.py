@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
-from tests.support.moe.build import make_hidden, make_layer, moe_config
+from tests.support.moe.build import make_context, make_hidden, make_layer, moe_config
 
 EXPERTS = 8
 EVERY = "sends every token to every expert that it may choose"
@@ -30,7 +29,7 @@ PAIR: dict[str, Any] = {"selector": {"k": 2, "second": "random"}}
 def gradient_of(loss: str, options: dict[str, Any], router: dict[str, Any], num_experts: int) -> float:
     """The largest entry that the loss alone sends to a scorer's weight."""
     losses = {loss: {"weight": 1.0, **options}}
-    context = StepContext(seed=3, step=1, sample_index_B=torch.arange(2), token_ids_T=torch.arange(24))
+    context = make_context(seed=3, step=1, sample_index_B=torch.arange(2), token_ids_T=torch.arange(24))
     layer = make_layer(moe_config(num_experts=num_experts, router=router, losses=losses), context)
     (layer(make_hidden(24)) * 0).sum().backward()
     return max(float(p.grad.abs().max()) for p in layer.router.parameters() if p.grad is not None)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.support.moe.build import assert_alike, make_part, make_routing
+from tests.support.moe.build import assert_alike, make_context, make_part, make_routing
 
 NAMES = ["device_balance", "communication_balance"]
 SEQUENCES = torch.tensor([40, 41, 42])
@@ -74,7 +74,7 @@ def plain(
 def test_value_and_gradient_of_the_paper(name: str, sequences: int, score_function: str) -> None:
     generator = torch.Generator().manual_seed(7)
     scores_TE = torch.randn(12, 12, generator=generator, dtype=torch.float64) + torch.linspace(0, 2, 12)
-    context = StepContext(sample_index_B=SEQUENCES[:sequences])
+    context = make_context(sample_index_B=SEQUENCES[:sequences])
     options = {"keep": 2} if name == "communication_balance" else {}
     experts = scores_TE.topk(3).indices.tolist()
     probs = torch.softmax if score_function == "softmax" else lambda scores_TE, dim: scores_TE.sigmoid()
@@ -93,11 +93,11 @@ def test_value_and_gradient_of_the_paper(name: str, sequences: int, score_functi
 def test_the_mean_over_sequences_does_not_depend_on_the_cut(name: str) -> None:
     affinities_TE = torch.rand(12, 4, generator=torch.Generator().manual_seed(1)).softmax(1)
     experts = affinities_TE.topk(2).indices
-    whole = make(name)(routing_of(experts.tolist(), affinities_TE), StepContext(sample_index_B=SEQUENCES))
+    whole = make(name)(routing_of(experts.tolist(), affinities_TE), make_context(sample_index_B=SEQUENCES))
     parts = []
     for b in range(3):
         routing = routing_of(experts[b::3].tolist(), affinities_TE[b::3])
-        parts.append(make(name)(routing, StepContext(sample_index_B=SEQUENCES[b : b + 1])))
+        parts.append(make(name)(routing, make_context(sample_index_B=SEQUENCES[b : b + 1])))
     torch.testing.assert_close(torch.stack(parts).mean(), whole)
     together = make(name)(routing_of(experts.tolist(), affinities_TE), StepContext())
     assert abs(together - whole) > 1e-4
@@ -113,6 +113,6 @@ def test_at_balance_it_is_1_for_any_number_of_experts_a_token(name: str) -> None
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("samples", [None, SEQUENCES])
 def test_without_tokens_or_pairs_it_is_0(name: str, samples: Tensor | None) -> None:
-    context = StepContext(sample_index_B=samples)
+    context = make_context(sample_index_B=samples)
     assert make(name)(routing_of([], torch.zeros(0, 4)), context).item() == 0
     assert make(name)(routing_of([[]] * 3, torch.zeros(3, 4)), context).item() == 0

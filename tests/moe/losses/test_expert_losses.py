@@ -35,7 +35,7 @@ def test_orthogonality_by_hand() -> None:
     """Outputs (3, 4) and (0, 2) with product 8: 64 / 4 + 64 / 25; other tokens have one or none."""
     loss = make_part("loss", "output_orthogonality")
     output_NH = torch.tensor([[3.0, 4.0], [0.0, 2.0], [5.0, 5.0]])
-    found_T = loss.of_tokens(output_NH, make_pairs([[0, 1], [2], []]), 3)
+    found_T = loss._of_tokens(output_NH, make_pairs([[0, 1], [2], []]), 3)
     assert found_T.tolist() == pytest.approx([16 + 2.56, 0, 0], rel=1e-6)
 
 
@@ -53,7 +53,7 @@ def test_orthogonality_of_a_layer_is_the_plain_formula(name: str, latent_size: i
     for token in range(TOKENS):
         chosen = routing.pairs.expert_N[routing.pairs.token_N == token].tolist()
         row_1H = make_hidden(TOKENS)[token : token + 1]
-        row_1H = row_1H if plain.to_latent is None else plain.to_latent(row_1H)
+        row_1H = plain.to_latent(row_1H)
         outputs = [plain.experts(row_1H, functional.one_hot(torch.tensor(each), E))[0] for each in chosen]
         squares = [
             (one @ other) ** 2 / (other @ other + SMALLEST)
@@ -77,7 +77,7 @@ def same_gradients(layer: MoELayer, plain: MoELayer) -> None:
 
 def norms(layer: MoELayer, rows_EH: Tensor, gated: bool) -> Tensor:
     """M of the plain formula."""
-    rows_EL = rows_EH if layer.to_latent is None else layer.to_latent(rows_EH)
+    rows_EL = layer.to_latent(rows_EH)
     up_EGL = layer.experts.get_parameter("up")
     gate_EFL = up_EGL.chunk(2, dim=1)[0] if gated else up_EGL
     return torch.einsum("pl,efl->pef", rows_EL, gate_EFL).norm(dim=-1)
@@ -91,7 +91,7 @@ def test_coupling_of_a_layer_is_the_plain_formula(activation: Any, more: dict[st
     losses = {"expert_router_coupling": {"weight": 1.0, "alpha": alpha}}
     layer = make_layer(moe_config(**tree, losses=losses), activation=activation)
     plain = make_layer(moe_config(**tree), activation=activation)
-    layer.losses.eval()  # no draws
+    layer.losses["expert_router_coupling"].eval()  # no draws
     layer(make_hidden(TOKENS)).square().sum().backward()
     norm_EE = norms(plain, plain.router.get_parameter("scorer.weight")[:E], activation == "swiglu")
     expected = torch.zeros(())
@@ -113,8 +113,8 @@ def test_coupling_draws_rows_nearer_to_their_own_than_to_others() -> None:
     rows_EH = routing.extras["rows_EH"].detach()
     seen = set()
     for step in range(50):
-        drawn_EH = loss.rows_PH(routing, StepContext(step=step)).detach()
-        assert torch.equal(drawn_EH, loss.rows_PH(routing, StepContext(step=step)))
+        drawn_EH = loss._rows_EH(routing, StepContext(step=step)).detach()
+        assert torch.equal(drawn_EH, loss._rows_EH(routing, StepContext(step=step)))
         change_EH = drawn_EH / rows_EH - 1
         assert (change_EH.abs().amax(1) <= loss._half_width_E(rows_EH) * (1 + 1e-5)).all()
         assert torch.cdist(drawn_EH, rows_EH).argmin(1).tolist() == [*range(E)]

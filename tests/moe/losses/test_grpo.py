@@ -10,9 +10,16 @@ from torch import Tensor
 
 from megamoe.errors import UserError
 from megamoe.moe.losses.grpo import EPSILON
-from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.support.moe.build import assert_alike, make_hidden, make_layer, make_part, make_routing, moe_config
+from tests.support.moe.build import (
+    assert_alike,
+    make_context,
+    make_hidden,
+    make_layer,
+    make_part,
+    make_routing,
+    moe_config,
+)
 
 # Two positions, two sequences, two rollouts: token s * 4 + g * 2 + b.
 ROLLOUTS, SEQUENCES, LENGTH, EXPERTS = 2, 2, 2, 4
@@ -22,7 +29,7 @@ SCORES, OLD, REFERENCE = torch.randn(3, TOKENS, EXPERTS, generator=GENERATOR, dt
 LOSSES = torch.rand(TOKENS, generator=GENERATOR, dtype=torch.float64) * 3
 K1 = [[0], [1], [2], [3], [3], [2], [1], [0]]
 K2 = [[0, 1], [1, 3], [2, 0], [3, 2], [3, 1], [2, 3], [1, 0], [0, 2]]
-CONTEXT = StepContext(num_rollouts=ROLLOUTS, sample_index_B=torch.arange(ROLLOUTS * SEQUENCES) % SEQUENCES)
+CONTEXT = make_context(num_rollouts=ROLLOUTS, sample_index_B=torch.arange(ROLLOUTS * SEQUENCES) % SEQUENCES)
 
 
 def routing_of(scores_TE: Tensor, wanted: list[list[int]], candidates_TE: Tensor | None = None) -> Routing:
@@ -126,7 +133,7 @@ def test_equal_losses_give_exactly_no_advantage(num_rollouts: int) -> None:
     scores_TE = torch.randn(num_rollouts, EXPERTS, requires_grad=True)
     routing = make_routing([[0]] * num_rollouts, scores_TE, scores_TE.softmax(1))
     routing.extras |= {name: scores_TE.detach() for name in ("sampling_scores_TE", "reference_scores_TE")}
-    context = StepContext(num_rollouts=num_rollouts, sample_index_B=torch.zeros(num_rollouts))
+    context = make_context(num_rollouts=num_rollouts, sample_index_B=torch.zeros(num_rollouts))
     make_part("loss", "grpo", kl=0.0)(routing, context, losses_T).backward()
     assert scores_TE.grad is not None and not scores_TE.grad.any()
 
@@ -148,7 +155,7 @@ def test_sharp_policies_stay_finite_and_exact() -> None:
     routing = make_routing([[0, 1], [0, 2]], scores_TE, scores_TE.softmax(1))
     old_TE = torch.tensor([[30.0, 0.0, 0.0, 0.0]] * 2)
     routing.extras |= {"sampling_scores_TE": old_TE, "reference_scores_TE": old_TE}
-    context = StepContext(num_rollouts=2, sample_index_B=torch.zeros(2))
+    context = make_context(num_rollouts=2, sample_index_B=torch.zeros(2))
     part = make_part("loss", "grpo", dims={"num_choices": 2}, kl=0.0, clip=0.99)
     loss = part(routing, context, torch.tensor([1.0, 3.0]))
     rest = 2 + math.exp(-1)
@@ -165,7 +172,7 @@ def test_grpo_raises_the_probability_of_the_better_expert() -> None:
         "router": {"scorer": "policy", "selector": {"name": "sample", "weights": "one"}},
         "losses": {"grpo": {"weight": 1.0, "rollouts": 4, "kl": 0.01}},
     }
-    context = StepContext(seed=1, num_rollouts=4, sample_index_B=torch.zeros(4))
+    context = make_context(seed=1, num_rollouts=4, sample_index_B=torch.zeros(4))
     layer = make_layer(moe_config(**tree), context)
     scorer: Any = layer.router.scorer
     hidden_TH = make_hidden(8).mul(0.1).add(1).repeat_interleave(4, 0)

@@ -9,7 +9,15 @@ from torch import Tensor
 
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
-from tests.support.moe.build import assert_alike, loss_of, make_part, make_router, make_routing, route_scores
+from tests.support.moe.build import (
+    assert_alike,
+    loss_of,
+    make_context,
+    make_part,
+    make_router,
+    make_routing,
+    route_scores,
+)
 
 PROBS = torch.tensor([[0.7, 0.2, 0.1], [0.5, 0.1, 0.4]])
 WANTED = [[0, 1], [0, 2]]  # f = 1/2, 1/4, 1/4; of first choices alone: 1, 0, 0
@@ -49,7 +57,7 @@ def test_switch_balance_sends_its_gradient_through_the_values_alone() -> None:
 AFFINITIES = torch.tensor(
     [[0.9, 0.5, 0.1], [0.2, 0.8, 0.4], [0.6, 0.7, 0.3], [0.1, 0.9, 0.5], [0.8, 0.1, 0.3], [0.3, 0.2, 0.9]]
 )
-SEQUENCES = StepContext(sample_index_B=torch.tensor([7, 3]))
+SEQUENCES = make_context(sample_index_B=torch.tensor([7, 3]))
 
 
 def plain_sequence_loss(affinities_TE: Tensor, k: int, num_sequences: int) -> Tensor:
@@ -116,7 +124,7 @@ def test_sequence_scope_does_not_depend_on_how_the_batch_is_cut() -> None:
     for sequence in range(2):
         routing = make_routing([[2]] * 3, AFFINITIES[sequence::2], torch.ones(3, 3))
         routing.affinities_TE = AFFINITIES[sequence::2]
-        parts.append(sequence_loss(routing, StepContext(sample_index_B=torch.tensor([sequence]))))
+        parts.append(sequence_loss(routing, make_context(sample_index_B=torch.tensor([sequence]))))
     torch.testing.assert_close(whole, torch.stack(parts).mean())
     assert not torch.isclose(parts[0], parts[1])
 
@@ -136,7 +144,7 @@ def global_balance(**options: Any) -> Any:
 
 def value_of(loss: Any, place: int, step: int = 1) -> float:
     routing = make_routing(MICRO_BATCHES[place], MICRO_PROBS[place].log(), MICRO_PROBS[place])
-    return float(loss(routing, StepContext(step=step, micro_batch=10 + place)))
+    return float(loss(routing, make_context(step=step, micro_batch=10 + place)))
 
 
 def test_alone_and_without_running_the_global_scope_is_the_micro_batch() -> None:
@@ -176,7 +184,7 @@ def test_running_counts_first_choices_if_configured() -> None:
     probs_TE = torch.tensor([[0.8, 0.2]])
     for number, expected in enumerate([2 * 0.8, 2 * 0.8]):
         routing = make_routing([[0, 1]], probs_TE.log(), probs_TE)
-        assert loss(routing, StepContext(micro_batch=number)).item() == pytest.approx(expected)
+        assert loss(routing, make_context(micro_batch=number)).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("first_choice", "expected"), [(False, 0.9), (True, 1.8)])
@@ -188,7 +196,7 @@ def test_the_first_choices_probabilities_alone(first_choice: bool, expected: flo
 
 def test_restricted_sequences_count_what_was_wanted() -> None:
     """DeepSeek-V2: two sequences of one token each; unrestricted, both would have counted expert 0."""
-    context = StepContext(sample_index_B=torch.tensor([0, 1]))
+    context = make_context(sample_index_B=torch.tensor([0, 1]))
     routing = make_routing([[1], [2]], PROBS.log(), PROBS)
     of_sequences: dict[str, Any] = {"scope": "sequence", "context": context}
     for restricted, expected in ((True, 3 * (0.2 + 0.4) / 2), (False, 3 * (0.7 + 0.5) / 2)):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
-from tests.support.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+from tests.support.moe.build import make_context, make_hidden, make_layer, make_part, make_scored, moe_config
 
 
 def masks(steps: int, layer: int = 1, seed: int = 0, **options: Any) -> Tensor:
@@ -51,7 +51,7 @@ def test_the_draw_depends_on_seed_step_and_layer_alone() -> None:
     assert not torch.equal(first_SE[0], first_SE[1])
     assert not torch.equal(first_SE, masks(20, seed=1))
     assert not torch.equal(first_SE, masks(20, layer=2))
-    elsewhere = StepContext(step=7, token_index_T=torch.arange(100, 105), micro_batch=9)
+    elsewhere = make_context(step=7, token_index_T=torch.arange(100, 105), micro_batch=9)
     part = make_part("mask", "expert_dropout", num_experts=16)
     assert torch.equal(part(make_scored(torch.zeros(5, 16)), elsewhere)[0], first_SE[7])
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import Mask, StepContext
-from tests.support.moe.build import make_hidden, make_layer, make_part, make_scored, moe_config
+from tests.support.moe.build import make_context, make_hidden, make_layer, make_part, make_scored, moe_config
 
 
 def make(expert_parallel: int = 1, layer: int = 1, **options: Any) -> Mask:
@@ -28,19 +28,19 @@ def mask(part: Mask, context: StepContext) -> Tensor:
 
 
 def dropped_steps(part: Mask, steps: int, seed: int = 0, micro_batch: int = 0) -> list[bool]:
-    contexts = [StepContext(seed=seed, step=step, micro_batch=micro_batch) for step in range(steps)]
+    contexts = [make_context(seed=seed, step=step, micro_batch=micro_batch) for step in range(steps)]
     return [not bool(mask(part, context).all()) for context in contexts]
 
 
 @pytest.mark.parametrize("micro_batch", range(6))
 def test_a_tokens_rank_follows_the_number_of_its_micro_batch(micro_batch: int) -> None:
     home = micro_batch % 4
-    allowed_E = mask(make(rate=1.0, ranks=4), StepContext(micro_batch=micro_batch))
+    allowed_E = mask(make(rate=1.0, ranks=4), make_context(micro_batch=micro_batch))
     assert allowed_E.nonzero().flatten().tolist() == [2 * home, 2 * home + 1]
 
 
 def test_ranks_are_those_of_the_run_by_default() -> None:
-    context = StepContext(micro_batch=1)
+    context = make_context(micro_batch=1)
     assert torch.equal(mask(make(2, rate=1.0), context), mask(make(rate=1.0, ranks=2), context))
     assert mask(make(2, rate=1.0), context).tolist() == [False] * 4 + [True] * 4
 
@@ -82,7 +82,7 @@ def test_a_step_that_is_not_dropped_has_no_mask() -> None:
 
 def test_the_score_function_chooses_among_the_ranks_own_experts() -> None:
     router = {"masks": [{"name": "gating_dropout", "rate": 1.0, "ranks": 2}], "selector": {"k": 3}}
-    layer = make_layer(moe_config(num_experts=8, router=router), StepContext(micro_batch=3))
+    layer = make_layer(moe_config(num_experts=8, router=router), make_context(micro_batch=3))
     routing = layer.router(make_hidden(10), layer.context)
     best_TK = routing.scores_TE[:, 4:].topk(3).indices + 4
     assert routing.pairs.expert_N.tolist() == best_TK.flatten().tolist()

@@ -11,7 +11,7 @@ from torch import Tensor
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
-from tests.support.moe.build import make_hidden, make_part, moe_config
+from tests.support.moe.build import make_context, make_hidden, make_part, moe_config
 
 ROUTER = {"scorer": "hash", "selector": "table"}
 
@@ -44,7 +44,7 @@ def loads_of(table_V: Tensor, counts: Any, num_experts: int) -> list[int]:
 def test_a_tokens_expert_depends_on_its_id_alone() -> None:
     scorer = make_hash(num_experts=3, vocab_size=4, tables=2)
     scorer.table_KV.copy_(torch.tensor([[0, 1, 2, 0], [2, 1, 0, 1]]))
-    context = StepContext(token_ids_T=torch.tensor([3, 1, 0, 3]))
+    context = make_context(token_ids_T=torch.tensor([3, 1, 0, 3]))
     scores_TE, extras = scorer(make_hidden(4), context)
     assert extras["table_TK"].tolist() == [[0, 1], [1, 1], [0, 2], [0, 1]]
     assert scores_TE.tolist() == [[1, 1, 0], [0, 1, 0], [1, 0, 1], [1, 1, 0]]

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.moe.part import StepContext
-from tests.support.moe.build import HIDDEN, make_hidden, make_part
+from tests.support.moe.build import HIDDEN, make_context, make_hidden, make_part
 
 CONTEXT = StepContext(seed=3, step=2)
 STARTED = {"seed": 1, "init_std": 0.4}
@@ -89,7 +89,7 @@ def test_noise_is_of_training_only_and_keyed_by_token() -> None:
     assert torch.equal(scorer(hidden_TH, StepContext(seed=3, step=2))[0], first_TE)
     assert (scorer(hidden_TH, StepContext(seed=3, step=3))[0] - first_TE).abs().mean() > 0.1
     order_T = torch.tensor([5, 0, 7, 1, 2, 6, 3, 4])
-    moved = StepContext(seed=3, step=2, token_index_T=order_T)
+    moved = make_context(seed=3, step=2, token_index_T=order_T)
     torch.testing.assert_close(scorer(hidden_TH[order_T], moved)[0], first_TE[order_T])
     scores_TE, extras = scorer.eval()(hidden_TH, CONTEXT)
     torch.testing.assert_close(extras["inner_scores_TE"], hidden_TH @ scorer.weight.T)

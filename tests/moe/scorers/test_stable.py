@@ -11,7 +11,7 @@ from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.moe.scorers.stable import StableScorer
-from tests.support.moe.build import HIDDEN, gradient_of, make_hidden, make_part, moe_config
+from tests.support.moe.build import HIDDEN, gradient_of, make_context, make_hidden, make_part, moe_config
 
 VOCABULARY = 12
 EXPERTS = 4
@@ -33,7 +33,7 @@ def make_router(seed: int = 1, **router: Any) -> Router:
 
 
 def reported(step: int = 1, ids_T: Tensor = IDS) -> StepContext:
-    return StepContext(step=step, token_ids_T=ids_T)
+    return make_context(step=step, token_ids_T=ids_T)
 
 
 def end_step(router: Router, step: int) -> None:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from megamoe.errors import UserError
-from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
-from tests.support.moe.build import make_hidden, make_layer, make_part, moe_config
+from tests.support.moe.build import make_context, make_hidden, make_layer, make_part, moe_config
 
 
 def table_of(vocab_size: int = 1000, k: int = 2, num_experts: int = 6, **options: Any) -> torch.Tensor:
@@ -78,7 +77,7 @@ def test_the_table_chooses_and_the_scorer_weights() -> None:
     }
     layer = make_layer(moe_config(num_experts=8, router=router))
     ids_T, hidden_TH = torch.tensor([5, 9, 5]), make_hidden(3)
-    pairs = layer.router(hidden_TH, StepContext(token_ids_T=ids_T)).pairs
+    pairs = layer.router(hidden_TH, make_context(token_ids_T=ids_T)).pairs
     expert_TK = layer.router.get_buffer("scorer.table_KV")[:, ids_T].T
     assert torch.equal(pairs.expert_N.view(3, 2), expert_TK)
     scores_TE = hidden_TH @ layer.router.get_parameter("scorer.weight").T

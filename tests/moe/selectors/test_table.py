@@ -4,7 +4,7 @@ import torch
 
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
-from tests.support.moe.build import HIDDEN, make_hidden, make_part, make_scored, moe_config
+from tests.support.moe.build import HIDDEN, make_context, make_hidden, make_part, make_scored, moe_config
 
 TABLE = torch.tensor([[2, 0], [1, 1], [3, 2]])
 
@@ -25,6 +25,6 @@ def test_a_router_has_as_many_tables_as_choices() -> None:
     router = Router(config.router, Dims(HIDDEN, 5, vocab_size=50))
     assert router.scorer.table_KV.shape == (3, 50)
     ids_T = torch.tensor([7, 49, 7])
-    pairs = router(make_hidden(3), StepContext(token_ids_T=ids_T)).pairs
+    pairs = router(make_hidden(3), make_context(token_ids_T=ids_T)).pairs
     table_KV = router.get_buffer("scorer.table_KV")
     assert pairs.expert_N.tolist() == table_KV[:, ids_T].T.flatten().tolist()

@@ -12,7 +12,7 @@ from megamoe.apps.routing_record.replay import RunRouting
 from megamoe.data.tokenizers import ByteTokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
-from megamoe.moe.context import SourceTokens
+from megamoe.moe.context import MicroBatch
 from megamoe.moe.part import StepContext
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout
@@ -67,7 +67,6 @@ def whole_batch(trained: TrainedModel, source: list[int], targets: list[list[int
     assert isinstance(model, EncoderDecoder)
     source_BL, tokens_BS = torch.tensor([source] * len(targets)), torch.tensor(targets)
     # The layers of both stacks see plain sequences: nothing is padding, one sequence.
-    context.padding = context.token_ids_T = context.token_index_T = context.sample_index_B = None
-    context.source = SourceTokens(torch.arange(len(source)), torch.tensor(source))
+    context.batch = MicroBatch(source=MicroBatch(torch.arange(len(source)), torch.tensor(source)))
     positions = [torch.arange(side.shape[1]).expand_as(side) for side in (tokens_BS, source_BL)]
     return model.whole_logits(tokens_BS, positions[0], source_BL, positions[1])

@@ -1,6 +1,7 @@
 """Small layers for the tests of megamoe.moe."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from megamoe.config import PartChoice, parse_config
 from megamoe.config.schema import Activation, MoEConfig
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
+from megamoe.moe.context import MicroBatch
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.observation import Observation
 from megamoe.moe.part import Dims, Part, StepContext
@@ -25,6 +27,24 @@ VOCAB = 32
 def moe_config(**tree: Any) -> MoEConfig:
     """Return the section `moe` with these keys."""
     return parse_config({"moe": tree}).moe
+
+
+def make_context(
+    seed: int = 0,
+    step: int = 0,
+    micro_batch: int = 0,
+    data_group: Any = None,
+    aux_scale: float = 1.0,
+    **fields: Any,
+) -> StepContext:
+    """Return a context of this step and of a micro batch with these fields."""
+    batch = MicroBatch(number=micro_batch, **fields)
+    return StepContext(seed, step, aux_scale, data_group, batch=batch)
+
+
+def set_tokens(context: StepContext, **fields: Any) -> None:
+    """Change fields of the context's micro batch."""
+    context.batch = replace(context.batch, **fields)
 
 
 def make_layer(

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
+from tests.support.moe.build import make_context
 
 TOKENS = 64
 
 
 def rows_of(context: StepContext) -> int:
     """Return the number of tokens of a context: those that it numbers, otherwise TOKENS."""
-    return TOKENS if context.token_index_T is None else len(context.token_index_T)
+    return TOKENS if context.batch.token_index_T is None else len(context.batch.token_index_T)
 
 
 def check_keys(drawn: Callable[[StepContext, int], Tensor], least: float = 0.3) -> None:
@@ -24,13 +25,13 @@ def check_keys(drawn: Callable[[StepContext, int], Tensor], least: float = 0.3) 
     index_T = torch.arange(TOKENS)
     first = drawn(StepContext(1, 4), 1)
     torch.manual_seed(9)
-    assert torch.equal(drawn(StepContext(1, 4, token_index_T=index_T), 1), first)
+    assert torch.equal(drawn(make_context(1, 4, token_index_T=index_T), 1), first)
     order_T = torch.randperm(TOKENS, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(drawn(StepContext(1, 4, token_index_T=order_T), 1), first[order_T])
-    ranks = [drawn(StepContext(1, 4, token_index_T=part_T), 1) for part_T in index_T.split(16)]
+    assert torch.equal(drawn(make_context(1, 4, token_index_T=order_T), 1), first[order_T])
+    ranks = [drawn(make_context(1, 4, token_index_T=part_T), 1) for part_T in index_T.split(16)]
     assert torch.equal(torch.cat(ranks), first)
     rollout_T = index_T + (1 << 48)
-    others = [StepContext(2, 4), StepContext(1, 5), StepContext(1, 4, token_index_T=rollout_T)]
+    others = [StepContext(2, 4), StepContext(1, 5), make_context(1, 4, token_index_T=rollout_T)]
     for other in (*(drawn(context, 1) for context in others), drawn(StepContext(1, 4), 2)):
         assert (other != first).float().mean() > least
 

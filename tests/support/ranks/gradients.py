@@ -27,7 +27,8 @@ from megamoe.moe.routing import Routing
 from megamoe.parallel import launch
 from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
-from megamoe.train.step import model_inputs, num_rollouts, set_context
+from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.step import model_inputs, num_rollouts
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.runs import small_run
 
@@ -98,12 +99,12 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
     with _micro_batches(config, batch_size) as stream:
         for number in range(batch_size):
             batch = next(stream).repeat(rollouts)
-            set_context(context, batch, number, rollouts)
+            context.batch = micro_batch_of(batch, number, rollouts)
             masked_BS = model(**model_inputs(batch)) * batch.loss_mask_BS
             lm_sum = lm_sum + masked_BS.sum() / rollouts
             tokens += float(batch.loss_mask_BS.sum()) / rollouts
             for _, layer in model.moe_layers():
-                if layer.objectives:
+                if layer.losses.objectives:
                     weighted.append(layer.objective(masked_BS.transpose(0, 1).reshape(-1)))
     weighted += _global_balance(model, routings, ranks)
     loss = lm_sum / tokens + sum(weighted, torch.zeros(())) / batch_size

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from megamoe.config import RunConfig
 from megamoe.kernels.attention.rotary import angles
-from megamoe.moe.attached_losses import device_scalar
+from megamoe.moe.auxiliary_losses import device_scalar
 from megamoe.moe.dispatch import all_to_all, between_nodes
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
