@@ -37,6 +37,7 @@ BUILTIN_PACKAGES = (
     "megamoe.moe.capacity",
     "megamoe.moe.exchanges",
     "megamoe.moe.presets",
+    "megamoe.zoo",
     "megamoe.objectives",
     "megamoe.apps.chat.objectives",
     "megamoe.apps.finetune.objectives",
@@ -235,8 +236,8 @@ def discover() -> None:
     _discovered = True
     for package_name in BUILTIN_PACKAGES:
         package = importlib.import_module(package_name)
-        for module in pkgutil.iter_modules(getattr(package, "__path__", [])):
-            importlib.import_module(f"{package_name}.{module.name}")
+        for module in pkgutil.walk_packages(getattr(package, "__path__", []), f"{package_name}."):
+            importlib.import_module(module.name)
 
 
 def application(name: str) -> Any:

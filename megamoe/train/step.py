@@ -34,16 +34,10 @@ from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
 from megamoe.train.in_flight import PassState, begin_second
+from megamoe.train.losses import LossSums, MultiTokenLosses
 from megamoe.train.micro_batch import micro_batch_of
-from megamoe.train.step_record import (
-    LossSums,
-    MultiTokenLosses,
-    StepRecord,
-    StepSums,
-    measured_parameters,
-    merged_over_stages,
-    part_metrics,
-)
+from megamoe.train.step_record import StepRecord, merged_over_stages
+from megamoe.train.step_sums import StepSums, measured_parameters, part_metrics
 
 
 def train_step(

@@ -15,7 +15,7 @@ from megamoe.moe.layer import MoELayer
 from megamoe.moe.recompute import recomputed
 from megamoe.moe.routing import Pairs
 from megamoe.registry import load_plugin
-from megamoe.train.step_record import part_metrics
+from megamoe.train.step_sums import part_metrics
 from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 EXPERTS, TOKENS = 8, 16

@@ -11,9 +11,9 @@ from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.moe.score_functions.sigmoid import SigmoidScoreFunction
 from megamoe.moe.scorers.cosine import CosineScorer
-from megamoe.moe.scorers.stable import StableScorer
 from megamoe.parallel.zero.engine import Engine
 from megamoe.train.trainer import Trainer
+from megamoe.zoo.scorers.stable import StableScorer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant, small_run
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.selectors.sinkhorn import log_column_factors_E
+from megamoe.zoo.selectors.sinkhorn import log_column_factors_E
 from tests.support.moe.build import make_scored, select
 
 

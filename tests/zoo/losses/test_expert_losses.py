@@ -9,9 +9,9 @@ from torch.nn import functional
 
 from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.losses.output_orthogonality import SMALLEST
 from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
+from megamoe.zoo.losses.output_orthogonality import SMALLEST
 from tests.support.moe.build import (
     HIDDEN,
     make_hidden,

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.losses.adaptive import AdaptiveLoss
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.validation import refuse_more_than_experts
 from megamoe.registry import register
+from megamoe.zoo.losses.adaptive import AdaptiveLoss
 
 
 @register("loss", "relu_sparsity")

@@ -6,12 +6,12 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import balance
-from megamoe.moe.losses.adaptive import AdaptiveLoss
 from megamoe.moe.losses.common import shares
 from megamoe.moe.part import Example, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.validation import refuse_all_chosen, refuse_even_selector
 from megamoe.registry import register
+from megamoe.zoo.losses.adaptive import AdaptiveLoss
 
 
 @register("loss", "drop_rate_balance")

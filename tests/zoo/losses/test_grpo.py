@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from megamoe.errors import UserError
-from megamoe.moe.losses.grpo import EPSILON
 from megamoe.moe.routing import Routing
+from megamoe.zoo.losses.grpo import EPSILON
 from tests.support.moe.build import (
     assert_alike,
     make_context,

@@ -10,7 +10,7 @@ from megamoe.errors import UserError
 from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
-from megamoe.moe.scorers.stable import StableScorer
+from megamoe.zoo.scorers.stable import StableScorer
 from tests.support.moe.build import HIDDEN, gradient_of, make_context, make_hidden, make_part, moe_config
 
 VOCABULARY = 12

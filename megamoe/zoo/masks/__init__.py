@@ -1,0 +1,1 @@
+"""Masks of further papers."""

@@ -1,0 +1,1 @@
+"""Residuals of further papers."""

@@ -1,0 +1,1 @@
+"""Score functions of further papers."""
