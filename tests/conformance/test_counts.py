@@ -66,9 +66,9 @@ def test_running_counts_take_in_a_recomputed_micro_batch_once() -> None:
 
 @fails_with(
     Edit(
-        "megamoe.train.step_record",
-        "if self._counts is None else self._counts.add_(counts)",
-        "if True else None",
+        "megamoe.train.step_sums",
+        "vector if known is None else known + vector",
+        "vector if known is None or name == 'counts' else known + vector",
     )
 )
 def test_counts_are_those_of_all_micro_batches() -> None:
@@ -123,7 +123,7 @@ def test_an_evaluation_leaves_the_counts_of_training() -> None:
     assert values[0] == values[1]
 
 
-@fails_with(Edit(LAYER, "        if padding is None:\n", "        if True:\n"))
+@fails_with(Edit("megamoe.moe.token_sharding", "        if padding is None:\n", "        if True:\n"))
 def test_padding_is_not_routed() -> None:
     """Padding takes places in experts, and counts in the load and in the balance loss.
 

@@ -104,11 +104,11 @@ def steps_with_an_idle_rank(changes: dict[str, Any]) -> list[float]:
 
 @fails_with(
     Edit(
-        "megamoe.moe.layer",
-        "        if not self.computes_experts_again:\n            return",
+        "megamoe.moe.experts.computation",
+        "        if self._recomputes:\n",
         "        if len(rows_NH) == 0:\n"
         "            return rows_NH.new_empty(rows_NH.shape)\n"
-        "        if not self.computes_experts_again:\n            return",
+        "        if self._recomputes:\n",
     )
 )
 def test_a_rank_whose_experts_are_idle_takes_part_in_the_exchange(pool: Pool) -> None:
