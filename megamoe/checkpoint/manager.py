@@ -38,6 +38,7 @@ from megamoe.errors import UserError
 from megamoe.io import replace_file, sync
 from megamoe.parallel.chunks import LocalChunk
 from megamoe.parallel.consensus import (
+    call_on_all,
     catch_error,
     first_problem,
     gather_from_ranks,
@@ -127,6 +128,16 @@ class Checkpoints:
     def is_written(self) -> bool:
         """Whether this rank has written its part of the current save, or there is none."""
         return self._save is None or self._save.is_done
+
+    def plan(self, engine: Engine) -> None:
+        """Plan a save after the next step, so that one that must fail does so before the run. Collective.
+
+        Raises:
+            UserError: on every rank, if the chunks of all ranks overlap or do not fill their tensors.
+        """
+        self._state = EngineState(engine)
+        local_chunks = call_on_all(self._state.planned_chunks)
+        raise_any_error(catch_error(lambda: self._planned(local_chunks)))
 
     def begin(self, engine: Engine, step: int, state: dict[str, Any]) -> None:
         """Copy the state of `step` and start to write it. Collective.
