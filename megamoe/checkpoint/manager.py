@@ -28,7 +28,7 @@ from megamoe.checkpoint.format.folder import (
     inode_of,
     remove,
 )
-from megamoe.checkpoint.format.meta import Meta, RandomLayout
+from megamoe.checkpoint.format.meta import Meta, RandomLayout, new_id
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
 from megamoe.checkpoint.state import EngineState, load_random
@@ -219,6 +219,7 @@ class Checkpoints:
             return {}
         meta = {
             "format": FORMAT,
+            "id": new_id(),
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "step": step,
             "layout": {**vars(engine.layout), "zero_stage": engine.stage, "precision": engine.precision},
@@ -226,7 +227,8 @@ class Checkpoints:
             **state,
         }
         assert self._plan is not None
-        return {META: meta, INDEX: {"tensors": self._plan.tensors, "shardings": sharding_by_name}}
+        index = {"step": step, "id": meta["id"], "tensors": self._plan.tensors}
+        return {META: meta, INDEX: {**index, "shardings": sharding_by_name}}
 
     def _make_folder(self, temporary: Path) -> None:
         """Make an empty folder to write in, and delete what killed saves have left."""
