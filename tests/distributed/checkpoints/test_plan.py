@@ -25,7 +25,7 @@ TIED: dict[str, Any] = {
     "optimizer__ema": 0.9,
     "train__global_batch_size": 4,
 }
-UNEQUAL = {"parallel__blocks_per_stage": [1, 2]}
+UNEQUAL: dict[str, Any] = {"parallel__blocks_per_stage": [1, 2]}
 STAGES = Place(4, pipeline=2, zero=1)
 STEPS = 2
 
