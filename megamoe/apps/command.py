@@ -15,6 +15,11 @@ from megamoe.errors import ExitCode, UserError
 from megamoe.io import replace_file
 from megamoe.resilience.error_reporting import report_error
 
+# By these a process takes itself for one rank of several.
+LAUNCHER = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
+    *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
+)
 # A terminal would obey control characters; files have them.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 

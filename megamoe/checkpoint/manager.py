@@ -28,7 +28,7 @@ from megamoe.checkpoint.format.folder import (
     inode_of,
     remove,
 )
-from megamoe.checkpoint.format.meta import Meta, RandomLayout
+from megamoe.checkpoint.format.meta import Meta, RandomLayout, new_id
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
 from megamoe.checkpoint.state import EngineState, load_random
@@ -38,6 +38,7 @@ from megamoe.errors import UserError
 from megamoe.io import replace_file, sync
 from megamoe.parallel.chunks import LocalChunk
 from megamoe.parallel.consensus import (
+    call_on_all,
     catch_error,
     first_problem,
     gather_from_ranks,
@@ -128,6 +129,16 @@ class Checkpoints:
         """Whether this rank has written its part of the current save, or there is none."""
         return self._save is None or self._save.is_done
 
+    def plan(self, engine: Engine) -> None:
+        """Plan a save after the next step, so that one that must fail does so before the run. Collective.
+
+        Raises:
+            UserError: on every rank, if the chunks of all ranks overlap or do not fill their tensors.
+        """
+        self._state = EngineState(engine)
+        local_chunks = call_on_all(self._state.planned_chunks)
+        raise_any_error(catch_error(lambda: self._planned(local_chunks)))
+
     def begin(self, engine: Engine, step: int, state: dict[str, Any]) -> None:
         """Copy the state of `step` and start to write it. Collective.
 
@@ -208,6 +219,7 @@ class Checkpoints:
             return {}
         meta = {
             "format": FORMAT,
+            "id": new_id(),
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "step": step,
             "layout": {**vars(engine.layout), "zero_stage": engine.stage, "precision": engine.precision},
@@ -215,7 +227,8 @@ class Checkpoints:
             **state,
         }
         assert self._plan is not None
-        return {META: meta, INDEX: {"tensors": self._plan.tensors, "shardings": sharding_by_name}}
+        index = {"step": step, "id": meta["id"], "tensors": self._plan.tensors}
+        return {META: meta, INDEX: {**index, "shardings": sharding_by_name}}
 
     def _make_folder(self, temporary: Path) -> None:
         """Make an empty folder to write in, and delete what killed saves have left."""

@@ -1,5 +1,6 @@
 """Which rank writes which chunk, planned by torch.distributed.checkpoint."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 
+from megamoe.errors import UserError
 from megamoe.parallel.chunks import LocalChunk, Shape
 
 ChunkId = tuple[str, Shape]  # the tensor's name and the chunk's offsets
@@ -41,7 +43,7 @@ def plan_save(local_chunks: list[LocalChunk]) -> Plan:
     """Plan which rank writes which of the chunks of all ranks. Collective.
 
     Raises:
-        ValueError: on the first rank, if chunks overlap or do not fill their tensors.
+        UserError: on the first rank, if chunks overlap or do not fill their tensors.
     """
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -58,7 +60,11 @@ def plan_save(local_chunks: list[LocalChunk]) -> Plan:
     received: list[Any] = [None]
     dist.scatter_object_list(received, plans if rank == 0 else None)
     if problem is not None:
-        raise problem
+        first = re.split("; |: Chunk", str(problem).removeprefix("Failed to validate global plan: "))[0]
+        raise UserError(
+            f"what the ranks hold at this layout does not make a checkpoint ({first}), which is an error of "
+            "megamoe: train at another layout (`parallel`) or at ZeRO stage 0"
+        )
     items = received[0].items if received[0] is not None else []
     tensors = _index(plans) if rank == 0 else {}
     return Plan(frozenset((item.index.fqn, tuple(item.index.offset or ())) for item in items), tensors)

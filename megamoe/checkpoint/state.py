@@ -136,11 +136,30 @@ class EngineState:
 
         The memory of a group may be freed when the next is asked for.
         """
-        states = random_state.capture(self.engine.world.device).items()
-        random = [whole_tensor(f"{random_prefix(self._rank)}{name}", tensor) for name, tensor in states]
-        yield [*self._untrained(), *random]
+        yield list(self._untrained())
         for shard in self.engine.optimizer_shards():
-            yield [local for fragment in shard.fragments for local in self._trained(fragment)]
+            yield [local for fragment in _saved(shard) for local in self._trained(fragment)]
+
+    def planned_chunks(self) -> list[LocalChunk]:
+        """Return the chunks of a save after the next step, which makes the moments and the mean.
+
+        Those of what the optimiser steps on are without values, on the meta device.
+        """
+        chunks = list(self._untrained())
+        for shard in self.engine.optimizer_shards(values=False):
+            for fragment in _saved(shard):
+                name, tensor = self._name(fragment), fragment.tensor
+                moments = moments_of(self.engine.inner_optimizer, tensor, MOMENTS)
+                dtypes = {WEIGHT: tensor.dtype}
+                if self.engine.weight_mean is not None:
+                    dtypes[MEAN] = torch.float32
+                dtypes |= {moment_name(moment, ""): self._moment_dtype(tensor) for moment in moments}
+                for prefix, dtype in dtypes.items():
+                    flat = torch.empty(fragment.numel, dtype=dtype, device="meta")
+                    chunks += local_chunks_of(prefix + name, self._placements[name], flat, fragment.start)
+                if moments == MOMENTS:
+                    chunks.append(whole_tensor(STEP + name, torch.empty((), device="meta")))
+        return chunks
 
     def load(self, reader: CheckpointReader) -> None:
         """Load the optimiser's weights and moments.
@@ -169,7 +188,7 @@ class EngineState:
             state.pop(tensor, None)
             if not stepped:
                 continue
-            dtype = getattr(self.engine.inner_optimizer, "moment_dtype", tensor.dtype)
+            dtype = self._moment_dtype(tensor)
             moments = {moment: torch.zeros_like(tensor.detach(), dtype=dtype) for moment in names}
             for moment, values in moments.items():
                 reader.fill(
@@ -194,15 +213,19 @@ class EngineState:
                 mean.of[tensor] = values
 
     def _untrained(self) -> Iterator[LocalChunk]:
-        """Yield the frozen weights, and on the first rank of each pipeline stage the buffers."""
+        """Yield the frozen weights, on the first rank of each pipeline stage the buffers, and the random
+        states.
+        """
         model = self.engine.model
         for name, parameter in model.named_parameters():
-            if not parameter.requires_grad:
+            if not parameter.requires_grad and not _is_copy(parameter):
                 flat, start = held_part(parameter)
                 yield from local_chunks_of(f"{WEIGHT}{name}", self._placements[name], flat, start)
         if self._rank % self.engine.layout.stage_ranks == 0:
             for name, buffer in buffers(model).items():
                 yield whole_tensor(f"{WEIGHT}{name}", buffer)
+        for name, tensor in random_state.capture(self.engine.world.device).items():
+            yield whole_tensor(f"{random_prefix(self._rank)}{name}", tensor)
 
     def _trained(self, fragment: Fragment) -> Iterator[LocalChunk]:
         """Yield a fragment's weight, its mean, and its optimiser state if it has been stepped."""
@@ -227,6 +250,23 @@ class EngineState:
 
     def _name(self, fragment: Fragment) -> str:
         return self._names[id(fragment.parameter)]
+
+    def _moment_dtype(self, tensor: Tensor) -> torch.dtype:
+        dtype: torch.dtype = getattr(self.engine.inner_optimizer, "moment_dtype", tensor.dtype)
+        return dtype
+
+
+def _saved(shard: Shard) -> Iterator[Fragment]:
+    """Yield the fragments that this rank offers to a save."""
+    return (fragment for fragment in shard.fragments if not _is_copy(fragment.parameter))
+
+
+def _is_copy(parameter: nn.Parameter) -> bool:
+    """Return whether an earlier pipeline stage saves the weight (a tied embedding).
+
+    ZeRO cuts each stage at other elements, so the chunks of both would overlap.
+    """
+    return getattr(parameter, "counted_elsewhere", False)
 
 
 def random_prefix(rank: int) -> str:

@@ -252,17 +252,17 @@ def slices_at_zero3(wrapper: Any) -> Iterator[Slices]:
             yield Slices(parameter, flat, starts, wrapper.grad_position[wrapper.get_param_id(parameter)][1])
 
 
-def ranges_at_zero3(wrapper: Any) -> Iterator[tuple[Tensor, list[FlatRange]]]:
+def ranges_at_zero3(wrapper: Any, values: bool = True) -> Iterator[tuple[Tensor, list[FlatRange]]]:
     """Yield each sub-group of ZeRO 3: its flat tensor, and what lies in it.
 
-    What is kept on disk is in memory until the next sub-group is asked for.
+    What is kept on disk is in memory until the next sub-group is asked for; without `values` it is not read.
 
     Reason: DeepSpeed writes it into its own checkpoints only.
     Without it: masters and moments cannot be saved independently of the layout.
     Canary: test_deepspeed_zero.py::test_ranges_at_zero3
     """
     for number, flat in enumerate(wrapper.fp32_partitioned_groups_flat):
-        on_disk = wrapper._swappable_optimizer_subgroup(number)
+        on_disk = values and wrapper._swappable_optimizer_subgroup(number)
         if on_disk:
             wrapper._optimizer_states_and_gradient_swap_in(number)
         ranges = []

@@ -84,7 +84,9 @@ def configure_libraries() -> None:
         warnings.filterwarnings("ignore", message=message)
     # From Python 3.12 on, when a file of Megatron-Core's is compiled; the module is the file's path then.
     warnings.filterwarnings("ignore", category=SyntaxWarning, module=r".*\bmegatron\b.*")
-    for name in ("DeepSpeed", "megatron.core", "torch.distributed.elastic", "torch.utils.cpp_extension"):
+    # The planner of checkpoints also raises what it warns of.
+    of_torch = ("torch.distributed.checkpoint", "torch.distributed.elastic", "torch.utils.cpp_extension")
+    for name in ("DeepSpeed", "megatron.core", *of_torch):
         logging.getLogger(name).setLevel(logging.ERROR)
     if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & os.environ.keys():
         # Expert batches change their sizes at every step, by which fixed segments fragment.

@@ -220,8 +220,8 @@ class OptimizerConfig(Section):
     eps: Small = 1e-8
     """added to the denominator"""
     moments: Literal["fp32", "bf16"] = "fp32"
-    """how both moments are kept; bf16, at ZeRO 1 to 3 without offload, saves 4 bytes of a parameter and
-    rounds at random; see docs/scale.md#moments-in-bf16
+    """how both moments are kept; bf16, at ZeRO 1 to 3 without offload, saves 4 bytes of a parameter,
+    rounds at random and is slow on a GPU; see docs/scale.md#moments-in-bf16
     """
     weight_decay: Decay | None = None
     """for matrices only; default: 0.1 for adamw and muon, 0 for adam"""

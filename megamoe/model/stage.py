@@ -259,7 +259,7 @@ class PipelineStage:
             del embedding.position_embeddings
         for parameter in shared.parameters():
             parameter.is_replicated = True
-            parameter.counted_elsewhere = self.blocks.is_last  # in the norm
+            parameter.counted_elsewhere = self.blocks.is_last  # in the norm, and in a checkpoint
 
     def enter(self, chunk: int, hidden_SBH: Tensor | None) -> None:
         """Prepare a pass through a chunk; hidden_SBH: from the part before, None for the model's first."""

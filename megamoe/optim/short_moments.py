@@ -4,7 +4,8 @@ A moment is kept as bf16 and updated in fp32. With the nearest bf16, a change be
 be lost, as (1 - beta2) g^2 is at beta2 = 0.999: the moment would stand still. So it is rounded up or down at
 random, in proportion to the distance, and is right on average. The random bits are a hash of the number to be
 rounded and of the step. They need no generator and do not depend on the place of an element in a rank's part,
-so every layout rounds alike.
+so every layout rounds alike. There is no fused kernel: each chunk takes some 50 operators, where fused Adam
+takes one.
 """
 
 from typing import Any

@@ -21,6 +21,7 @@ from megamoe.errors import UserError
 from megamoe.parallel.parent_death import end_with_launcher
 
 LATE_S = 30.0  # without rank 0, after which a rank tells what it waits for
+SLURM_SIZE = "SLURM_STEP_NUM_TASKS"  # set by srun for each step
 SILENT_S = 5.0  # beyond its timeout, after which PyTorch's client is taken to wait for ever
 MOST_OPEN_FILES = 65_536
 
@@ -53,8 +54,9 @@ class World:
 def find_world() -> World:
     """Read the launcher's environment variables, without communication.
 
-    torchrun and deepspeed set RANK, WORLD_SIZE, LOCAL_RANK; `srun` sets SLURM_PROCID, SLURM_NTASKS,
-    SLURM_LOCALID; with neither, this is the only rank.
+    torchrun and deepspeed set RANK, WORLD_SIZE, LOCAL_RANK; `srun` sets SLURM_STEP_NUM_TASKS, SLURM_PROCID,
+    SLURM_LOCALID; with neither, this is the only rank. SLURM_NTASKS does not count: batch scripts and the
+    shells of salloc have that of the allocation, in which they are one process.
 
     Raises:
         UserError: if the variables are incomplete.
@@ -63,12 +65,12 @@ def find_world() -> World:
     refuse_restarts_on_nodes()
     if "RANK" in variables:
         rank, size, local = _numbers("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    elif variables.get("SLURM_NTASKS", "1") != "1" and "SLURM_PROCID" in variables:
-        rank, size, local = _numbers("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+    elif variables.get(SLURM_SIZE, "1") != "1":
+        size, rank, local = _numbers(SLURM_SIZE, "SLURM_PROCID", "SLURM_LOCALID")
         if "MASTER_ADDR" not in variables:
             raise UserError(
                 "MASTER_ADDR is not set: under srun, export MASTER_ADDR and MASTER_PORT first "
-                "(examples/slurm/pretrain.sbatch does)"
+                f"(examples/slurm/one_node.sbatch does), or unset {SLURM_SIZE} for one process"
             )
     else:
         rank, size, local = 0, 1, 0
@@ -100,10 +102,11 @@ def refuse_restarts_on_nodes() -> None:
 def ranks_of_machine() -> int | None:
     """Return the number of ranks on this machine; None if the launcher does not say.
 
-    torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE, `srun --ntasks-per-node` SLURM_NTASKS_PER_NODE.
+    torchrun sets LOCAL_WORLD_SIZE, deepspeed LOCAL_SIZE, `srun` SLURM_STEP_TASKS_PER_NODE: 4, of two nodes
+    4(x2), or 2,1 where the nodes differ.
     """
-    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        text = os.environ.get(name, "")
+    for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "SLURM_STEP_TASKS_PER_NODE"):
+        text, _, _ = os.environ.get(name, "").partition("(x")
         if text.isdecimal() and 0 < len(text) < 8:
             return max(1, int(text))
     return None

@@ -131,6 +131,7 @@ class Trainer:
             self.last_checkpoint: Path | None = None
             if saved is not None:
                 self._resume(saved)
+            self.checkpoints.plan(self.engine)
             self.engine.train(True)
             self.routing = self._open_routing(model)
         except BaseException:

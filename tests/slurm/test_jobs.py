@@ -177,3 +177,15 @@ def test_a_job_that_is_preempted_before_its_first_step_starts_again(cluster: Clu
     preempt(cluster)
     assert cluster.wait_for_end(job) == "COMPLETED", logs_of(home)
     assert losses(home / "runs/small")[-1][0] == 40
+
+
+def test_one_process_of_an_allocation_of_several_tasks_trains_alone(cluster: Cluster, home: Path) -> None:
+    """A batch script with --ntasks, and a step of one task in it; neither has MASTER_ADDR."""
+    train = ".venv/bin/python pretrain_gpt_moe.py --config run.yaml train.callbacks=[] train.steps=2 "
+    train += "parallel.expert=1"
+    script = home / "alone.sbatch"
+    script.write_text(f"#!/usr/bin/env bash\n{train} name=script && srun --ntasks=1 {train} name=step\n")
+    options = (f"--chdir={home}", "--parsable", "--nodes=1", "--ntasks=4", "--mem=0", "--output=alone.out")
+    job = cluster.call("sbatch", *options, str(script))
+    assert cluster.wait_for_end(job) == "COMPLETED", (home / "alone.out").read_text()
+    assert losses(home / "runs/script") == losses(home / "runs/step")

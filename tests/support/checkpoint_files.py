@@ -70,7 +70,8 @@ def write_checkpoint(
             shards.setdefault(number, {})[key] = _view(tensor, offsets, sizes).clone().contiguous()
     for number, held in shards.items():
         save_file(held, folder / f"shard_{number:05d}.safetensors")
-    content = {"tensors": index, "shardings": dict(shardings or {})}
+    of_both = {"id": meta["id"]} if "id" in meta else {}
+    content = {**of_both, "tensors": index, "shardings": dict(shardings or {})}
     (folder / "index.json").write_text(json.dumps(content))
     layout = {**META["layout"], "ranks": max(shards) + 1}
     (folder / "checkpoint.json").write_text(json.dumps({**META, "layout": layout, **meta}))

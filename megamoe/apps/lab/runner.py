@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from megamoe.apps.command import LAUNCHER
 from megamoe.apps.lab.tasks import Task
 from megamoe.compat.glibc import signal_at_parents_end
 from megamoe.errors import ExitCode, UserError
@@ -199,7 +200,7 @@ class Runner:
         if task.checkpoints_of is not None:
             arguments += [str(path) for path in sorted(task.checkpoints_of.glob("checkpoints/step_*"))]
         self._write(task, TaskRecord(task.identity, STARTED))
-        environment = dict(os.environ)
+        environment = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
         environment.setdefault("OMP_NUM_THREADS", str(self.threads))
         if slot is not None:
             environment["CUDA_VISIBLE_DEVICES"] = slot

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TypeVar
 
+from megamoe.apps.command import LAUNCHER
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 MUP, STANDARD = "muP", "standard"
-LAUNCHER = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE")  # a run has one rank
 # A run leaves nothing behind, and nothing but the rate differs from another one's.
 SILENT = (
     "data.workers=0",
@@ -118,7 +118,7 @@ def _begin(threads: int) -> None:
 
     start_worker()
     os.environ["OMP_NUM_THREADS"] = str(threads)
-    for variable in LAUNCHER:
+    for variable in LAUNCHER:  # a run has one rank
         os.environ.pop(variable, None)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)

@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 from typing import Annotated, Any, Literal, NotRequired
+from uuid import uuid4
 
 from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
@@ -66,11 +67,13 @@ class RoutingHistoryMeta(TypedDict):
 class Meta(TypedDict):
     """checkpoint.json. step, samples, micro_batches and tokens count over all ranks since the run's start.
 
-    random_layout: the layout whose random states it holds, if that is not `layout`: earlier versions could
-    convert a checkpoint to another layout. plugins: the SHA-256 of each source file of the run's plugins.
+    id: of this checkpoint, also in its index; those of earlier versions have none. random_layout: the layout
+    whose random states it holds, if that is not `layout`: earlier versions could convert a checkpoint to
+    another layout. plugins: the SHA-256 of each source file of the run's plugins.
     """
 
     format: Number
+    id: NotRequired[str]
     saved_at: str
     step: Number
     samples: Number
@@ -110,8 +113,10 @@ class TensorMeta(TypedDict):
 
 
 class Index(TypedDict):
-    """index.json. shardings: how each parameter of the model is sharded."""
+    """index.json. step, id: the checkpoint's. shardings: how each parameter of the model is sharded."""
 
+    step: NotRequired[Number]
+    id: NotRequired[str]
     tensors: dict[str, TensorMeta]
     shardings: dict[str, ShardingMeta]
 
@@ -172,9 +177,27 @@ def read_index(path: Path) -> Index:
             raise damaged(path / INDEX, f"{printable(name, 120)}: {problem}")
     tensors = {_new_name(name): _with_stored_name(name, tensor) for name, tensor in index["tensors"].items()}
     return {
+        **index,
         "tensors": tensors,
         "shardings": {_new_name(name): sharding for name, sharding in index["shardings"].items()},
     }
+
+
+def new_id() -> str:
+    """Return what a new checkpoint's files have in common, and no other checkpoint has."""
+    return uuid4().hex
+
+
+def check_index(path: Path, meta: Meta, index: Index) -> None:
+    """Refuse the index of another checkpoint, which may have the same tensors.
+
+    Raises:
+        UserError: if the step or the id is not that of checkpoint.json; both may be missing.
+    """
+    step = index.get("step", meta["step"])
+    if (step, index.get("id")) != (meta["step"], meta.get("id")):
+        other = f"step {step}" if step != meta["step"] else "this step"
+        raise damaged(path / INDEX, f"of another checkpoint of {other}; {META} is of step {meta['step']}")
 
 
 def _new_name(name: str) -> str:

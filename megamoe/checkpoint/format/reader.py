@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megamoe.checkpoint.format.files import damaged, is_plain, shard_file
-from megamoe.checkpoint.format.meta import Index, read_index, read_meta
+from megamoe.checkpoint.format.meta import Index, check_index, read_index, read_meta
 from megamoe.errors import UserError
 from megamoe.parallel.chunks import Chunk, LocalChunk, chunk_view, whole_tensor
 
@@ -54,7 +54,7 @@ class CheckpointReader(ExitStack):
     they are opened again when they are read.
 
     Raises (when built):
-        UserError: if its JSON is missing, damaged or of another format.
+        UserError: if its JSON is missing, damaged, of another format, or of two checkpoints.
     """
 
     def __init__(self, path: Path, key: str = "checkpoint.resume") -> None:
@@ -62,6 +62,7 @@ class CheckpointReader(ExitStack):
         self.path = path
         self.meta = read_meta(path, key)
         self.index: Index = read_index(path)
+        check_index(path, self.meta, self.index)
         self._files: dict[int, Any] = {}
 
     def names(self, prefix: str = "") -> list[str]:

@@ -11,6 +11,7 @@ import torch
 
 from megamoe.checkpoint.format.files import INDEX, META, shard_file
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
+from megamoe.checkpoint.format.meta import new_id
 from megamoe.checkpoint.format.reader import MEAN, WEIGHT, CheckpointReader
 from megamoe.checkpoint.tools.stream import Filling, OutputTensor, new_folder, write_line, write_tensors
 from megamoe.checkpoint.tools.verify import refuse_damaged
@@ -146,8 +147,9 @@ def _write(newest: CheckpointReader, values: Filling, path: Path) -> None:
     tensors = {name: OutputTensor(name, tuple(newest.shape(name)), newest.dtype(name)) for name in names}
     with new_folder(path, newest.path) as folder:
         write_tensors(folder / shard_file(0), tensors, values)
-        write_line(folder / INDEX, json.dumps(_index(newest, names)))
-        write_line(folder / META, json.dumps(_meta(newest), indent=1))
+        of_both = {"step": newest.meta["step"], "id": new_id()}
+        write_line(folder / INDEX, json.dumps(of_both | _index(newest, names)))
+        write_line(folder / META, json.dumps(_meta(newest) | of_both, indent=1))
 
 
 def _check_same(reader: CheckpointReader, newest: CheckpointReader) -> None:
@@ -178,7 +180,7 @@ def _index(newest: CheckpointReader, names: Sequence[str]) -> dict[str, object]:
 
 
 def _meta(newest: CheckpointReader) -> dict[str, object]:
-    kept = ("format", "step", "samples", "micro_batches", "skipped_steps", "tokens", "vocabulary", "config")
+    kept = ("format", "samples", "micro_batches", "skipped_steps", "tokens", "vocabulary", "config")
     layout = dict.fromkeys(("ranks", "tensor", "expert", "expert_tensor"), 1)
     plugins = newest.meta.get("plugins")
     return {

@@ -336,9 +336,12 @@ class Engine:
         """Context in which parameters are whole and read-only; collective at ZeRO 3, no operation below."""
         return gathered(parameters)
 
-    def optimizer_shards(self) -> Iterator[Shard]:
-        """Return this rank's weights and moments by parameter group."""
-        return optimizer_shards(self._engine.optimizer, self.inner_optimizer, self.stage)
+    def optimizer_shards(self, values: bool = True) -> Iterator[Shard]:
+        """Return this rank's weights and moments by parameter group.
+
+        values: without them, tensors that are on disk stay there.
+        """
+        return optimizer_shards(self._engine.optimizer, self.inner_optimizer, self.stage, values)
 
     def average_weights(self) -> None:
         """Take the weights into their exponential mean, if there is one; after all that changes them."""

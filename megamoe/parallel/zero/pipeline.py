@@ -23,7 +23,7 @@ class ReplicatedWeights:
     """The weights of which the first and the last stage have a copy: a tied embedding, or that of MTP.
 
     Both copies get the sum of both gradients, so they stay equal bit for bit. They bear `is_replicated`, and
-    on the last stage `counted_elsewhere`: the norm counts them once.
+    on the last stage `counted_elsewhere`: the norm counts them once, and a checkpoint has them once.
     """
 
     def __init__(self, model: nn.Module) -> None:

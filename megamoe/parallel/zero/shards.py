@@ -90,13 +90,16 @@ def set_master(parameter: nn.Parameter, value: Tensor) -> None:
         set_sliced_master(parameter, value)
 
 
-def optimizer_shards(wrapper: Any, optimizer: torch.optim.Optimizer, stage: int) -> Iterator[Shard]:
+def optimizer_shards(
+    wrapper: Any, optimizer: torch.optim.Optimizer, stage: int, values: bool = True
+) -> Iterator[Shard]:
     """Yield this rank's shards.
 
     They are one with all parameters or fp32 masters at stage 0, one for each parameter group at stages 1 and
     2, and one for each of DeepSpeed's sub-groups at stage 3.
 
-    wrapper: DeepSpeed's optimiser around torch's, or torch's alone at stage 0.
+    wrapper: DeepSpeed's optimiser around torch's, or torch's alone at stage 0. values: without them, tensors
+    that are on disk stay there.
     """
     if stage == 0:
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
@@ -107,7 +110,7 @@ def optimizer_shards(wrapper: Any, optimizer: torch.optim.Optimizer, stage: int)
             (flat,) = group["params"]
             yield Shard([flat], _fragments(flat, ranges))
     else:
-        for flat, ranges in ranges_at_zero3(wrapper):
+        for flat, ranges in ranges_at_zero3(wrapper, values):
             yield Shard([flat], _fragments(flat, ranges))
 
 

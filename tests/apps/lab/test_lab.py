@@ -110,9 +110,16 @@ def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.Capture
     assert " tasks" not in capfd.readouterr().out
 
 
-def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(tmp_path: Path) -> None:
-    """By Python without a model: kill -9 once is repeated, twice is a failure, as is what needs the task."""
-    dies = "import os, pathlib, sys; at = pathlib.Path(sys.argv[1]); "
+def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By Python without a model: kill -9 once is repeated, twice is a failure, as is what needs the task.
+
+    In a step of Slurm with several tasks, the lab's processes are no ranks of it.
+    """
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
+    dies = "import os, pathlib, sys; assert 'SLURM_STEP_NUM_TASKS' not in os.environ; "
+    dies += "at = pathlib.Path(sys.argv[1]); "
     dies += "n = len(at.read_text()) if at.exists() else 0; at.write_text('x' * (n + 1)); "
     dies += "n < int(sys.argv[2]) and os.kill(os.getpid(), 9)"
 

@@ -186,6 +186,9 @@ FORGED: dict[str, Harm] = {
     "header has one less": header(lambda it: dict(list(it.items())[1:])),
     "header of control characters": header(renamed),
     "no index": lambda folder: (folder / INDEX).unlink(),
+    "index of another step": of_index(step=6),
+    "index of another run": of_index(step=7, id="another"),
+    "index of an earlier version": setting(id="mine"),
     "no shard": lambda folder: (folder / SHARD).unlink(),
 }
 
@@ -219,6 +222,8 @@ TOLD = {
     "a tensor twice": "appears twice",
     "step twice": "appears twice",
     "deep config": "nested too deeply",
+    "index of another step": "of another checkpoint of step 6; checkpoint.json is of step 7",
+    "index of another run": "of another checkpoint of this step; checkpoint.json is of step 7",
     "another dtype": "is F32 [6, 4], expected F64 [6, 4]",
 }
 

@@ -10,9 +10,13 @@ from unittest import mock
 import pytest
 
 from megamoe.checkpoint import writer
+from megamoe.checkpoint.format.meta import read_index
+from megamoe.checkpoint.format.reader import CheckpointReader
+from megamoe.checkpoint.tools import verify
 from megamoe.errors import UserError
 from megamoe.train.loop import train
 from megamoe.train.trainer import Trainer
+from tests.support.checkpoint_files import seal
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import ds_config, run_steps, small_run
 
@@ -148,6 +152,37 @@ def folder_with_what_others_left(**changes: Any) -> list[list[str]]:
 def test_a_renamed_copy_stays_and_what_a_killed_deletion_left_goes(pool: Pool, tmp_path: Path) -> None:
     (shown,) = pool.run(folder_with_what_others_left, output=tmp_path, ranks=1)
     assert shown == [["latest", "step_00000001"], ["latest", "step_00000001_best", "step_00000002"]]
+
+
+def two_saves_of_each(names: list[str], **changes: Any) -> None:
+    """Job: runs that save after their first and second step."""
+    for name in names:
+        trainer = Trainer(small_run(**changes, name=name))
+        for _ in range(2):
+            trainer.step()
+            trainer.save()
+        trainer.release()
+
+
+def test_an_index_of_another_step_or_run_is_seen(pool: Pool, tmp_path: Path) -> None:
+    """It has the same tensors, in the same files."""
+    pool.run(two_saves_of_each, ["one", "other"], output=tmp_path, ranks=1)
+    one, other = (tmp_path / name / "checkpoints" for name in ("one", "other"))
+    saved = one / "step_00000002"
+    with CheckpointReader(saved) as reader:
+        tensors = reader.index["tensors"]
+    for source, of in ((one / "step_00000001", "step 1"), (other / "step_00000002", "this step")):
+        assert read_index(source)["tensors"] == tensors
+        shutil.copy(source / "index.json", saved)
+        assert next(verify.problems(saved)).startswith("index.json: damaged, its SHA-256")
+        seal(saved)
+        message = (
+            f"index.json: missing or damaged (of another checkpoint of {of}; checkpoint.json is of step 2)"
+        )
+        assert next(verify.problems(saved)).startswith(message)
+        with pytest.raises(UserError) as caught:
+            CheckpointReader(saved)
+        assert message in str(caught.value)
 
 
 class Panic(BaseException):

@@ -113,7 +113,7 @@ def test_srun(script: list[str], tmp_path: Path) -> None:
     port = str(free_port())
     processes = []
     for rank in ("0", "1"):
-        slurm = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2"}
+        slurm = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_STEP_NUM_TASKS": "2"}
         environment = environment_of(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **slurm)
         processes.append(start([sys.executable, *script, "parallel.expert=2"], environment, tmp_path))
     for code, output in map(finish, processes):
