@@ -120,7 +120,7 @@ RULES = [
     Rule(r".*python benchmarks/.*", "not run: it measures for minutes and its numbers are of one machine"),
     Rule(r"python tools/plan\.py .*",
          "not run: minutes each; the first plan of the page runs, tests/apps/plan has more"),
-    Rule(r"python tools/lab\.py (yang2024_table1 --size (smoke|cpu)|mu(on|p)_(adamw|demo|transfer) --size cpu.*)",
+    Rule(r"python tools/lab\.py (yang2024_table1 --size (smoke|cpu)|mu(on|p)_\w+ --size cpu.*)",
          "not run: an hour; the tutorial runs a study"),
     Rule(r"python pretrain_gpt_moe\.py --config examples/(catalogues|papers)/.*",
          "not run: needs a download of 106 MB"),
