@@ -4,11 +4,13 @@ import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
 from megamoe import registry
+from tests.support.moe.part_layers import PARTS
 from tests.support.tiny import ROOT, tool
 
 Listed = Callable[..., str]
@@ -28,15 +30,15 @@ def listed(capsys: pytest.CaptureFixture[str]) -> Listed:
 
 
 def test_every_part_with_its_options_defaults_and_source(listed: Listed) -> None:
-    for kind in registry.KINDS:
-        text, parts = listed("--kind", kind), registry.list_parts(kind)
-        for name, part in parts.items():
-            block = text.split(f"\n  {name}\n")[1].split("\n\n")[0]
-            for field in dataclasses.fields(part.Config):
-                default = json.dumps(field.default).strip('"')
-                line = next(line for line in block.splitlines() if line.startswith(f"      {field.name}: "))
-                assert line.endswith(f" = {default}"), (kind, name, line)
-            assert (kind, name) in WITHOUT_SOURCE or "source: -" not in block, f"{name}: a line `Source: ...`"
+    texts = {kind: listed("--kind", kind) for kind in registry.LAYER_KINDS}
+    for kind, name in PARTS:
+        block = texts[kind].split(f"\n  {name}\n")[1].split("\n\n")[0]
+        part: Any = registry.list_parts(kind)[name]
+        for field in dataclasses.fields(part.Config):
+            default = json.dumps(field.default).strip('"')
+            line = next(line for line in block.splitlines() if line.startswith(f"      {field.name}: "))
+            assert line.endswith(f" = {default}"), (kind, name, line)
+        assert (kind, name) in WITHOUT_SOURCE or "source: -" not in block, f"{name}: a line `Source: ...`"
 
 
 def test_every_preset_with_its_source(listed: Listed) -> None:
