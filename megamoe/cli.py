@@ -90,17 +90,9 @@ COMMANDS = {
         "megamoe.apps.cluster.status_command",
         "Show on one screen how a run is, from the files in its folder alone",
     ),
-    "transfer": (
-        "megamoe.apps.width.transfer_command",
-        "Sweep the learning rate at several widths, with muP and without, and say whether it transfers",
-    ),
     "translate": (
         "megamoe.apps.generation.translate_command",
         "Translate text, or the held-out pairs of a corpus, with a checkpoint; BLEU and chrF by sacreBLEU",
-    ),
-    "wandb-dashboard": (
-        "megamoe.apps.report.dashboard_command",
-        "Make the W&B workspace of a project, and with --compare a report that sets runs beside each other",
     ),
     "train": ("megamoe.train.command", "Pretrain a Mixture-of-Experts language model"),
 }

@@ -93,8 +93,7 @@ VENDORS = {
     "fsspec": {"object_storage", "data", "checkpoint"},
     "sklearn": {"apps.finetune"},
     "scipy": {"apps.finetune", "apps.lab"},
-    "wandb": {"metrics", "apps.report"},
-    "wandb_workspaces": {"apps.report"},
+    "wandb": {"metrics"},
 }
 # What megamoe.compat has of them belongs to the same packages.
 VENDORS |= {

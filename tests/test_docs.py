@@ -41,7 +41,10 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_files_named_in_commands_exist(page: Path) -> None:
-    for name in re.findall(r"\b((?:examples|ds_configs|tools|benchmarks)/[\w/]+\.\w+)", page.read_text()):
+    if page.name == "LOG.md":
+        return  # an entry names what was there at its date
+    text = re.sub(r"`[^`]+`\s+of\s+commit a9aab98a", "", page.read_text())
+    for name in re.findall(r"\b((?:examples|ds_configs|tools|benchmarks)/[\w/]+\.\w+)", text):
         assert (ROOT / name).exists(), f"{page.name}: {name}"
 
 

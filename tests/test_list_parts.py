@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from megamoe import registry
-from tests.support.moe.part_layers import PART_IDS, PARTS
+from tests.support.moe.part_layers import PARTS
 from tests.support.tiny import ROOT, tool
 
 Listed = Callable[..., str]
@@ -29,26 +29,24 @@ def listed(capsys: pytest.CaptureFixture[str]) -> Listed:
     return call
 
 
-@pytest.mark.parametrize(("kind", "name"), PARTS, ids=PART_IDS)
-def test_a_part_with_its_options_defaults_and_source(listed: Listed, kind: str, name: str) -> None:
-    part: Any = registry.list_parts(kind)[name]
-    block = listed("--kind", kind).split(f"\n  {name}\n")[1].split("\n\n")[0]
-    lines = block.splitlines()
-    for field in dataclasses.fields(part.Config):
-        default = json.dumps(field.default).strip('"')
-        line = next(line for line in lines if line.startswith(f"      {field.name}: "))
-        assert line.endswith(f" = {default}")
-        assert f"{field.name}" in (part.Config.__doc__ or ""), "its docstring says what it means"
-    known = (kind, name) in WITHOUT_SOURCE or "source: -" not in block
-    assert known, "its docstring needs a line `Source: ...`"
+def test_every_part_with_its_options_defaults_and_source(listed: Listed) -> None:
+    texts = {kind: listed("--kind", kind) for kind in registry.LAYER_KINDS}
+    for kind, name in PARTS:
+        block = texts[kind].split(f"\n  {name}\n")[1].split("\n\n")[0]
+        part: Any = registry.list_parts(kind)[name]
+        for field in dataclasses.fields(part.Config):
+            default = json.dumps(field.default).strip('"')
+            line = next(line for line in block.splitlines() if line.startswith(f"      {field.name}: "))
+            assert line.endswith(f" = {default}"), (kind, name, line)
+        assert (kind, name) in WITHOUT_SOURCE or "source: -" not in block, f"{name}: a line `Source: ...`"
 
 
-@pytest.mark.parametrize("name", registry.list_presets())
-def test_a_preset_with_its_source(listed: Listed, name: str) -> None:
-    preset = registry.get_preset(name)
-    block = listed("--kind", "preset").split(f"\n  {name}  (")[1].split("\n\n")[0]
-    assert preset.source in block
-    assert yaml.safe_load(block.split("\n", 1)[1]) == preset.tree
+def test_every_preset_with_its_source(listed: Listed) -> None:
+    text = listed("--kind", "preset")
+    for name in registry.list_presets():
+        preset = registry.get_preset(name)
+        block = text.split(f"\n  {name}  (")[1].split("\n\n")[0]
+        assert preset.source in block and yaml.safe_load(block.split("\n", 1)[1]) == preset.tree
 
 
 def test_plugins_are_listed(listed: Listed, own_registry: None) -> None:
@@ -83,20 +81,14 @@ def test_a_plugin_that_is_not_there_is_one_line(refused: Callable[..., str]) -> 
     assert refused("list_parts", "--plugin=no_such.py").startswith("error: plugins: no file 'no_such.py'")
 
 
-def test_tables(listed: Listed) -> None:
-    text = listed("--markdown")
-    for _, name in PARTS:
-        assert f"\n| `{name}` | " in text
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    assert len(rows) == sum(len(registry.list_parts(kind)) for kind in registry.KINDS)
-    assert all(row.replace("\\|", "").count("|") == 5 for row in rows)
-
-
 def test_the_page_of_all_parts_is_what_the_tool_says(listed: Listed, monkeypatch: pytest.MonkeyPatch) -> None:
     built_in = {
         kind: {name: part for name, part in parts.items() if part.__module__.startswith("megamoe.")}
         for kind, parts in registry._parts.items()
     }
     monkeypatch.setattr(registry, "_parts", built_in)  # without the plugins of other tests
-    page = (ROOT / "docs/all_parts.md").read_text()
-    assert page[page.index("## Scorer") :].strip() == listed("--markdown").strip()
+    text, page = listed("--markdown"), (ROOT / "docs/all_parts.md").read_text()
+    assert page[page.index("## Scorer") :].strip() == text.strip()
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert len(rows) == sum(map(len, built_in.values()))
+    assert all(row.replace("\\|", "").count("|") == 5 for row in rows)

@@ -2,13 +2,11 @@
 
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megamoe.metrics import names
-from megamoe.metrics.reader import read_metrics
 from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.registry import RESERVED_LOSS_NAMES
 from megamoe.train.loop import train
@@ -140,12 +138,6 @@ def test_units_of_keys_and_patterns() -> None:
         **{"layers/loss/z_loss/min": "1", "moe/layer_01/masks.0/own": "the part's unit"},
     }
     assert {key: names.unit_of(key) for key in units} == units
-
-
-def test_the_old_key_of_multi_token_prediction_is_read_as_the_new_one(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "train/lm_loss/ahead_2": "NaN", "a": "ahead_1"}\n')
-    (row,) = read_metrics(tmp_path / "metrics.jsonl")
-    assert list(row) == ["step", names.fill(names.MTP_LOSS, 2), "a"] and row["a"] == "ahead_1"
 
 
 def test_the_formulas_of_speed_hold(rows: dict[str, list[dict[str, Any]]]) -> None:

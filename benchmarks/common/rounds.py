@@ -49,8 +49,3 @@ def median_interval(ordered: list[float]) -> tuple[float, float]:
     reach = 1.645 * count**0.5 / 2
     low, high = int(count / 2 - reach), int(count / 2 + reach)
     return ordered[max(0, low)], ordered[min(count - 1, high)]
-
-
-def middle_range(ordered: list[float]) -> tuple[float, float]:
-    """Return the values between which the middle 90 % lie."""
-    return ordered[len(ordered) // 20], ordered[-1 - len(ordered) // 20]

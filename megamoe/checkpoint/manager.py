@@ -28,7 +28,7 @@ from megamoe.checkpoint.format.folder import (
     inode_of,
     remove,
 )
-from megamoe.checkpoint.format.meta import Meta, RandomLayout, new_id
+from megamoe.checkpoint.format.meta import Meta, new_id
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
 from megamoe.checkpoint.state import EngineState, load_random
@@ -333,7 +333,7 @@ def load(reader: CheckpointReader, engine: Engine) -> bool:
 
 def saved_random_rank(meta: Meta, layout: Layout, rank: int) -> int | None:
     """Return the rank of the saving run whose random states rank `rank` of `layout` takes, or None."""
-    before: RandomLayout = meta.get("random_layout", meta["layout"])
+    before = meta["layout"]
     tensor = before["tensor"]
     saved = Layout(
         before["ranks"], tensor, pipeline=before.get("pipeline", 1), context=before.get("context", 1)

@@ -21,7 +21,6 @@ import yaml
 from megamoe import registry
 from megamoe.config.messages import shown
 from megamoe.config.parts import DEFAULTS
-from megamoe.config.renamed import read_old_names
 from megamoe.config.yaml_text import parse_yaml, problem_of
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
@@ -51,7 +50,7 @@ def _read(path: Path, above: list[Path], count: list[int], option: str) -> dict[
     if count[0] > MOST_FILES:
         raise UserError(f"{option}: {path}: more than {MOST_FILES} files of bases; merge some of them")
     tree = read_mapping(path, f"{option}: {above[-1]}: base" if above else option)
-    tree = plugins_beside(path.parent, read_old_names(tree, str(path)))
+    tree = plugins_beside(path.parent, tree)
     bases = tree.pop("base", None)
     if bases is None:
         return tree

@@ -16,7 +16,6 @@ from megamoe import object_storage, registry
 from megamoe.config.files import as_mapping, read_run
 from megamoe.config.messages import problems_of, shown
 from megamoe.config.parts import DEFAULTS, PartChoice
-from megamoe.config.renamed import read_old_key, read_old_names
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
 from megamoe.errors import ConfigError, UserError
@@ -189,7 +188,6 @@ def configure(tree: dict[str, Any], overrides: list[str], source: str = "configu
     """
     for override in overrides:
         apply_override(tree, override)
-    tree = read_old_names(tree, source)  # files and the keys of overrides have been read so before
     plugins = tree.get("plugins") or []
     if not isinstance(plugins, list):
         raise UserError(f"plugins: expected a list of files or names, found {shown(plugins)}")
@@ -317,7 +315,6 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         UserError: if it has another form, or its value is no YAML.
     """
     dotted, equals, text = override.partition("=")
-    dotted = read_old_key(dotted, "override")
     keys = dotted.split(".")
     if not equals or not all(keys) or len(keys) > DEEPEST or not dotted.isprintable():
         raise UserError(f"override {shown(override)}: expected section.key=value, such as optimizer.lr=1e-4")

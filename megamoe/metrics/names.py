@@ -212,7 +212,6 @@ WIDTHS = SHOWN.add(
 )
 
 TABLES = (TRAINING, SPEED, LAYERS, PARTS, SHOWN)  # in the order of the page
-OLD_AND_NEW_MTP = '"train/lm_loss/ahead_', '"train/lm_loss/mtp_'  # MTP_LOSS in runs before 2026-11-23
 IN_LAYER = re.compile("moe/([^/]+)/(.+)")  # a layer's name in keys, such as `layer_02`, and the metric's
 WORD = re.compile("<[^>]+>")
 

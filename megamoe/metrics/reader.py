@@ -128,7 +128,7 @@ def _count_lines(path: Path, end: int) -> int:
 
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(text.decode("utf-8").replace(*names.OLD_AND_NEW_MTP))
+        record = json.loads(text.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
     step = record.get(names.STEP) if isinstance(record, dict) else None

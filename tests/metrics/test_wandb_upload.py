@@ -4,7 +4,6 @@ The server is tests/support/fakes/wandb_server.py on the loopback address; the c
 """
 
 import hashlib
-import json
 import logging
 import os
 import subprocess
@@ -15,14 +14,13 @@ from typing import Any
 
 import pytest
 
-from megamoe.apps.report import dashboard_command as wandb_dashboard
 from megamoe.config.schema import LogConfig, WandbConfig
 from megamoe.metrics.reader import read_metrics
 from megamoe.metrics.recorder import Recorder
 from megamoe.metrics.sinks.summaries import Summaries
 from megamoe.metrics.sinks.wandb_sink import _for_wandb
 from tests.metrics.test_summaries import step_of
-from tests.support.fakes.wandb_server import ENTITY, KEY, SentRun, WandbServer, serving
+from tests.support.fakes.wandb_server import KEY, SentRun, WandbServer, serving
 from tests.support.tiny import BASE
 
 wandb = pytest.importorskip("wandb")
@@ -199,29 +197,3 @@ def test_a_server_that_refuses_costs_one_warning(
     warnings = [entry.getMessage() for entry in logged_warnings if entry.name.startswith("megamoe")]
     assert len(warnings) == 1 and warnings[0].endswith("the run goes on without it")
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]
-
-
-OPTIONS = ["--project", "p", "--group-by", "layout,seed", "--compare", "one,two"]
-
-
-@pytest.mark.full
-def test_the_workspace_and_the_report_are_uploaded(
-    server: WandbServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Without --entity they belong to the one who is logged in, and the addresses say so."""
-    pytest.importorskip("wandb_workspaces")
-    monkeypatch.chdir(tmp_path)
-    assert wandb_dashboard.main(OPTIONS) == 0
-    workspace, report = server.views
-    assert [(view["entityName"], view["projectName"]) for view in server.views] == [(ENTITY, "p")] * 2
-    assert (workspace["type"], workspace["displayName"]) == ("project-view", "MoE training")
-    assert (report["type"], report["displayName"]) == ("runs", "MoE runs: one, two")
-    sections = json.loads(workspace["spec"])["section"]["panelBankConfig"]["sections"]
-    charts = {section["name"]: len(section["panels"]) for section in sections if section["panels"]}
-    pictures = {"load": 1}
-    assert charts == {
-        name: len(panels) + pictures.get(name, 0) for name, panels in wandb_dashboard.SECTIONS.items()
-    }
-    output = capsys.readouterr().out
-    assert f"workspace: {server.url}/{ENTITY}/p?nw=" in output
-    assert f"report: {server.url}/{ENTITY}/p/reports/" in output

@@ -4,24 +4,27 @@ python tools/lab.py yang2024_table1 --size smoke
 python tools/lab.py yang2024_table1 --size cpu --workers 2
 python tools/lab.py my_study.yaml --size gpu --slurm "--partition=gpu --gpus=1 --time=4:00:00"
 python tools/lab.py --list
+python tools/lab.py tournament --size cpu --configurations docs/lab/tournament/results.json
 
 STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes
 on where an earlier one stopped. The results are in OUTPUT/page: index.md, results.json and report.html.
 
-Exit code 1: a run failed, or no run has the metric of a measure or curve.
+Exit code 1: a run failed, no run has the metric of a measure or curve, or a configuration has another digest.
 """
 
 import argparse
 import fcntl
+import json
 import os
-import re
 import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 from megamoe.apps.command import check_positive, parser_of, run_tool
+from megamoe.config.files import LARGEST_FILE
 from megamoe.errors import UserError
+from megamoe.io import read_plain, reason, replace_file
 
 STUDIES = Path("examples/studies")
 MARK = ".lab"  # in a folder of a study; its lock
@@ -50,11 +53,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="default: runs/lab/<study>_<size>")
     add("--workers", type=int, metavar="N", help="processes at a time; default: as many as GPUs, or cores")
     add("--overwrite", action="store_true", help="begin anew in the output folder")
+    add("--publish", type=Path, metavar="DIR", help="copy the page (without report.html)")
     add(
-        "--publish",
+        "--configurations",
         type=Path,
-        metavar="DIR",
-        help="copy the page (without report.html) and the configurations",
+        metavar="RESULTS",
+        help="write the YAML of the runs of a results.json to OUTPUT/configurations, compare, and end",
     )
     add("--slurm", metavar="OPTIONS", help="submit job arrays with these options of sbatch, and end")
     add("--list", action="store_true", help="list the studies of examples/studies, and end")
@@ -87,6 +91,9 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
         return
     lock = _open_folder(output, options.overwrite)
     try:
+        if options.configurations is not None:
+            failed += _write_configurations(plan, output, options.configurations)
+            return
         _introduce(plan)
         if options.slurm is not None:
             from megamoe.apps.lab.slurm import submit
@@ -189,7 +196,7 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]
         print(line)
     print(f"page: {page / PAGE}")
     if options.publish is not None:
-        _publish(page, output / "configurations", options.publish)
+        _publish(page, options.publish)
     # Of some rows, such as dense ones, a metric may be missing by right.
     return failed + (results["unrecorded"] if len(plan.configs) == len(plan.study.rows) else [])
 
@@ -258,17 +265,39 @@ def _slots(ranks: int, workers: int | None) -> list[str | None]:
     return [",".join(gpus[at * ranks : (at + 1) * ranks]) for at in range(min(workers or most, most))]
 
 
-def _publish(page: Path, configurations: Path, target: Path) -> None:
+def _write_configurations(plan: Any, output: Path, path: Path) -> list[str]:
+    """Write the YAML of each run, with the tuned values of a results.json; return those of another digest."""
+    from megamoe.apps.lab.page import RESULTS
+    from megamoe.apps.lab.tasks import configuration_digests, study_tasks, tuning_tasks
+
+    try:
+        results = json.loads(read_plain(path, LARGEST_FILE))
+        tuned = {row: found["tuned"] for row, found in results["rows"].items() if "tuned" in found}
+        known = dict(results["configurations"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"--configurations: {path} is no {RESULTS} of a study with digests: {reason(error)}"
+        ) from None
+    without = [] if plan.size.tuning is None else [row for row in plan.configs if row not in tuned]
+    tasks = [*tuning_tasks(plan, output)[0].by_name.values()]
+    tasks += study_tasks(plan, output, tuned, without).by_name.values()
+    for file, text in filter(None, (task.configuration for task in tasks)):
+        file.parent.mkdir(exist_ok=True)
+        replace_file(file, text.encode())
+    digests = configuration_digests(tasks)
+    print(f"written: {len(digests)} configurations in {output / 'configurations'}")
+    differ = [name for name in digests | known if digests.get(name) != known.get(name)]
+    for name in differ:
+        print(f"{name}: not the configuration of {path}: the study or its examples have changed since")
+    return differ
+
+
+def _publish(page: Path, target: Path) -> None:
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path in sorted(page.iterdir()):
             if path.suffix in (".md", ".json", ".svg"):
                 shutil.copyfile(path, target / path.name)
-        (target / "configurations").mkdir(exist_ok=True)
-        for path in sorted(configurations.glob("*.yaml")):
-            # The folder of this machine's runs tells a reader nothing.
-            text = re.sub(r"^output: .*$", "output: runs", path.read_text("utf-8"), flags=re.MULTILINE)
-            (target / "configurations" / path.name).write_text(text, "utf-8")
     except OSError as error:
         raise UserError(f"--publish: {target} cannot be written: {error.strerror}") from None
     print(f"published: {target}")

@@ -81,6 +81,10 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
         f"{made['processor']}. "
         f"Planned time of this size: {plan.size.time}."
     )
+    parts.append(
+        f"`{RESULTS}` has the SHA-256 of each run's configuration; the command above with "
+        "`--configurations` and its path writes them."
+    )
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

@@ -14,7 +14,7 @@ from megamoe.apps.lab.claims import decide, interval, paired
 from megamoe.apps.lab.measures import Found, curves, measured, sizes, unrecorded
 from megamoe.apps.lab.plan import Plan
 from megamoe.apps.lab.runner import Runner
-from megamoe.apps.lab.tasks import Tasks
+from megamoe.apps.lab.tasks import Tasks, configuration_digests, tuning_tasks
 from megamoe.apps.lab.tuning import Choice, values_of
 
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy", "scipy")
@@ -30,6 +30,7 @@ def results_of(
     the tuning that failed. claims: text, place, test, verdict, and each comparison's differences over the
     seeds with mean and 95 % interval. control: the differences of the other rows from it, or null. curves:
     step and mean over the seeds, by curve and row. unrecorded: a line for each metric that no run has.
+    configurations: the SHA-256 of the YAML of each run, tuning included.
     """
     found, of_runs = measured(plan, tasks, runner), sizes(tasks, runner)
     tuned, untuned = values_of(choices)
@@ -66,6 +67,9 @@ def results_of(
         "tuning": None
         if plan.size.tuning is None
         else asdict(plan.size.tuning) | {"reported": tuned_by(plan), "rows": plan.study.tuned_rows},
+        "configurations": configuration_digests(
+            [*tuning_tasks(plan, runner.folder.parent)[0].by_name.values(), *tasks.by_name.values()]
+        ),
         "made": _environment(command),
     }
 

@@ -8,8 +8,10 @@ of a study has
     page/            the results, see `page.py`
 """
 
+import hashlib
 import json
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -146,6 +148,16 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collec
                     _named(output, names, partial(_of_stage, plan, output, (name, stage), row, runs, seed))
                 )
     return tasks
+
+
+def configuration_digests(tasks: Iterable[Task]) -> dict[str, str]:
+    """Return the SHA-256 of each run's YAML by name, without the folder of this machine's runs."""
+    found = {}
+    for task in tasks:
+        if task.configuration is not None:
+            text = re.sub(r"^output: .*$", "output: runs", task.configuration[1], flags=re.MULTILINE)
+            found[task.name] = hashlib.sha256(text.encode()).hexdigest()
+    return found
 
 
 def _with(config: dict[str, Any], override: str) -> dict[str, Any]:

@@ -22,31 +22,21 @@ from megamoe.io import replace_file
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
     parser = parser_of(__doc__)
-    add_options(parser, steps=4, widths=[64, 128, 256, 512])
-    options = parser.parse_intermixed_args(arguments)
-    return run_tool(lambda: _run(options))
-
-
-def add_options(parser: argparse.ArgumentParser, steps: int, widths: list[int]) -> None:
-    """Add the options of a tool that trains at several widths."""
-    add = parser.add_argument
+    add, widths = parser.add_argument, [64, 128, 256, 512]
     add("--config", required=True, type=Path, help="the run's YAML")
     add(
         "--widths", nargs="+", type=int, default=widths, metavar="N", help=f"hidden sizes (default: {widths})"
     )
     add("--seeds", nargs="+", type=int, default=[1], metavar="N", help="their means are shown (default: 1)")
-    add("--steps", type=int, default=steps, metavar="N", help=f"of each run (default: {steps})")
+    add("--steps", type=int, default=4, metavar="N", help="of each run (default: 4)")
     add("--workers", type=int, default=os.cpu_count(), metavar="N", help="processes (default: of the CPUs)")
     add("--output", required=True, type=Path, metavar="FILE", help="the picture, a PNG")
     add("overrides", nargs="*", metavar="section.key=value", help="overrides of the YAML")
+    options = parser.parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
 
 
-def check_options(options: argparse.Namespace) -> None:
-    """Check what all tools of widths are given.
-
-    Raises:
-        UserError: naming the option.
-    """
+def _check(options: argparse.Namespace) -> None:
     check_positive("--steps", options.steps)
     check_positive("--workers", options.workers)
     check_writable("--output", options.output)
@@ -64,7 +54,7 @@ def _run(options: argparse.Namespace) -> None:
     from megamoe.apps.width.runs import MUP, STANDARD, WidthRun, run_all, width_overrides
     from megamoe.config import load_config
 
-    check_options(options)
+    _check(options)
     config, base = load_config(options.config, options.overrides), min(options.widths)
     runs = [
         WidthRun(

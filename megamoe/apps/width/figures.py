@@ -1,4 +1,4 @@
-"""The figures of both tools, as PNG."""
+"""The figure of the coordinate check, as PNG."""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,6 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 from megamoe.apps.width.coordinates import exponents
-from megamoe.apps.width.transfer import Best, Losses
 
 STYLE = {"axes.grid": True, "axes.axisbelow": True, "axes.spines.top": False, "axes.spines.right": False}
 PANEL_IN, DPI = (2.7, 2.5), 130
@@ -39,26 +38,6 @@ def coordinate_figure(kinds: Mapping[str, Sizes]) -> bytes:
         for axes in panels[-1]:
             axes.set_xlabel("hidden size")
         panels[0][-1].legend(fontsize=7, frameon=False)
-        return _png(figure)
-
-
-def transfer_figure(
-    kinds: Mapping[str, Mapping[int, Losses]], best: Mapping[str, Mapping[int, Best]]
-) -> bytes:
-    """Draw the validation loss over the learning rate: a panel for each kind, a line for each width."""
-    with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=(4.2 * len(kinds), 3.4), dpi=DPI, layout="constrained")
-        panels = figure.subplots(1, len(kinds), sharey=True, squeeze=False)[0]
-        for axes, (kind, widths) in zip(panels, kinds.items(), strict=True):
-            for number, (width, losses) in enumerate(sorted(widths.items())):
-                colour = matplotlib.colormaps[COLOURS](0.9 * number / max(1, len(widths) - 1))
-                axes.plot(
-                    list(losses), list(losses.values()), marker=".", color=colour, label=f"width {width}"
-                )
-                axes.axvline(best[kind][width].lr, color=colour, linestyle=":", linewidth=1)
-            axes.set(xscale="log", xlabel="optimizer.lr", title=kind)
-        panels[0].set_ylabel("validation loss (nats)")
-        panels[0].legend(fontsize=8, frameon=False)
         return _png(figure)
 
 

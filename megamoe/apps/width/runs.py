@@ -34,7 +34,7 @@ SILENT = (
 
 @dataclass(frozen=True)
 class WidthRun:
-    """A run of a width. kind: MUP or STANDARD. lr: None: the configuration's. overrides: of the YAML."""
+    """A run of a width. kind: MUP or STANDARD. overrides: of the YAML."""
 
     config: Path
     kind: str
@@ -42,7 +42,6 @@ class WidthRun:
     seed: int
     steps: int
     overrides: tuple[str, ...]
-    lr: float | None = None
 
 
 def width_overrides(config: RunConfig, width: int, base: int, kind: str) -> tuple[str, ...]:
@@ -133,8 +132,7 @@ def trainer_of(run: WidthRun, overrides: Sequence[str]) -> Iterator["Trainer"]:
     from megamoe.train.trainer import Trainer
 
     with TemporaryDirectory() as folder:
-        rate = () if run.lr is None else (f"optimizer.lr={run.lr!r}",)
-        own = (f"train.steps={run.steps}", f"seed={run.seed}", f"output={folder}", *rate)
+        own = (f"train.steps={run.steps}", f"seed={run.seed}", f"output={folder}")
         trainer = Trainer(load_config(run.config, [*overrides, *run.overrides, *own, *SILENT]))
         try:
             yield trainer

@@ -9,7 +9,6 @@ from pydantic import ConfigDict, Field, FiniteFloat, TypeAdapter, ValidationErro
 from typing_extensions import TypedDict
 
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, damaged, parse_json, read_bytes, read_json
-from megamoe.config.renamed import with_new_names
 from megamoe.errors import UserError, printable
 from megamoe.parallel.chunks import Chunk, first_overlap, most_chunks
 
@@ -21,7 +20,6 @@ ScalerName = Annotated[
     str, Field(pattern="^(cur_scale|cur_iter|last_overflow_iter|cur_hysteresis)$")
 ]  # attributes of DeepSpeed's dynamic scaler
 # Parts of tensors' names in checkpoints of earlier versions, with their present form.
-RENAMED = {".router.gate.": ".router.score_function.", ".router.restrictions.": ".router.masks."}
 DType = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]
@@ -38,15 +36,6 @@ class LayoutMeta(TypedDict):
     context: NotRequired[PositiveNumber]
     zero_stage: Annotated[int, Field(ge=0, le=3)]
     precision: Literal["fp32", "bf16", "fp16"]
-
-
-class RandomLayout(TypedDict):
-    """The layout of the ranks whose random states the checkpoint holds."""
-
-    ranks: PositiveNumber
-    tensor: PositiveNumber
-    pipeline: NotRequired[PositiveNumber]
-    context: NotRequired[PositiveNumber]
 
 
 class SkipPolicyMeta(TypedDict):
@@ -67,9 +56,8 @@ class RoutingHistoryMeta(TypedDict):
 class Meta(TypedDict):
     """checkpoint.json. step, samples, micro_batches and tokens count over all ranks since the run's start.
 
-    id: of this checkpoint, also in its index; those of earlier versions have none. random_layout: the layout
-    whose random states it holds, if that is not `layout`: earlier versions could convert a checkpoint to
-    another layout. plugins: the SHA-256 of each source file of the run's plugins.
+    id: of this checkpoint, also in its index; those of earlier versions have none. plugins: the SHA-256 of
+    each source file of the run's plugins.
     """
 
     format: Number
@@ -86,7 +74,6 @@ class Meta(TypedDict):
     config: dict[str, Any]
     skip_policy: NotRequired[SkipPolicyMeta]
     routing_history: NotRequired[RoutingHistoryMeta]
-    random_layout: NotRequired[RandomLayout]
     plugins: NotRequired[dict[str, str]]
 
 
@@ -100,16 +87,11 @@ class ShardingMeta(TypedDict):
 
 
 class TensorMeta(TypedDict):
-    """A global tensor. chunks: (number of the shard file, offsets, sizes) of each chunk.
-
-    stored_name: its name inside the shard files, if an earlier version wrote another one than the present
-    one.
-    """
+    """A global tensor. chunks: (number of the shard file, offsets, sizes) of each chunk."""
 
     dtype: DType
     shape: Numbers
     chunks: list[tuple[Number, Numbers, Numbers]]
-    stored_name: NotRequired[str]
 
 
 class Index(TypedDict):
@@ -144,13 +126,10 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> Meta:
             f"{path}: checkpoint format {printable(found, 40)}, this version reads {FORMAT}; load it with "
             "the version that saved it"
         )
-    if "skip_policy" not in content and "broken_steps" in content:  # its name in earlier versions
-        content["skip_policy"] = content.pop("broken_steps")
     try:
-        meta = _META.validate_python(content, strict=True)
+        return _META.validate_python(content, strict=True)
     except ValidationError as error:
         raise damaged(path / META, _first_problem(error)) from None
-    return {**meta, "config": with_new_names(meta["config"])}
 
 
 def read_index(path: Path) -> Index:
@@ -175,12 +154,7 @@ def read_index(path: Path) -> Index:
         problem = _chunk_problem(tensor, shards)
         if problem:
             raise damaged(path / INDEX, f"{printable(name, 120)}: {problem}")
-    tensors = {_new_name(name): _with_stored_name(name, tensor) for name, tensor in index["tensors"].items()}
-    return {
-        **index,
-        "tensors": tensors,
-        "shardings": {_new_name(name): sharding for name, sharding in index["shardings"].items()},
-    }
+    return index
 
 
 def new_id() -> str:
@@ -198,19 +172,6 @@ def check_index(path: Path, meta: Meta, index: Index) -> None:
     if (step, index.get("id")) != (meta["step"], meta.get("id")):
         other = f"step {step}" if step != meta["step"] else "this step"
         raise damaged(path / INDEX, f"of another checkpoint of {other}; {META} is of step {meta['step']}")
-
-
-def _new_name(name: str) -> str:
-    """Return the present name of a tensor that an earlier version may have saved."""
-    for old_part, new_part in RENAMED.items():
-        name = name.replace(old_part, new_part)
-    return name
-
-
-def _with_stored_name(name: str, tensor: TensorMeta) -> TensorMeta:
-    """Return an entry of index.json with its name inside the shards, where that is not the present one."""
-    tensor.pop("stored_name", None)
-    return tensor if name == _new_name(name) else {**tensor, "stored_name": name}
 
 
 def _chunk_problem(tensor: TensorMeta, shards: int) -> str | None:

@@ -159,8 +159,7 @@ class CheckpointReader(ExitStack):
 
     def chunk_key(self, name: str, offsets: Iterable[int], sizes: Iterable[int]) -> str:
         """Return the key under which a shard file of this checkpoint holds a chunk of a tensor."""
-        tensor = self.index["tensors"][name]
-        return chunk_key(tensor.get("stored_name", name), tensor["shape"], offsets, sizes)
+        return chunk_key(name, self.index["tensors"][name]["shape"], offsets, sizes)
 
     def shard(self, number: int) -> Any:
         """Return a shard file, opened by safetensors.

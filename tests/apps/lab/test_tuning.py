@@ -456,3 +456,26 @@ def test_the_file_of_choices_is_plain(lab: Lab, tmp_path: Path) -> None:
     assert kept["values"] == [0.9, None] and kept["index"] == 1 and kept["losses"] == [3.0, 2.0]
     configuration = yaml.safe_load((tmp_path / "lab/configurations/two-1.yaml").read_text())
     assert configuration["optimizer"]["ema"] is None
+
+
+def test_configurations_are_written_again_and_compared(
+    lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of tuning and study, with the tuned values, in any folder; a changed study is named."""
+    assert lab({"tuning-two-1": 2.0}) == 0
+    digests = results(tmp_path)["configurations"]
+    ran = {path.name: path.read_text() for path in (tmp_path / "lab/configurations").iterdir()}
+    assert {f"{name}.yaml" for name in digests} == {*ran} and len(ran) == 6
+    call_of = [str(tmp_path / "study.yaml"), "--output", str(tmp_path / "again"), "--configurations"]
+    assert call("lab", [*call_of, str(tmp_path / "lab/page/results.json")]) == 0
+    again = {path.name: path.read_text() for path in (tmp_path / "again/configurations").iterdir()}
+    assert again == {
+        name: text.replace(str(tmp_path / "lab"), str(tmp_path / "again")) for name, text in ran.items()
+    }
+    assert not (tmp_path / "again/runs").exists()
+    capsys.readouterr()
+    assert call("lab", [*call_of, str(tmp_path / "lab/page/results.json"), "optimizer.beta1=0.8"]) == 1
+    assert "two-1: not the configuration of " in capsys.readouterr().out
+    (tmp_path / "other.json").write_text("{}")
+    assert call("lab", [*call_of, str(tmp_path / "other.json")]) == 2
+    assert "is no results.json of a study" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""The coordinate check and the sweep of learning rates: sizes by width, activations, slopes, conclusions."""
+"""The coordinate check: sizes by width, activations, slopes."""
 
 import json
 import math
@@ -12,14 +12,6 @@ import torch
 
 from megamoe.apps.width.coordinates import FLAT, _Watch, exponent, exponents, means, measure
 from megamoe.apps.width.runs import MUP, STANDARD, WidthRun, width_overrides
-from megamoe.apps.width.transfer import (
-    Best,
-    best_rate,
-    conclusion,
-    final_loss,
-    geometric_rates,
-    mean_losses,
-)
 from megamoe.config import dump_yaml, load_config
 from megamoe.errors import UserError
 from tests.support.tiny import BASE, ROOT, restored_process, tiny, tiny_model, tool
@@ -27,8 +19,8 @@ from tests.support.tiny import BASE, ROOT, restored_process, tiny, tiny_model, t
 Refused = Callable[..., str]
 
 
-def run_of(kind: str, width: int, seed: int = 1, lr: float | None = None) -> WidthRun:
-    return WidthRun(Path("run.yaml"), kind, width, seed, 2, (), lr)
+def run_of(kind: str, width: int, seed: int = 1) -> WidthRun:
+    return WidthRun(Path("run.yaml"), kind, width, seed, 2, ())
 
 
 @pytest.fixture
@@ -115,79 +107,29 @@ def test_runs_are_measured_and_leave_nothing(tiny_file: Path, tmp_path: Path) ->
     before = sorted(tmp_path.iterdir())
     with restored_process():
         found = measure(WidthRun(tiny_file, MUP, 16, 1, 2, ("optimizer.lr=0.01",)))
-        losses = [final_loss(WidthRun(tiny_file, MUP, 16, 1, 2, (), lr)) for lr in (1e-6, 1e-2)]
     assert all(len(steps) == 3 and steps[0][1] == 0 < steps[2][1] for steps in found.values())
-    assert losses[1] < losses[0] and all(map(math.isfinite, losses))
     assert sorted(tmp_path.iterdir()) == before
 
 
-def test_the_best_rate_is_the_vertex_of_a_parabola() -> None:
-    losses = {lr: 2 + 0.3 * math.log(lr / 3e-3) ** 2 for lr in geometric_rates(1e-3, 3.2e-2, 6)}
-    assert len(losses) == 6 and max(losses) == pytest.approx(3.2e-2)
-    found = best_rate(losses)
-    assert found.lr == pytest.approx(3e-3) and not found.at_edge
-    assert best_rate({lr: loss for lr, loss in losses.items() if lr > 3e-3}).at_edge
-    assert best_rate({1e-3: 3.0, 2e-3: 1.0, 4e-3: math.inf}) == Best(2e-3, 1.0, False)
-
-
-def test_losses_are_means_over_the_seeds() -> None:
-    runs = {run_of(MUP, 16, 1, 0.1): 2.0, run_of(MUP, 16, 2, 0.1): 4.0, run_of(STANDARD, 16, 1, 0.1): 9.0}
-    assert mean_losses(runs, MUP) == {16: {0.1: 3.0}}
-
-
 @pytest.mark.parametrize(
-    ("wide", "edge", "expected"),
+    ("arguments", "line"),
     [
-        (1.4e-3, False, "it transfers"),
-        (1.6e-3, False, "it does not transfer"),
-        (1e-3, True, "end of the sweep"),
+        (["--widths", "16", "24"], "--widths: 24 is no multiple of the narrowest, 16"),
+        (["--widths", "16"], "--widths: found [16], expected two or more different sizes"),
+        (["--steps", "0"], "--steps: found 0, expected at least 1"),
     ],
 )
-def test_the_conclusion(wide: float, edge: bool, expected: str) -> None:
-    best = {64: Best(1e-3, 2.0, False), 256: Best(wide, 1.9, edge)}
-    assert expected in conclusion(MUP, best, 1.5)
-
-
-@pytest.mark.parametrize(
-    ("name", "arguments", "line"),
-    [
-        ("coordinate_check", ["--widths", "16", "24"], "--widths: 24 is no multiple of the narrowest, 16"),
-        (
-            "coordinate_check",
-            ["--widths", "16"],
-            "--widths: found [16], expected two or more different sizes",
-        ),
-        ("coordinate_check", ["--steps", "0"], "--steps: found 0, expected at least 1"),
-        (
-            "transfer",
-            ["--rates", "1", "0.1", "4"],
-            "--rates: found 1 0.1 4, expected a lowest and a higher one",
-        ),
-        ("transfer", ["--rates", "0.1", "1", "2.5"], "--rates: found 0.1 1 2.5, expected"),
-        ("transfer", ["--factor", "0.5"], "--factor: found 0.5, expected at least 1"),
-    ],
-)
-def test_bad_options(refused: Refused, tiny_file: Path, name: str, arguments: list[str], line: str) -> None:
+def test_bad_options(refused: Refused, tiny_file: Path, arguments: list[str], line: str) -> None:
     output = tiny_file.parent / "x.png"
-    assert line in refused(name, "--config", tiny_file, "--output", output, *arguments)
+    assert line in refused("coordinate_check", "--config", tiny_file, "--output", output, *arguments)
 
 
 @pytest.mark.full
-def test_both_tools_from_end_to_end(tiny_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_check_from_end_to_end(tiny_file: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """muP is flat over three widths, and the standard parametrisation is not."""
     output = tiny_file.parent / "check.png"
-    common = [
-        "--config",
-        str(tiny_file),
-        "--output",
-        str(output),
-        "--widths",
-        "32",
-        "128",
-        "512",
-        "--workers",
-        "2",
-    ]
+    common = ["--config", str(tiny_file), "--output", str(output), "--workers", "2"]
+    common += ["--widths", "32", "128", "512"]
     given = [override for override in BASE if override.startswith("data.")]
     rate = ["optimizer.lr=0.01", "data.sequence_length=32", *given[2:]]
     assert tool("coordinate_check").main([*common, "--steps", "3", *rate]) == 0
@@ -196,7 +138,3 @@ def test_both_tools_from_end_to_end(tiny_file: Path, capfd: pytest.CaptureFixtur
     assert re.search(r"^standard, block.*NOT flat", printed, re.M), printed
     assert output.read_bytes().startswith(b"\x89PNG")
     assert set(json.loads(output.with_suffix(".json").read_text())) == {MUP, STANDARD}
-    sweep = ["--steps", "2", "--rates", "1e-3", "1e-1", "3"]
-    assert tool("transfer").main([*common[:6], "64", "--workers", "2", *sweep, *rate]) == 0
-    printed = capfd.readouterr().out
-    assert printed.count("the best rate is") == 2, printed

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
 from tests.support.moe.build import make_hidden, make_layer, make_part, moe_config, observed
@@ -72,8 +71,6 @@ def test_it_stays_after_its_last_step() -> None:
     for step in (7, 8, 9):
         part.after_step(torch.tensor([4, 1, 2, 1]), StepContext(step=step))
     assert part.bias_E.tolist() == [-0.25, 0.25, 0, 0.25]
-    with pytest.raises(UserError, match="bias_until needs a bias: set bias_update above 0"):
-        moe_config(router={"score_function": {"name": "sigmoid", "bias_until": 7}})
 
 
 def test_the_mean_is_exact() -> None:

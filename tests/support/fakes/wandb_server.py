@@ -82,7 +82,6 @@ class WandbServer:
     def __init__(self) -> None:
         self.runs: dict[str, SentRun] = {}
         self.projects: set[str] = set()
-        self.views: list[Tree] = []
         self.unknown: list[str] = []
         self.unauthorized: list[str] = []
         self.refuses = False  # every run
@@ -187,25 +186,6 @@ class WandbServer:
     def _notifyScriptableRunAlert(self, values: Tree) -> Tree:
         self.runs[values["runName"]].alerts.append(values)
         return {"success": True}
-
-    def _upsertView(self, values: Tree) -> Tree:
-        self.views.append(values)
-        number = f"{len(self.views)}"
-        project = {"id": "p", "name": values["projectName"], "entityName": values["entityName"]}
-        return {
-            "view": {
-                "id": number,
-                "type": values["type"],
-                "name": values["name"],
-                "displayName": values["displayName"],
-                "description": values["description"],
-                "project": project,
-                "spec": values["spec"],
-                "createdAt": "2026-01-01T00:00:00",
-                "updatedAt": "2026-01-01T00:00:00",
-            },
-            "inserted": True,
-        }
 
 
 class _Handler(BaseHTTPRequestHandler):
