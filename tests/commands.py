@@ -66,7 +66,7 @@ RULES = [
     Rule(r"python tools/checkpoint\.py average runs/demo runs/demo_averaged --last 5", RUN),
     Rule(r"python tools/checkpoint\.py average .* --decay .*", "tests/checkpoint/tools/test_average.py"),
     Rule(r"python tools/checkpoint\.py prune runs/demo --keep 2( --dry-run)?", RUN),
-    Rule(r"python tools/plan\.py --config benchmarks/rooflines/models/moe_1b\.yaml .*", RUN),
+    Rule(r"python tools/plan\.py --config (examples|benchmarks)/.*", RUN),
     # Training, as written but for the number of steps.
     Rule(rf"python {DEMO}(?! name=(cut|upcycled|tuned|again))(?!.* ?--resume)(?!.*log\.routing).*", TWO),
     Rule(r"python pretrain_gpt_moe\.py --config examples/(own_router|mlm)\.yaml.*", TWO),
@@ -118,8 +118,7 @@ RULES = [
     Rule(r"make (setup|lint|test)", "not run: what .ci/run does, of which these tests are a part"),
     Rule(r"python -m pytest .*|python -m tests\..*", "not run: they are tests themselves"),
     Rule(r".*python benchmarks/.*", "not run: it measures for minutes and its numbers are of one machine"),
-    Rule(r"python tools/plan\.py .*",
-         "not run: minutes each; the first plan of the page runs, tests/apps/plan has more"),
+    Rule(r"python tools/plan\.py --config FILE .*", "not run: stands for a file of the reader's"),
     Rule(r"python tools/lab\.py (yang2024_table1 --size (smoke|cpu)|mu(on|p)_\w+ --size cpu.*)",
          "not run: an hour; the tutorial runs a study"),
     Rule(r"python pretrain_gpt_moe\.py --config examples/(catalogues|papers)/.*",

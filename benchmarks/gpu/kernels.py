@@ -119,7 +119,7 @@ def passes(sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     chosen_TK = by_token_N.new_tensor(range(choices)).expand(tokens, choices).contiguous()
 
     def weighted(probs_TE: Tensor, kernels: Kernels) -> Tensor:
-        return renormalised_weights(probs_TE, chosen_TK, 1e-20, 2.5, kernels)
+        return renormalised_weights(probs_TE, probs_TE, chosen_TK, None, 2.5, kernels)
 
     def loss(logits_TV: Tensor, kernels: Kernels) -> Tensor:
         return CrossEntropy.apply(logits_TV, label_T, kernels)

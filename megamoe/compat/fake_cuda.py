@@ -221,6 +221,22 @@ def join_fake_group(rank: int, size: int) -> None:
     dist.init_process_group("fake", rank=rank, world_size=size, store=FakeStore())
 
 
+@contextlib.contextmanager
+def objects_are_alike() -> Iterator[None]:
+    """Inside, every rank has this rank's object in an `all_gather_object`.
+
+    Reason: it sends pickled objects as tensors and reads what it received, and fakes have no values.
+    Without it: what asks all ranks for an error, or for the records of pipeline stages, fails on fakes.
+    Canary: check_fake_cuda.py::check_objects_of_fakes
+    """
+
+    def gather(objects: list[Any], value: Any, group: Any = None) -> None:
+        objects[:] = [value] * len(objects)
+
+    with patch.object(dist, "all_gather_object", gather):
+        yield
+
+
 def ranks_of_collective(function: Any, arguments: tuple[Any, ...]) -> list[int]:
     """Return the global ranks of the process group that an operator of torch.ops.c10d is called with.
 

@@ -2,6 +2,7 @@
 need.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 FEW_CHOICES = 16  # above it, sorting is faster
 FEW_EXPERTS = 15  # above it, PyTorch's vectorised softmax is faster
 MOST_EXPERTS = 512  # a block of more, with 64 tokens, would not fit into a GPU's registers
+SMALLEST_TOTAL = 1e-20  # the least sum of p to divide by; with fp32's smallest number backward would overflow
+SMALL_TOTAL = 1e-15  # the p of smaller sums may have underflowed, or `sqrt_softplus` has bounded them
 
 
 def scores(hidden_TH: Tensor, weight_EH: Tensor, kernels: Kernels) -> Tensor:
@@ -51,41 +54,75 @@ class _Scores(Function):
 
 
 def renormalised_weights(
-    probs_TE: Tensor, expert_TK: Tensor, smallest: float, scale: float, kernels: Kernels
+    probs_TE: Tensor,
+    scores_TE: Tensor,
+    expert_TK: Tensor,
+    slope: float | None,
+    scale: float,
+    kernels: Kernels,
 ) -> Tensor:
-    """Return scale * p / max(the sum of the chosen p, smallest) of the chosen experts, fp32 [T, K].
+    """Return scale * p / the sum of the chosen p of the chosen experts, fp32 [T, K]; see `shares`.
 
-    expert_TK: int64, distinct experts of each token.
+    expert_TK: int64, distinct experts of each token. slope: log p is slope * score + a constant of the token,
+    where p is below SMALL_TOTAL; None: no sum is so small, or that is not known.
     """
     chosen = kernels.triton_for(probs_TE)
     if chosen is None or probs_TE.dtype != torch.float32 or probs_TE.shape[1] > MOST_EXPERTS:
-        weight_TK = probs_TE.gather(1, expert_TK)
-        total_T1 = weight_TK.sum(dim=-1, keepdim=True)
-        return weight_TK / total_T1.clamp_min(smallest) * scale
-    weights_TK: Tensor = _Renormalised.apply(probs_TE, expert_TK.contiguous(), smallest, scale, chosen)
+        logs = None if slope is None else lambda: slope * scores_TE.gather(1, expert_TK)
+        return shares(probs_TE.gather(1, expert_TK), logs) * scale
+    scores = None if slope is None else scores_TE.contiguous()
+    weights_TK: Tensor = _Renormalised.apply(
+        probs_TE, scores, expert_TK.contiguous(), slope or 0.0, scale, chosen
+    )
     return weights_TK
+
+
+def shares(prob_TK: Tensor, logs: Callable[[], Tensor] | None) -> Tensor:
+    """Return each p over the sum of its row, [T, K].
+
+    logs: returns log p up to a constant of the row, with gradient, all finite. Shares of a row whose sum is
+    below SMALL_TOTAL are computed from them, since p may have underflowed. None: such a sum is taken to be at
+    least SMALLEST_TOTAL.
+    """
+    total_T1 = prob_TK.sum(dim=-1, keepdim=True)
+    share_TK = prob_TK / total_T1.clamp_min(SMALLEST_TOTAL)
+    if logs is None or none_small(total_T1):
+        return share_TK
+    return torch.where(total_T1 < SMALL_TOTAL, logs().softmax(dim=-1), share_TK)
+
+
+def none_small(total: Tensor) -> bool:
+    """Return whether no sum is below SMALL_TOTAL, if the host knows that without a wait: on the CPU."""
+    return total.device.type == "cpu" and (not total.numel() or bool(total.detach().amin() >= SMALL_TOTAL))
 
 
 class _Renormalised(Function):
     @staticmethod
     def forward(
-        ctx: Any, probs_TE: Tensor, expert_TK: Tensor, smallest: float, scale: float, kernels: "TritonKernels"
+        ctx: Any,
+        probs_TE: Tensor,
+        scores_TE: Tensor | None,
+        expert_TK: Tensor,
+        slope: float,
+        scale: float,
+        kernels: "TritonKernels",
     ) -> Tensor:
-        ctx.save_for_backward(probs_TE, expert_TK)
-        ctx.kernels, numbers = kernels, (*_sizes(probs_TE), expert_TK.shape[1], smallest, scale)
-        ctx.numbers = numbers
+        ctx.save_for_backward(probs_TE, scores_TE, expert_TK)
+        sizes = (*_sizes(probs_TE), expert_TK.shape[1])
+        ctx.kernels, ctx.numbers = kernels, (*sizes, SMALLEST_TOTAL, SMALL_TOTAL, slope, scale)
         weight_TK = torch.empty_like(expert_TK, dtype=torch.float32)
-        kernels.chosen_weights(probs_TE, expert_TK, *numbers, weight_TK)
+        kernels.chosen_weights(probs_TE, scores_TE, expert_TK, *ctx.numbers, weight_TK)
         return weight_TK
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient_TK: Tensor) -> tuple[Tensor | None, ...]:
-        probs_TE, expert_TK = ctx.saved_tensors
+        probs_TE, scores_TE, expert_TK = ctx.saved_tensors
         to_probs_TE = torch.empty_like(probs_TE)
-        arguments = (gradient_TK.contiguous(), probs_TE, expert_TK, *ctx.numbers, to_probs_TE)
-        ctx.kernels.chosen_weights_backward(*arguments)
-        return to_probs_TE, None, None, None, None
+        to_scores_TE = None if scores_TE is None else torch.empty_like(scores_TE)
+        read = (gradient_TK.contiguous(), probs_TE, scores_TE, expert_TK)
+        ctx.kernels.chosen_weights_backward(*read, *ctx.numbers, to_probs_TE, to_scores_TE)
+        return to_probs_TE, to_scores_TE, None, None, None, None
 
 
 def softmax(scores_TE: Tensor, kernels: Kernels) -> Tensor:

@@ -235,6 +235,14 @@ class ScoreFunction(Part):
         """
         return self.elementwise
 
+    @property
+    def small_slope(self) -> float | None:
+        """The a of log p = a s + c, with a c of the token, wherever p is below 1e-15; None: it is not known.
+
+        Renormalised weights need it where all p of the chosen experts underflow.
+        """
+        return None
+
     def log_values(self, scores: Tensor) -> Tensor:
         """Return log p of a monotone score function, up to a constant per token; any shape, fp32.
 

@@ -16,7 +16,7 @@ from megamoe.moe.capabilities import capabilities
 from megamoe.moe.guarded import guarded
 from megamoe.moe.observation import kept_to_measure
 from megamoe.moe.part import Candidates, Dims, Part, Residual, ScoreFunction, Selector, StepContext
-from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
+from megamoe.moe.routing import LOWEST, Pairs, Places, Routing, Scored, has_row_per_token
 from megamoe.moe.token_sharding import TokenSharding
 from megamoe.registry import described, failure_of, get_part, is_ours
 
@@ -127,8 +127,10 @@ class Router(nn.Module):
 
     def _in_places(self, wanted: Pairs, places: Places, scored: Scored) -> Pairs:
         """Return the pairs in fixed shares; of one without a place the weight is 0, for `after_drops`."""
-        weight_N = wanted.weight_N.masked_fill(~places.kept_N(), 0.0)
-        pairs = self.selector.after_drops(replace(wanted, weight_N=weight_N))
+        dropped_N = ~places.kept_N()
+        log_N = None if wanted.log_N is None else wanted.log_N.masked_fill(dropped_N, LOWEST)
+        kept = replace(wanted, weight_N=wanted.weight_N.masked_fill(dropped_N, 0.0), log_N=log_N)
+        pairs = self.selector.after_drops(kept)
         return places.filled(pairs, scored.num_tokens, scored.num_experts)
 
     def _select(self, scored: Scored, context: StepContext) -> Pairs:

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from megamoe.moe.part import ScoreFunction
 
 
+LOWEST = torch.finfo(torch.float32).min  # a logarithm that is finite, and counts for nothing
+
+
 def count(index_N: Tensor, size: int, weight_N: Tensor | None = None) -> Tensor:
     """Return how often each index occurs, int64 [size]; weight_N (bool or int64): how much each counts.
 
@@ -46,7 +49,8 @@ class Pairs:
     token_N, expert_N, choice_N: int64; choice 0 is a token's first choice. weight_N: fp32, the factor on the
     expert's output, which carries the gradient to the router. None of them is written to: layers may share
     them. each: the number of pairs of every token, where all have as many; None where that is not known.
-    rows: the number of tokens that `of_choices` was given, otherwise None.
+    rows: the number of tokens that `of_choices` was given, otherwise None. log_N: log p up to a constant of
+    the token, where `after_drops` needs it.
     """
 
     token_N: Tensor
@@ -55,6 +59,7 @@ class Pairs:
     choice_N: Tensor
     each: int | None = None
     rows: int | None = None
+    log_N: Tensor | None = None
 
     @classmethod
     def of_choices(cls, expert_TK: Tensor, weight_TK: Tensor, valid_TK: Tensor | None = None) -> "Pairs":
@@ -98,7 +103,8 @@ class Pairs:
             column_N.index_select(0, kept_M)
             for column_N in (self.token_N, self.expert_N, self.weight_N, self.choice_N)
         )
-        return Pairs(token_M, expert_M, weight_M, choice_M)
+        log_M = None if self.log_N is None else self.log_N.index_select(0, kept_M)
+        return Pairs(token_M, expert_M, weight_M, choice_M, log_N=log_M)
 
 
 @dataclass
@@ -178,6 +184,16 @@ class Scored:
         """The score function if it is monotone, otherwise None."""
         found = self.score_function
         return found if found is not None and found.monotone else None
+
+    def small_slope(self, best: bool = False) -> float | None:
+        """Return the score function's `small_slope`; None if no sum of a token's chosen p can be small.
+
+        best: the chosen are the best by `ranking_TE`, whose sum is at least 1/E where all p sum to 1.
+        """
+        found = self.monotone_score_function
+        if found is None or (best and self.ranked_by_scores and "sums_to_1" in found.provides(found.config)):
+            return None
+        return found.small_slope
 
     @property
     def ranked_by_scores(self) -> bool:

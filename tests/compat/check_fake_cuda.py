@@ -7,6 +7,7 @@ cuda_device.load()
 import sys  # noqa: E402
 from typing import Any  # noqa: E402
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
@@ -22,6 +23,7 @@ from megamoe.compat.fake_cuda import (  # noqa: E402
     fused_operators,
     join_fake_group,
     modules_move_fakes,
+    objects_are_alike,
     on_cuda,
     ranks_of_collective,
     running_node,
@@ -118,6 +120,20 @@ def check_fake_group() -> None:
     join_fake_group(1, 4)
     assert (dist.get_rank(), dist.get_world_size()) == (1, 4)
     dist.destroy_process_group()
+
+
+def check_objects_of_fakes() -> None:
+    join_fake_group(1, 2)
+    objects: list[str] = ["", ""]
+    try:
+        with FakeTensorMode():
+            with pytest.raises(DataDependentOutputException):
+                dist.all_gather_object(objects, "mine")
+            with objects_are_alike():
+                dist.all_gather_object(objects, "mine")
+    finally:
+        dist.destroy_process_group()
+    assert objects == ["mine", "mine"]
 
 
 def check_ranks_of_collective() -> None:

@@ -17,7 +17,7 @@ from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import first_intact
 from megamoe.checkpoint.state import load_weights
 from megamoe.config import RunConfig, configure
-from megamoe.config.schema import ParallelConfig
+from megamoe.config.schema import ParallelConfig, Precision
 from megamoe.data.batches import warn
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
@@ -35,6 +35,7 @@ from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.train.objective import build_objective
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.resume import changed_plugins, check_vocabulary
+from megamoe.validation.run import section_problems
 
 KEY = "checkpoint"
 # Sections of a saved configuration that say how it was trained, not what was trained.
@@ -128,16 +129,13 @@ class Session:
                 if the configuration does not fit its weights or this number of ranks.
         """
         meta, run = self._resolve(path, overrides, architectures)
-        intact, config = self.verified(path), run.config
+        intact, config, precision = self.verified(path), run.config, self.precision_of(meta)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
         context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
         factory = moe_layer_factory(context, groups, run.plan.layout)
         model = build_model(config, run.vocabulary.size, factory)
         raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
-        precision = self.precision or meta["layout"]["precision"]
-        if precision == "fp16" and self.world.device.type == "cpu":
-            precision = "fp32"
         widen_products(precision, self.world.device)
         _round(model, DTYPES[precision])
         model.to(self.world.device).eval()
@@ -178,8 +176,17 @@ class Session:
                 )
         self.tell_changes(config, meta)
         run = resolve_run(config, self.world.size)
+        precision = self.precision_of(meta)
+        for problem in section_problems(config, self.world.size, precision):
+            # The checks of the run have passed in the precision of its layout.
+            raise UserError(f"{intact}: in {precision}, {problem}; add --precision {run.plan.precision}")
         check_vocabulary(intact, meta, run.vocabulary.size)
         return meta, run
+
+    def precision_of(self, meta: Meta) -> Precision:
+        """Return the precision in which `open` computes with a checkpoint."""
+        precision: Precision = self.precision or meta["layout"]["precision"]  # type: ignore[assignment]
+        return "fp32" if precision == "fp16" and self.world.device.type == "cpu" else precision
 
     def tell_changes(self, config: RunConfig, meta: Meta) -> None:
         """Warn of plugins that have changed since the checkpoint: on rank 0, each once a session."""

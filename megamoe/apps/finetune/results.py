@@ -23,6 +23,7 @@ from rich.table import Table
 
 from megamoe.apps.finetune.examples import TEST, TRAIN, Examples, Row, labels_of
 from megamoe.apps.finetune.label_files import ENDING
+from megamoe.apps.finetune.objectives.tagging import NO_TAG
 from megamoe.apps.finetune.task import VALID, Task
 from megamoe.errors import UserError, printable
 from megamoe.io import read_plain, replace_file
@@ -31,7 +32,6 @@ IDENTITY, RESULTS, SCORES, PREDICTIONS = "finetune.json", "results.json", "score
 LARGEST = 1 << 26  # bytes of a file of results
 MEAN = "mean of the sets"
 WIDE = 160  # characters of a line, where no terminal has a width
-NO_TAG = ""  # the prediction of a word that was cut off; no label has this name
 Scores = dict[str, float]
 LIBRARIES = ("sklearn.metrics", "scipy.stats")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -261,19 +261,7 @@ def scores(task: Task, rows: list[Row], predictions: list[Row]) -> Scores:
         }
     if predicts == "number":
         return _correlations(task, [row["label"] for row in rows], [found["label"] for found in predictions])
-    return _of_labels(task, labels_of(rows), predicted_labels(rows, predictions))
-
-
-def predicted_labels(rows: list[Row], predictions: list[Row]) -> list[str]:
-    """Return the predicted labels, of words one after the other, with NO_TAG for those that were cut off."""
-    found: list[str] = []
-    for row, prediction in zip(rows, predictions, strict=True):
-        if "tags" in row:
-            tags = prediction["tags"]
-            found += [*tags, *[NO_TAG] * (len(row["tags"]) - len(tags))]
-        else:
-            found.append(prediction["label"])
-    return found
+    return _of_labels(task, labels_of(rows), labels_of(predictions))
 
 
 def majority(task: Task, train: list[Row], rows: list[Row]) -> Scores:

@@ -33,11 +33,12 @@ from megamoe.checkpoint.format.folder import KEPT, LATEST
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.checkpoint.tools.stream import new_tree
 from megamoe.config import RunConfig, parse_config, to_dict
+from megamoe.config.schema import Precision
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
 
 CHECKPOINTS, STEP, RUN_YAML = "checkpoints", "step_00000000", "continue.yaml"
-PRECISIONS = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 LONGEST = 4096  # tokens of a sequence in the run's YAML, where the model allows more
 VOCABULARY_MULTIPLE = 64  # the embedding is not padded: its rows are divided by a divisor of this
 INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
@@ -99,7 +100,7 @@ def write_run(
         checkpoint.mkdir(parents=True)
         tokenizer = str(run / KEPT) if kept.keys() - {GENERATION} else None
         config = {"name": run.name, **_sections(opened, tokenizer)}
-        _check_opens(parse_config(config), source / CONFIG)
+        _check_opens(parse_config(config), _precision(opened), source / CONFIG)
         _write_checkpoint(checkpoint, opened, config)
         (folder / CHECKPOINTS / LATEST).write_text(STEP, encoding="utf-8")
         (folder / KEPT).mkdir()
@@ -119,16 +120,22 @@ def write_run(
     report(f"{run / CHECKPOINTS / STEP}: the checkpoint; {run / RUN_YAML}: a run that continues it")
 
 
-def _check_opens(config: RunConfig, where: Path) -> None:
-    """Refuse a model that could not be opened afterwards.
+def _precision(source: Source) -> Precision:
+    """Return the precision of the run's weights, in which they are opened unless the user names another."""
+    return PRECISIONS.get(dtype_name(source.folder.tensors), "fp32")
+
+
+def _check_opens(config: RunConfig, precision: Precision, where: Path) -> None:
+    """Refuse a model that could not be opened afterwards in that precision.
 
     Raises:
         UserError: with the first reason.
     """
     from megamoe.validation.run import section_problems  # imports DeepSpeed and Megatron-Core
 
-    for problem in section_problems(config, 1, None):
-        raise UserError(f"{where}: a model with it cannot be opened here: {problem}")
+    for problem in section_problems(config, 1, precision):
+        way_out = "" if any(section_problems(config, 1, "fp32")) else "; save the folder's weights in fp32"
+        raise UserError(f"{where}: a model with it cannot be opened here: {problem}{way_out}")
 
 
 def _write_checkpoint(folder: Path, source: Source, config: Json) -> None:
@@ -145,9 +152,8 @@ def _write_checkpoint(folder: Path, source: Source, config: Json) -> None:
             dtype = str(stored.dtype).removeprefix("torch.")
             tensors[name] = {"dtype": dtype, "shape": shape, "chunks": [[number, [0] * len(shape), shape]]}
         shardings |= {rule.target: rule.cut.to_json() for rule in group if not rule.is_buffer}
-    precision = PRECISIONS.get(dtype_name(source.folder.tensors), "fp32")
     texts = {
-        META: json.dumps(_meta(source, to_dict(parse_config(config)), precision), indent=1),
+        META: json.dumps(_meta(source, to_dict(parse_config(config)), _precision(source)), indent=1),
         INDEX: json.dumps({"tensors": dict(sorted(tensors.items())), "shardings": shardings}),
     }
     for name, text in texts.items():

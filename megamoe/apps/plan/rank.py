@@ -30,6 +30,7 @@ from megamoe.compat.fake_cuda import (
     fused_operators,
     join_fake_group,
     modules_move_fakes,
+    objects_are_alike,
     unknown_sizes_raise,
 )
 from megamoe.config import RunConfig
@@ -187,7 +188,8 @@ def simulate_step(
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for patched in (fake_torch_cuda(), fused_operators()) if on_cuda else ():
             stack.enter_context(patched)
-        for each in (full_sequences(), zero_without_values(), modules_move_fakes(), fake_mode()):
+        stands_in = full_sequences(), zero_without_values(), modules_move_fakes(), objects_are_alike()
+        for each in (*stands_in, fake_mode()):
             stack.enter_context(each)
         stack.callback(launch.stop)
         launch.start(world, config.parallel.timeout_minutes)

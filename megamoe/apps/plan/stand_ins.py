@@ -29,7 +29,6 @@ from megamoe.moe.validation import candidates_of, experts_wanted, part_problems
 from megamoe.objectives.objective import objective_class
 from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part
-from megamoe.train import step
 from megamoe.train.resolved import ResolvedRun
 
 STEPS_OF_EPOCHS = 1_000_000  # more than any warm-up or growth of the batch
@@ -172,7 +171,7 @@ def full_sequences() -> Iterator[None]:
 def stages_that_send(parts: Parts, counter: CostCounter) -> Iterator[None]:
     """Inside, one pipeline stage sends and receives alone. What it receives are activations.
 
-    What it sends has left when it sends again. The step's record stays the one of this stage.
+    What it sends has left when it sends again.
     """
     send, receive = (parts.within(STAGES, getattr(StageLinks, name)) for name in ("_send", "_receive"))
 
@@ -188,7 +187,6 @@ def stages_that_send(parts: Parts, counter: CostCounter) -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(patch.object(StageLinks, "_send", sent))
         stack.enter_context(patch.object(StageLinks, "_receive", received))
-        stack.enter_context(patch.object(step, "merged_over_stages", lambda record, pipeline: record))
         yield
 
 

@@ -112,44 +112,71 @@ def scores_backward(
     sum_parts(part_PEH, to_weight_EH)
 
 
-@kernel_operator("chosen_weights", mutates={"out_TK"}, bytes_moved=each_once)
+def _bytes_of_weights(probs_TE: Tensor, scores_TE: Tensor | None, *rest: Any, result: None) -> int:
+    """The scores are read in rows of small sums alone."""
+    return each_once(probs_TE, *rest, result=result)
+
+
+@kernel_operator("chosen_weights", mutates={"out_TK"}, bytes_moved=_bytes_of_weights)
 def chosen_weights(
     probs_TE: Tensor,
+    scores_TE: Tensor | None,
     expert_TK: Tensor,
     tokens: int,
     experts: int,
     choices: int,
     smallest: float,
+    small: float,
+    slope: float,
     scale: float,
     out_TK: Tensor,
 ) -> None:
-    """Compute out = scale * p / max(the sum of the chosen p, smallest), for the chosen p."""
+    """Compute out = scale * p / max(the sum of the chosen p, smallest), for the chosen p.
+
+    With scores, where that sum is below `small`: scale * the softmax of slope * the chosen scores.
+    """
     if out_TK.numel():
         sizes = {"ROWS": TOKENS_OF_A_PASS, "CHOICES": next_power_of_2(choices)}
         grid = (cdiv(tokens, TOKENS_OF_A_PASS),)
-        arguments = (probs_TE, expert_TK, tokens, experts, choices, smallest, scale, out_TK)
+        numbers = (tokens, experts, choices, smallest, small, slope, scale)
+        arguments = (probs_TE, scores_TE, expert_TK, *numbers, out_TK)
         run_kernel(_chosen_weights, grid, *arguments, **sizes)
 
 
-@kernel_operator("chosen_weights_backward", mutates={"to_probs_TE"}, bytes_moved=each_once)
+def _bytes_of_weights_backward(
+    sent_TK: Tensor, probs_TE: Tensor, scores_TE: Tensor | None, *rest: Any, result: None
+) -> int:
+    return each_once(sent_TK, probs_TE, *rest, result=result)
+
+
+@kernel_operator(
+    "chosen_weights_backward",
+    mutates={"to_probs_TE", "to_scores_TE"},
+    bytes_moved=_bytes_of_weights_backward,
+)
 def chosen_weights_backward(
     sent_TK: Tensor,
     probs_TE: Tensor,
+    scores_TE: Tensor | None,
     expert_TK: Tensor,
     tokens: int,
     experts: int,
     choices: int,
     smallest: float,
+    small: float,
+    slope: float,
     scale: float,
     to_probs_TE: Tensor,
+    to_scores_TE: Tensor | None,
 ) -> None:
-    """Compute the gradient of p, 0 for experts that were not chosen."""
+    """Compute the gradients of p and of the scores, 0 for experts that were not chosen."""
     if to_probs_TE.numel():
         width = next_power_of_2(experts)
         block = max(1, min(TOKENS_OF_A_PASS, NUMBERS_OF_A_GRADIENT // width))
         sizes = {"ROWS": block, "EXPERTS": width, "CHOICES": choices}
         grid = (cdiv(tokens, block),)
-        arguments = (sent_TK, probs_TE, expert_TK, tokens, experts, smallest, scale, to_probs_TE)
+        numbers = (tokens, experts, smallest, small, slope, scale)
+        arguments = (sent_TK, probs_TE, scores_TE, expert_TK, *numbers, to_probs_TE, to_scores_TE)
         run_kernel(_chosen_weights_backward, grid, *arguments, **sizes)
 
 
@@ -206,7 +233,19 @@ def _to_weight(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=VARYING)
 def _chosen_weights(  # type: ignore[no-untyped-def]
-    probs, expert, tokens, experts, choices, smallest, scale, out, ROWS: tl.constexpr, CHOICES: tl.constexpr
+    probs,
+    scores,
+    expert,
+    tokens,
+    experts,
+    choices,
+    smallest,
+    small,
+    slope,
+    scale,
+    out,
+    ROWS: tl.constexpr,
+    CHOICES: tl.constexpr,
 ):
     """Each program handles ROWS tokens."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
@@ -214,25 +253,42 @@ def _chosen_weights(  # type: ignore[no-untyped-def]
     chosen = load_block(expert, row, choice, tokens, choices)
     here = inside(row, choice, tokens, choices)
     prob = tl.load(probs + (row[:, None] * experts + chosen), mask=here, other=0)
-    total = tl.maximum(tl.sum(prob, axis=1), smallest)
-    store_block(out, row, choice, tokens, choices, prob / total[:, None] * scale)
+    total = tl.sum(prob, axis=1)
+    share = prob / tl.maximum(total, smallest)[:, None]
+    if scores is not None:
+        is_small = here & (total < small)[:, None]
+        score = tl.load(scores + (row[:, None] * experts + chosen), mask=is_small, other=0)
+        share = tl.where(is_small, _softmax(score * slope, is_small), share)
+    store_block(out, row, choice, tokens, choices, share * scale)
+
+
+@triton.jit
+def _softmax(logits, here):  # type: ignore[no-untyped-def]
+    """Return the softmax of the entries of each row that are `here`, and 0 elsewhere."""
+    largest = tl.max(tl.where(here, logits, float("-inf")), axis=1)
+    power = tl.where(here, tl.exp(logits - largest[:, None]), 0.0)
+    return power / tl.maximum(tl.sum(power, axis=1), 1e-30)[:, None]
 
 
 @triton.jit(do_not_specialize=VARYING)
 def _chosen_weights_backward(  # type: ignore[no-untyped-def]
     sent,
     probs,
+    scores,
     expert,
     tokens,
     experts,
     smallest,
+    small,
+    slope,
     scale,
     to_probs,
+    to_scores,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
     CHOICES: tl.constexpr,
 ):
-    """Each program handles ROWS tokens; a sum below `smallest` has no gradient."""
+    """Each program handles ROWS tokens; with scores, the p of a sum below `small` have no gradient."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, EXPERTS)
     total = tl.zeros([ROWS], tl.float32)
@@ -251,6 +307,13 @@ def _chosen_weights_backward(  # type: ignore[no-untyped-def]
     bound = tl.maximum(total, smallest)
     share = tl.where(total >= smallest, product / (bound * bound), 0.0)
     result = tl.where(is_chosen == 1, received / bound[:, None] - share[:, None], 0.0)
+    if scores is not None:
+        is_small = (is_chosen == 1) & (total < small)[:, None] & (row < tokens)[:, None]
+        score = tl.load(scores + row[:, None] * experts + column[None, :], mask=is_small, other=0)
+        weight = _softmax(score * slope, is_small)
+        change = received - tl.sum(weight * received, axis=1)[:, None]
+        store_block(to_scores, row, column, tokens, experts, tl.where(is_small, slope * weight * change, 0.0))
+        result = tl.where(is_small, 0.0, result)
     store_block(to_probs, row, column, tokens, experts, result)
 
 

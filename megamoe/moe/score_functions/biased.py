@@ -100,6 +100,10 @@ class BiasedScoreFunction(ScoreFunction):
         """The bias, fp32 [E]; None if bias_update is 0."""
         return self._buffers.get("bias")
 
+    @property
+    def small_slope(self) -> float | None:
+        return 1 / self.config.temperature if self.monotone else None
+
     def _scaled(self, scores: Tensor) -> Tensor:
         """Return the scores divided by the temperature; at 1 the scores themselves, without an operation."""
         return scores if self.config.temperature == 1 else scores / self.config.temperature

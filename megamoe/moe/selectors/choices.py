@@ -3,6 +3,7 @@
 Shape suffixes as in `routing`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,12 +11,10 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
+from megamoe.kernels.router import SMALL_TOTAL, SMALLEST_TOTAL, none_small, shares
 from megamoe.moe.part import Example, Selector
-from megamoe.moe.routing import Pairs, Scored
+from megamoe.moe.routing import LOWEST, Pairs, Scored
 from megamoe.moe.validation import refuse_more_than_experts
-
-# The least sum to divide by; with fp32's smallest number backward would overflow.
-SMALLEST_TOTAL = 1e-20
 
 
 class WeightedByP(Selector):
@@ -76,6 +75,42 @@ def valid_TK(expert_TK: Tensor, count_T: Tensor) -> Tensor | None:
 def only_valid(value_TK: Tensor, kept_TK: Tensor | None, other: float = 0.0) -> Tensor:
     """Return the values with `other` where they are not kept; None: all are."""
     return value_TK if kept_TK is None else value_TK.masked_fill(~kept_TK, other)
+
+
+def chosen_shares_TK(scored: Scored, expert_TK: Tensor, kept_TK: Tensor | None, best: bool = False) -> Tensor:
+    """Return p of the chosen experts over their sum, [T, K]; of those that are not kept 0, in a row that has
+    others. best: see `Scored.small_slope`.
+    """
+    slope = scored.small_slope(best)
+
+    def logs_TK() -> Tensor:
+        return only_valid(slope * scored.scores_TE.gather(1, expert_TK), kept_TK, LOWEST)
+
+    prob_TK = only_valid(scored.probs_TE.gather(1, expert_TK), kept_TK)
+    return shares(prob_TK, None if slope is None else logs_TK)
+
+
+def shares_N(
+    value_N: Tensor,
+    logs: Callable[[], Tensor] | None,
+    group_N: Tensor,
+    num_groups: int,
+    scale: float,
+) -> Tensor:
+    """Return scale * each value over the sum of its group, [N]; logs: see `kernels.router.shares`."""
+
+    def sums_N(term_N: Tensor) -> Tensor:
+        total_G = term_N.new_zeros(num_groups).index_add(0, group_N, term_N)
+        return total_G.index_select(0, group_N)
+
+    total_N = sums_N(value_N)
+    share_N = scale * value_N / total_N.clamp_min(SMALLEST_TOTAL)
+    if logs is None or none_small(total_N):
+        return share_N
+    log_N = logs()
+    top_G = log_N.new_full((num_groups,), LOWEST).scatter_reduce(0, group_N, log_N.detach(), "amax")
+    power_N = (log_N - top_G.index_select(0, group_N)).exp()
+    return torch.where(total_N < SMALL_TOTAL, scale * power_N / sums_N(power_N), share_N)
 
 
 def probs_N(probs_TE: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL, FixedK, only_valid, valid_TK
+from megamoe.moe.selectors.choices import FixedK, chosen_shares_TK, valid_TK
 from megamoe.registry import register
 
 
@@ -72,8 +72,8 @@ class Table(FixedK):
     def _weights(self, scored: Scored, expert_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
         if self.config.weights == "one":
             weight_TK = torch.ones_like(expert_TK, dtype=torch.float32)
+        elif self.config.weights == "raw":
+            weight_TK = scored.probs_TE.gather(1, expert_TK)
         else:
-            weight_TK = only_valid(scored.probs_TE.gather(1, expert_TK), kept_TK)
-        if self.config.weights == "renormalised":
-            weight_TK = weight_TK / weight_TK.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+            weight_TK = chosen_shares_TK(scored, expert_TK, kept_TK)
         return weight_TK if self.config.scale == 1 else weight_TK * self.config.scale

@@ -7,11 +7,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels.router import masked, renormalised_weights, top_k
+from megamoe.kernels.router import renormalised_weights, top_k
 from megamoe.moe import rng
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL, FixedK, only_valid, valid_TK
+from megamoe.moe.selectors.choices import (
+    FixedK,
+    chosen_shares_TK,
+    only_valid,
+    probs_N,
+    shares_N,
+    valid_TK,
+)
 from megamoe.registry import register
 
 
@@ -22,7 +29,8 @@ class TopK(FixedK):
     The choice is by the scores if the score function is monotone and has no bias, otherwise by p plus the
     bias (`Scored.ranking_TE`).
 
-    raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard, DeepSeek-V3).
+    raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard, DeepSeek-V3), of
+    sums below 1e-15 from the scores, since fp32 rounds such p to 0; transformers adds 1e-20 to every sum.
     kept_softmax: softmax over the k chosen scores (Shazeer et al. 2017 eq. 3-5, Softmax(KeepTopK)). one: 1.
     At k = 1 the two normalised kinds are always 1 and give the router no gradient: training refuses them,
     unless the router is frozen (`moe.frozen`).
@@ -91,12 +99,12 @@ class TopK(FixedK):
         second = self.config.second if self.training else "best"
         if second == "sampled":
             expert_TK = self._sample_second(expert_TK, scored.probs_TE.detach(), context)
-        weight_TK = self._weights(scored.probs_TE, scored.scores_TE, scored.candidates_TE, expert_TK)
         valid_TK = scored.candidates_among_TK(expert_TK)
+        weight_TK = self._weights(scored, expert_TK, valid_TK, best=True)
         if second == "random":
             sent_TK = self._send_second(scored.probs_TE.detach().gather(1, expert_TK), context)
             valid_TK = sent_TK if valid_TK is None else valid_TK & sent_TK
-        return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
+        return self._pairs(scored, expert_TK, weight_TK, valid_TK)
 
     @classmethod
     def replays(cls, options: Config) -> bool:
@@ -108,8 +116,16 @@ class TopK(FixedK):
         more = max(0, self.config.k - expert_TK.shape[1])  # sums over as many columns have the same bits
         expert_TK = functional.pad(expert_TK, (0, more))
         kept_TK = valid_TK(expert_TK, count_T)
-        weight_TK = self._weights(scored.probs_TE, scored.scores_TE, None, expert_TK, kept_TK)
-        return Pairs.of_choices(expert_TK, weight_TK, kept_TK)
+        weight_TK = self._weights(scored, expert_TK, kept_TK)
+        return self._pairs(scored, expert_TK, weight_TK, kept_TK)
+
+    def _pairs(self, scored: Scored, expert_TK: Tensor, weight_TK: Tensor, valid_TK: Tensor | None) -> Pairs:
+        """Return the pairs, with what `after_drops` needs."""
+        pairs = Pairs.of_choices(expert_TK, weight_TK, valid_TK)
+        slope = scored.small_slope()
+        if self.config.renormalise == "before_drops" or slope is None:
+            return pairs
+        return replace(pairs, log_N=slope * probs_N(scored.scores_TE, pairs.token_N, pairs.expert_N))
 
     def after_drops(self, pairs: Pairs) -> Pairs:
         """Return the pairs that the capacity kept, renormalised if the options say so."""
@@ -117,9 +133,10 @@ class TopK(FixedK):
             return pairs
         # The pairs are sorted by token: runs are counted, since the number of tokens is not known here.
         run_N = (pairs.token_N.diff(prepend=pairs.token_N[:1]) != 0).cumsum(0)
-        total_N = torch.zeros_like(pairs.weight_N).index_add(0, run_N, pairs.weight_N)
-        total_N = total_N.index_select(0, run_N).clamp_min(SMALLEST_TOTAL)
-        return replace(pairs, weight_N=self.config.scale * pairs.weight_N / total_N)
+        log_N = pairs.log_N
+        logs = None if log_N is None else lambda: log_N
+        weight_N = shares_N(pairs.weight_N, logs, run_N, len(run_N), self.config.scale)
+        return replace(pairs, weight_N=weight_N, log_N=None)
 
     def _send_second(self, probs_T2: Tensor, context: StepContext) -> Tensor:
         """Return which choices are sent, bool [T, 2]: always the first, and the second if 2 p_2 > u (p_1 +
@@ -147,26 +164,21 @@ class TopK(FixedK):
         return rng.uniform(draw_key, token_index_T, 1, kernels=self.dims.kernels)[:, 0]
 
     def _weights(
-        self,
-        probs_TE: Tensor,
-        scores_TE: Tensor,
-        candidates_TE: Tensor | None,
-        expert_TK: Tensor,
-        kept_TK: Tensor | None = None,
+        self, scored: Scored, expert_TK: Tensor, kept_TK: Tensor | None, best: bool = False
     ) -> Tensor:
+        """Return the weights of choices, of which some may not be kept; best: see `Scored.small_slope`."""
         kind = self.config.weights
-        if kind == "one":
-            weight_TK = torch.ones_like(expert_TK, dtype=probs_TE.dtype)
+        if kind == "renormalised" and kept_TK is None:
+            tables = scored.probs_TE, scored.scores_TE, expert_TK
+            numbers = scored.small_slope(best), self.config.scale
+            return renormalised_weights(*tables, *numbers, self.dims.kernels)
+        if kind == "renormalised":
+            weight_TK = chosen_shares_TK(scored, expert_TK, kept_TK, best)
+        elif kind == "one":
+            weight_TK = torch.ones_like(expert_TK, dtype=scored.probs_TE.dtype)
         elif kind == "kept_softmax":
-            if candidates_TE is not None:
-                scores_TE = masked(scores_TE, candidates_TE, float("-inf"), self.dims.kernels)
-            weight_TK = only_valid(scores_TE.gather(1, expert_TK), kept_TK, float("-inf")).softmax(dim=-1)
-        elif kind == "renormalised" and kept_TK is None:
-            numbers = (SMALLEST_TOTAL, self.config.scale)
-            return renormalised_weights(probs_TE, expert_TK, *numbers, self.dims.kernels)
+            score_TK = scored.scores_TE.gather(1, expert_TK)
+            weight_TK = only_valid(score_TK, kept_TK, float("-inf")).softmax(dim=-1)
         else:
-            weight_TK = only_valid(probs_TE.gather(1, expert_TK), kept_TK)
-            if kind == "renormalised":
-                total_T1 = weight_TK.sum(dim=-1, keepdim=True)
-                weight_TK = weight_TK / total_T1.clamp_min(SMALLEST_TOTAL)
+            weight_TK = only_valid(scored.probs_TE.gather(1, expert_TK), kept_TK)
         return weight_TK * self.config.scale

@@ -29,6 +29,10 @@ class SqrtSoftplusScoreFunction(BiasedScoreFunction):
         probs_TE = functional.softplus(self._scaled(scores_TE)).clamp_min(_tiny(scores_TE)).sqrt()
         return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0, self.dims.kernels)
 
+    @property
+    def small_slope(self) -> float:
+        return 0.5 / self.config.temperature  # type: ignore[no-any-return]
+
     def log_values(self, scores: Tensor) -> Tensor:
         """Return log p; precise where p underflows."""
         scores = self._scaled(scores)

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.kernels.router import largest
+from megamoe.kernels.router import largest, shares
 from megamoe.moe.part import Example, StepContext
-from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL, WeightedByP, num_candidates_T
+from megamoe.moe.routing import LOWEST, Pairs, Scored
+from megamoe.moe.selectors.choices import WeightedByP, num_candidates_T, only_valid, probs_N, shares_N
 from megamoe.moe.validation import refuse_more_than_experts
 from megamoe.registry import register
 
@@ -65,7 +65,12 @@ class EntropyAware(WeightedByP):
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return min_k to max_k pairs per token, fewer if it has fewer candidates."""
         probs_TE = scored.probs_TE.detach()
-        share_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+        slope = scored.small_slope(best=True)
+
+        def logs_TE() -> Tensor:
+            return only_valid(slope * scored.scores_TE.detach(), scored.candidates_TE, LOWEST)
+
+        share_TE = shares(probs_TE, None if slope is None else logs_TE)
         perplexity_T = torch.special.entr(share_TE).sum(dim=-1).exp()
         wanted_T = perplexity_T.round().long().clamp(self.config.min_k, self.config.max_k)
         count_T = wanted_T.minimum(num_candidates_T(scored.candidates_TE, probs_TE))
@@ -76,6 +81,12 @@ class EntropyAware(WeightedByP):
         """Return the pairs of these choices with the weights that the options name."""
         pairs = super().replayed(scored, expert_TK, count_T)
         if self.config.weights == "renormalised":
-            total_T = pairs.weight_N.new_zeros(scored.num_tokens).index_add(0, pairs.token_N, pairs.weight_N)
-            pairs.weight_N = pairs.weight_N / total_T.clamp_min(SMALLEST_TOTAL).index_select(0, pairs.token_N)
+            slope = scored.small_slope()
+
+            def logs_N() -> Tensor:
+                return slope * probs_N(scored.scores_TE, pairs.token_N, pairs.expert_N)
+
+            logs = None if slope is None else logs_N
+            sizes = pairs.token_N, scored.num_tokens, 1.0
+            pairs.weight_N = shares_N(pairs.weight_N, logs, *sizes)
         return pairs

@@ -10,7 +10,7 @@ from megamoe.kernels.router import largest
 from megamoe.moe import rng
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import SMALLEST_TOTAL, FixedK, only_valid, valid_TK
+from megamoe.moe.selectors.choices import FixedK, chosen_shares_TK, valid_TK
 from megamoe.registry import register
 
 
@@ -53,15 +53,13 @@ class Sample(FixedK):
         """Return T * k pairs in the order drawn, fewer if a token has fewer candidates."""
         keys_TE = self._drawn_TE(scored, context) if self.training else scored.ranking_TE
         expert_TK = largest(keys_TE, self.config.k)
-        weight_TK = self._weights_TK(scored.probs_TE.gather(1, expert_TK))
         valid_TK = None if scored.candidates_TE is None else scored.candidates_TE.gather(1, expert_TK)
-        return Pairs.of_choices(expert_TK, weight_TK, valid_TK)
+        return Pairs.of_choices(expert_TK, self._weights_TK(scored, expert_TK, valid_TK), valid_TK)
 
     def replayed(self, scored: Scored, expert_TK: Tensor, count_T: Tensor) -> Pairs:
         """Return the pairs of these choices, weighted as those drawn."""
         kept_TK = valid_TK(expert_TK, count_T)
-        weight_TK = self._weights_TK(only_valid(scored.probs_TE.gather(1, expert_TK), kept_TK))
-        return Pairs.of_choices(expert_TK, weight_TK, kept_TK)
+        return Pairs.of_choices(expert_TK, self._weights_TK(scored, expert_TK, kept_TK), kept_TK)
 
     def _drawn_TE(self, scored: Scored, context: StepContext) -> Tensor:
         """Return the log probabilities plus the noise, fp32 [T, E]; -inf for non-candidates."""
@@ -77,9 +75,8 @@ class Sample(FixedK):
         keys_TE = logs_TE + rng.gumbel(draw_key, index_T, scored.num_experts, kernels=self.dims.kernels)
         return scored.of_candidates_TE(keys_TE, float("-inf"), self.dims.kernels)
 
-    def _weights_TK(self, prob_TK: Tensor) -> Tensor:
-        if self.config.weights == "one":
-            return torch.ones_like(prob_TK)
-        if self.config.weights == "raw":
-            return prob_TK
-        return prob_TK / prob_TK.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+    def _weights_TK(self, scored: Scored, expert_TK: Tensor, kept_TK: Tensor | None) -> Tensor:
+        if self.config.weights == "renormalised":
+            return chosen_shares_TK(scored, expert_TK, kept_TK)
+        prob_TK = scored.probs_TE.gather(1, expert_TK)
+        return prob_TK if self.config.weights == "raw" else torch.ones_like(prob_TK)

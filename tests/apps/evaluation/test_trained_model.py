@@ -73,3 +73,26 @@ def test_a_damaged_checkpoint_is_passed_over_and_a_sweep_verifies_once(pool: Poo
     assert none[0].startswith(f"{folder}/{first}: ") and len(none[1]) == 3
     for line in (none[0], named):
         assert line.endswith("no intact checkpoint is left to go on from: name another step_* folder or run")
+
+
+def opened_in(folder: Path, precisions: list[str | None]) -> list[str]:
+    """Job: what becomes of a run in fp32, with experts of 12 columns, opened in each precision."""
+    trainer = Trainer(small_run(folder, moe__expert_ffn_hidden_size=12))
+    trainer.save()
+    trainer.close()
+    found = []
+    for precision in precisions:
+        try:
+            with session(precision=precision) as ranks:
+                found.append(ranks.open(folder / "small").precision)
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_the_precision_of_a_tool_is_checked_as_that_of_training(pool: Pool, tmp_path: Path) -> None:
+    """On a CPU fp16 is computed in fp32."""
+    ((trained, fp16, bf16),) = pool.run(opened_in, tmp_path, [None, "fp16", "bf16"], ranks=1)
+    assert (trained, fp16) == ("fp32", "fp32")
+    why = "moe.expert_ffn_hidden_size: 12 is not a multiple of 8, which grouped experts need in bf16"
+    assert f": in bf16, {why}" in bf16 and bf16.endswith("; add --precision fp32")

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megamoe.apps.finetune.objectives.tagging import NO_TAG
 from megamoe.apps.finetune.results import exact_match, majority, mean_and_spread, normalised, scores, token_f1
 from megamoe.apps.finetune.task import Task, load_task
 from tests.support.apps.tasks import make_task
@@ -57,10 +58,10 @@ def test_correlations_are_those_of_the_definition(tmp_path: Path) -> None:
     assert all(map(math.isnan, constant.values()))
 
 
-def test_words_that_were_cut_off_are_wrong(tmp_path: Path) -> None:
+def test_words_without_a_label_are_wrong(tmp_path: Path) -> None:
     made = task(tmp_path, "tagging")
     rows = [{"tags": ["A", "B", "A"]}, {"tags": ["B"]}]
-    found = scores(made, rows, [{"tags": ["A", "B"]}, {"tags": ["B"]}])
+    found = scores(made, rows, [{"tags": ["A", "B", NO_TAG]}, {"tags": ["B"]}])
     assert found["accuracy"] == 3 / 4
     assert found["f1_macro"] == pytest.approx((2 / 3 + 1) / 2)  # A: one of two found, B: both
 

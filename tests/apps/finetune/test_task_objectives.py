@@ -4,12 +4,15 @@ import json
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import tokenizers as tokenizers_library
 import torch
 from torch.nn import functional
 
 from megamoe.apps.finetune.objectives.labelled import Labelled
+from megamoe.apps.finetune.objectives.tagging import NO_TAG, first_tokens
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.data.tokenizers import load_tokenizer, train_bpe, train_sentencepiece
@@ -137,9 +140,54 @@ def test_words_after_the_cut_have_no_label(tmp_path: Path) -> None:
     assert example.tokens_S.tolist() == [END, *b"abc d", END] and example.length == 10
     assert (example.places_P.tolist(), example.labels_P.tolist()) == ([1, 5], [0, 1])
     logits_SC = torch.tensor([[0, 1.0], [3, 2], [0, 9], [0, 9], [0, 9], [1, 5], [0, 9]])
-    assert objective.prediction(example, logits_SC) == {"tags": ["A", "B"]}
+    assert objective.prediction(example, logits_SC) == {"tags": ["A", "B", NO_TAG]}
     with pytest.raises(UserError, match="a text has 10 tokens.* raise it, or set train.objective.too_long"):
         opened(config_of(tmp_path, "tagging", rows, "data.sequence_length=7"))
+
+
+@pytest.mark.parametrize(
+    ("words", "places"),
+    [
+        (["in", "\u200b", "New", "York"], [1, 0, 3, 4]),
+        (["\u200b", "\x03", "New"], [0, 0, 2]),
+        (["New", "\u200b"], [1, 0]),
+        (["\u200b"], [0]),
+        (["\u200bNew", "Yo\u200brk"], [1, 2]),
+    ],
+)
+def test_words_that_the_tokenizer_removes_have_no_label(
+    tmp_path: Path, words: list[str], places: list[int]
+) -> None:
+    """What is left of a removed word is a space, which has a token."""
+    vocabulary = [(piece, -1.0) for piece in ("</s>", "<unk>", "▁", "▁in", "▁New", "▁York")]
+    backend = tokenizers_library.Tokenizer(tokenizers_library.models.Unigram(vocabulary, 1))
+    removed = tokenizers_library.Regex("\u200b|\x03")
+    backend.normalizer = tokenizers_library.normalizers.Replace(removed, "")
+    backend.pre_tokenizer = tokenizers_library.pre_tokenizers.Metaspace()
+    backend.add_special_tokens(["</s>"])
+    backend.save(str(tmp_path / "own.json"))
+    rows = [{"words": words, "tags": ["AB"[number % 2] for number in range(len(words))]}]
+    config = config_of(tmp_path / "run", "tagging", rows, f"data.tokenizer={tmp_path}/own.json")
+    objective, (example,) = opened(config)
+    own = [number for number, place in enumerate(places) if place]
+    assert example.places_P.tolist() == [place for place in places if place]
+    assert example.labels_P.tolist() == [number % 2 for number in own]
+    logits_SC = torch.zeros(len(example.tokens_S), 2)
+    logits_SC[example.places_P, example.labels_P] = 1
+    tags = [tag if place else NO_TAG for tag, place in zip(rows[0]["tags"], places, strict=True)]
+    assert objective.prediction(example, logits_SC) == {"tags": tags}
+
+
+def test_a_token_of_two_words_is_of_the_one_that_is_not_removed(tokenizers: list[str]) -> None:
+    """SentencePiece counts removed characters to a token beside them; a token may have two words."""
+    tokenizer = load_tokenizer(tokenizers[0])
+    with (
+        patch.object(type(tokenizer), "encode", lambda self, text: [] if text == "-" else [1]),
+        patch.object(type(tokenizer), "decode", lambda self, tokens: "x" * len(tokens)),
+    ):
+        assert first_tokens(["a", "-", "b"], [(0, 1), (1, 5)], tokenizer) == [0, None, 1]
+        assert first_tokens(["a", "-"], [(0, 3)], tokenizer) == [0, None]
+        assert first_tokens(["a", "b"], [(0, 3)], tokenizer) == [0, None]
 
 
 def test_an_answer_is_marked_by_its_tokens(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from megamoe.apps.hf.families import FAMILIES, REFUSED
+from megamoe.apps.hf.import_folder import import_folder
 from tests.support.apps.hf_models import change_config, make, write_tensors
 from tests.support.tiny import tool
 
@@ -227,3 +228,16 @@ def test_what_could_not_be_opened_is_not_imported(tmp_path: Path, refused: Refus
     line = refused("convert_hf", "import", "hf", "run")
     assert "a model with it cannot be opened here: model.hidden_size: 42" in line
     assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+
+
+def test_a_folder_in_bf16_is_checked_in_bf16(tmp_path: Path, refused: Refused) -> None:
+    """Experts of 12 columns can be computed in fp32, where the products take multiples of 4."""
+    model = make("olmoe", tmp_path / "hf", intermediate_size=12)
+    model.to(torch.bfloat16).save_pretrained(tmp_path / "hf")
+    line = refused("convert_hf", "import", "hf", "run")
+    assert (
+        "12 is not a multiple of 8, which grouped experts need in bf16; save the folder's weights in" in line
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
+    model.float().save_pretrained(tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "run")

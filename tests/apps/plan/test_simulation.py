@@ -36,11 +36,13 @@ QUICK = [
     "evenly",
     "bad_input_is_told",
     "command_prints_a_plan",
+    "command_plans_stages",
     "command_tells_mistakes",
     "illegal_runs_are_refused_as_in_training",
     "a_tensor_on_the_wrong_device_fails",
 ]
 FULL = [
+    "every_kind_of_layout_is_simulated",
     "three_examples_are_planned",
     "states_of_a_layout",
     "recomputation_is_counted",

@@ -88,6 +88,15 @@ def check_command_prints_a_plan() -> None:
         assert sizes.keys() <= set(texts)
 
 
+def check_command_plans_stages() -> None:
+    """The page has a line for each stage."""
+    with tempfile.TemporaryDirectory() as folder:
+        code, page, errors = called(folder, "parallel.pipeline=2", "parallel.expert=2", "optimizer.name=muon")
+    assert code == 0, errors
+    assert "pipeline 2" in page.splitlines()[1], page
+    assert "between stages, forward: send" in page
+
+
 def check_collective_lines(lines: list[str], rows: list[dict[str, Any]]) -> None:
     """A line for each part, kind and group, with its calls and its bytes by link, and a sum."""
     start = lines.index("collectives of a rank in a step:") + 2

@@ -319,6 +319,20 @@ def check_recomputation_is_counted() -> None:
     assert roofline(again, GPUS["h100"]).model_flops == roofline(plain, GPUS["h100"]).model_flops
 
 
+def check_every_kind_of_layout_is_simulated() -> None:
+    """Pipeline stages, their chunks, parts of a sequence and of an expert; ZeRO 0 to 3; AdamW and Muon."""
+    stages = ("parallel.pipeline=2", "model.num_layers=4", "model.tie_embeddings=false")
+    for stage, overrides in (
+        (0, ("parallel.pipeline=2", "model.num_layers=4", "parallel.deepspeed=ds_configs/zero0_bf16.json")),
+        (1, (*stages, "parallel.pipeline_chunks=2", "parallel.expert=2", "optimizer.name=muon")),
+        (1, (*stages, "parallel.expert_tensor=2", "parallel.deepspeed=ds_configs/zero2_bf16.json")),
+        (0, (*stages, "parallel.context=2", "parallel.tensor=2", "model.num_attention_heads=4")),
+        (0, ("parallel.deepspeed=ds_configs/zero3_bf16.json", "parallel.expert=2", "optimizer.name=muon")),
+    ):
+        config = tiny(*SMALL, "moe.num_experts=8", *overrides)
+        assert simulate_step(config, 8, micro_batches=2, stage=stage).peak.bytes > 0, overrides
+
+
 def check_evenly() -> None:
     assert evenly(7, 3) == [3, 2, 2]
     assert evenly(0, 2) == [0, 0]

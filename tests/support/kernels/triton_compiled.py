@@ -90,12 +90,12 @@ LAUNCHES: dict[str, Launch] = {
     "router_to_weight": Launch(router._to_weight, "fxassf", fixed(**OF_WEIGHT)),
     "top_k": Launch(router._top_k, "fasi", fixed(COUNT=2, ROWS=router.TOKENS_OF_A_PASS, EXPERTS=MANY)),
     "chosen_weights": Launch(
-        router._chosen_weights, "fiassrrf", fixed(ROWS=router.TOKENS_OF_A_PASS, CHOICES=8)
+        router._chosen_weights, "ffiassrrrrf", fixed(ROWS=router.TOKENS_OF_A_PASS, CHOICES=8)
     ),
     **{
         f"chosen_weights_backward_{experts}": Launch(
             router._chosen_weights_backward,
-            "ffiasrrf",
+            "fffiasrrrrff",
             fixed(ROWS=router.NUMBERS_OF_A_GRADIENT // experts, EXPERTS=experts, CHOICES=8),
         )
         for experts in (128, 512)

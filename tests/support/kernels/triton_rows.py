@@ -1,5 +1,6 @@
 """Checks of Triton's passes over rows and routers in its interpreter; triton_checks.py runs them."""
 
+import itertools
 import math
 import tempfile
 from collections.abc import Callable
@@ -230,24 +231,31 @@ def check_scores_of_a_router() -> None:
 
 
 def check_weights_of_chosen_experts() -> None:
-    """Also of a token whose p are all 0, whose sum is below the smallest."""
-    for tokens, experts, choices in ((1, 2, 1), (70, 16, 2), (33, 5, 3), (0, 4, 2), (65, 100, 8)):
-        probs_TE = draw(tokens, experts).softmax(-1)
+    """Also of tokens whose p underflow, with their scores and without, and whose p are all 0."""
+    sizes = ((1, 2, 1), (70, 16, 2), (33, 5, 3), (0, 4, 2), (65, 100, 8))
+    for (tokens, experts, choices), slope in itertools.product(sizes, (None, 0.5)):
+        scores_TE = draw(tokens, experts)
+        scores_TE[1::3] -= 2 * 90
+        probs_TE = (0.5 * scores_TE).sigmoid() if slope else scores_TE.softmax(-1)
         if tokens > 1:
             probs_TE[1] = 0
         expert_TK = draw(tokens, experts, seed=1).topk(choices).indices
         sent_TK = draw(tokens, choices, seed=2)
 
-        def run(probs_TE: Tensor, expert_TK: Tensor, sent_TK: Tensor) -> list[Tensor]:
-            probs_TE = probs_TE.clone().requires_grad_()
-            weight_TK = router.renormalised_weights(probs_TE, expert_TK, 1e-20, 2.5, Kernels())
-            return [weight_TK.detach(), *torch.autograd.grad(weight_TK, probs_TE, sent_TK)]
+        def run(
+            probs_TE: Tensor, scores_TE: Tensor, expert_TK: Tensor, sent_TK: Tensor, slope: float | None
+        ) -> list[Tensor]:
+            both = [each.clone().requires_grad_() for each in (probs_TE, scores_TE)]
+            weight_TK = router.renormalised_weights(*both, expert_TK, slope, 2.5, Kernels(compiled=False))
+            wanted = both if slope else both[:1]
+            return [weight_TK.detach(), *torch.autograd.grad(weight_TK, wanted, sent_TK)]
 
+        arguments = probs_TE, scores_TE, expert_TK, sent_TK, slope
         with on_triton() as names:
-            found = run(probs_TE, expert_TK, sent_TK)
+            found = run(*arguments)
         assert names == ["chosen_weights", "chosen_weights_backward"]
         with on_plain():
-            expected = run(probs_TE, expert_TK, sent_TK)
+            expected = run(*arguments)
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

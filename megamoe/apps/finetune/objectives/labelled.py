@@ -39,6 +39,7 @@ class Example:
     tokens_S: int64, with its ends, at most `data.sequence_length`. length: the tokens before a cut. places_P:
     int64, the positions of the labels. labels_P: int64, or fp32 for numbers. spans: of an objective that
     predicts parts of a text, its characters' [start, end) of each token; (0, 0): a token of something else.
+    words: of an objective that predicts words, the position of each one's label, 0 for a word without one.
     """
 
     tokens_S: np.ndarray
@@ -46,6 +47,7 @@ class Example:
     places_P: np.ndarray
     labels_P: np.ndarray
     spans: tuple[tuple[int, int], ...] = ()
+    words: tuple[int, ...] = ()
 
     def item(self) -> Item:
         """Return the tensors `tokens`, `places` and `labels`."""

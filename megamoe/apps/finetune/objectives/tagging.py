@@ -9,9 +9,11 @@ from torch import Tensor
 from megamoe.apps.finetune.label_files import Line
 from megamoe.apps.finetune.objectives.labelled import ENDS, Example, Labelled, Reading, number_of, right_share
 from megamoe.data.batches import Batch
+from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError
 from megamoe.registry import register
 
+NO_TAG = ""  # the prediction of a word without a label; no label has this name
 EXPECTED = '{"words": [...], "tags": [...]}'
 
 
@@ -34,22 +36,19 @@ class Tagging(Labelled):
 
     @classmethod
     def example(cls, line: Line, reading: Reading) -> Example:
-        """See `Labelled`. Words whose first token was cut off have no label."""
+        """See `Labelled`. Words without a token, or whose first token was cut off, have no label."""
         words, tags = _words(line)
         ids, spans = reading.tokenizer.encode_with_spans(" ".join(words))
-        ends = [end for _, end in spans]
-        first, place = [], 0
-        for word in words:
-            first.append(1 + bisect_right(ends, place))  # of the token with the word's first character
-            place += len(word) + 1
         kept = ids[: reading.most - ENDS]
-        places = [number for number in first if number <= len(kept)]
+        firsts = first_tokens(words, spans, reading.tokenizer)
+        places = [0 if token is None or token >= len(kept) else 1 + token for token in firsts]
         labels = [number_of(line, tag, reading.labels) for tag in tags]
         return Example(
             np.array([reading.end, *kept, reading.end], dtype=np.int64),
             len(ids) + ENDS,
-            np.array(places, dtype=np.int64),
-            np.array(labels[: len(places)], dtype=np.int64),
+            np.array([place for place in places if place], dtype=np.int64),
+            np.array([label for label, place in zip(labels, places, strict=True) if place], dtype=np.int64),
+            words=tuple(places),
         )
 
     def evaluation_sums(self, batch: Batch, logits: Tensor | None) -> dict[str, Tensor]:
@@ -58,8 +57,30 @@ class Tagging(Labelled):
         return right_share(batch, logits.argmax(2))
 
     def prediction(self, example: Example, logits: Tensor) -> dict[str, Any]:
-        """Return the `tags` of the words that were not cut off; logits: [S, tags]."""
-        return {"tags": [self.labels[int(logits[place].argmax())] for place in example.places_P]}
+        """Return the `tags` of all words, NO_TAG for those without a label; logits: [S, tags]."""
+        best = [self.labels[int(logits[place].argmax())] if place else NO_TAG for place in example.words]
+        return {"tags": best}
+
+
+def first_tokens(words: list[str], spans: list[tuple[int, int]], tokenizer: Tokenizer) -> list[int | None]:
+    """Return the number of each word's first token; None for a word that the tokenizer removes.
+
+    spans: the characters' [start, end) of each token of the words, joined by spaces. If two words have the
+    same token, the second has none, unless the first is removed: SentencePiece counts what it removes to a
+    token beside it.
+    """
+    ends = [end for _, end in spans]
+    word_of: dict[int, int] = {}
+    start = 0
+    for number, word in enumerate(words):
+        token = bisect_right(ends, start)  # the first one that ends behind the word's first character
+        begins_before = token < len(spans) and spans[token][0] < start + len(word)
+        owner = word_of.get(token)
+        if begins_before and (owner is None or not tokenizer.decode(tokenizer.encode(words[owner])).strip()):
+            word_of[token] = number
+        start += len(word) + 1
+    token_of = {number: token for token, number in word_of.items()}
+    return [token_of.get(number) for number in range(len(words))]
 
 
 def _words(line: Line) -> tuple[list[str], list[str]]:

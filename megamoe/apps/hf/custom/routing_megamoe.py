@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from megamoe.apps.hf.custom.configuration_megamoe import MegamoeConfig
 
-SMALLEST_TOTAL = 1e-20  # the least sum to divide by
+SMALL_TOTAL = 1e-15  # the p of smaller sums may have underflowed
 LOWEST = torch.finfo(torch.float32).min
 
 
@@ -123,7 +123,7 @@ class Router(nn.Module):
         elif self.choice == "threshold":
             chosen_TE, weight_TE = self._threshold(ranking_TE, probs_TE), probs_TE
         elif self.choice == "entropy_aware":
-            chosen_TE, weight_TE = self._entropy_aware(ranking_TE, probs_TE, candidates_TE)
+            chosen_TE, weight_TE = self._entropy_aware(scores_TE, ranking_TE, probs_TE, candidates_TE)
         else:
             if self.choice == "table":
                 scale = self.options["scale"]
@@ -171,7 +171,8 @@ class Router(nn.Module):
                 scores_TE = scores_TE.masked_fill(~candidates_TE, -math.inf)
             prob_TK = scores_TE.gather(1, expert_TK).softmax(dim=-1)
         elif kind == "renormalised":
-            prob_TK = prob_TK / prob_TK.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+            kept_TK = None if candidates_TE is None else candidates_TE.gather(1, expert_TK)
+            prob_TK = self._shares(prob_TK, scores_TE.gather(1, expert_TK), kept_TK)
         return prob_TK * self.options["scale"]
 
     def _threshold(self, ranking_TE: Tensor, probs_TE: Tensor) -> Tensor:
@@ -183,11 +184,19 @@ class Router(nn.Module):
         count_T1 = (sum_TE < self.options["threshold"] * probs_TE.sum(-1, keepdim=True)).sum(-1, True) + 1
         return self._first(order_TE, count_T1)
 
+    def _shares(self, prob_TK: Tensor, score_TK: Tensor, kept_TK: Tensor | None = None) -> Tensor:
+        """Return p over the sum of those that are kept; of small sums by their logarithms."""
+        log_TK = self.score_function.log_values(score_TK)
+        if kept_TK is not None:
+            prob_TK, log_TK = prob_TK.masked_fill(~kept_TK, 0.0), log_TK.masked_fill(~kept_TK, LOWEST)
+        total_T1 = prob_TK.sum(dim=-1, keepdim=True)
+        return torch.where(total_T1 < SMALL_TOTAL, log_TK.softmax(dim=-1), prob_TK / total_T1)
+
     def _entropy_aware(
-        self, ranking_TE: Tensor, probs_TE: Tensor, candidates_TE: Tensor | None
+        self, scores_TE: Tensor, ranking_TE: Tensor, probs_TE: Tensor, candidates_TE: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Return the best m experts, m the perplexity of p within bounds."""
-        share_TE = probs_TE / probs_TE.sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
+        share_TE = self._shares(probs_TE, scores_TE, candidates_TE)
         perplexity_T1 = torch.special.entr(share_TE).sum(dim=-1, keepdim=True).exp()
         count_T1 = perplexity_T1.round().long().clamp(self.options["min_k"], self.options["max_k"])
         chosen_TE = self._first(ranking_TE.argsort(dim=-1, descending=True, stable=True), count_T1)
@@ -195,8 +204,7 @@ class Router(nn.Module):
             chosen_TE = chosen_TE & candidates_TE
         if self.options["weights"] == "raw":
             return chosen_TE, probs_TE
-        total_T1 = (probs_TE * chosen_TE).sum(dim=-1, keepdim=True).clamp_min(SMALLEST_TOTAL)
-        return chosen_TE, probs_TE / total_T1
+        return chosen_TE, self._shares(probs_TE, scores_TE, chosen_TE)
 
     def _first(self, order_TE: Tensor, count_T1: Tensor) -> Tensor:
         """Return the first experts of an order, bool [T, E]."""
