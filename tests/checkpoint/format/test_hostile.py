@@ -216,8 +216,8 @@ TOLD = {
     "many chunks": "48 chunks, expected at most 12 (shard files: 2)",
     "astronomic shape": "too many elements",
     "empty but vast": "too many elements",
-    "a tensor twice": "appears twice",
-    "step twice": "appears twice",
+    "a tensor twice": "stands twice",
+    "step twice": "stands twice",
     "deep config": "nested too deeply",
     "another dtype": "is F32 [6, 4], expected F64 [6, 4]",
 }
