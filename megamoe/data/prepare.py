@@ -41,7 +41,7 @@ TRAIN = "train"
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
 PART_BYTES = 1 << 26  # of sources; less is written in one piece
-PARTS_VERSION = 2  # part of a part's key
+PARTS_VERSION = 3  # part of a part's key
 LOG_INTERVAL_S = 20.0
 MOST_WORKERS, LARGEST_VOCABULARY = 512, 10**8
 
