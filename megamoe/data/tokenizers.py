@@ -107,9 +107,8 @@ class Tokenizer(ABC):
         """
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
-        longest_first = sorted(self.marks, key=len, reverse=True)
         first = 0
-        for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
+        for piece in self._divided(text):
             if piece in self.marks:
                 tokens.append(self.marks[piece])
                 spans.append((first, first + len(piece)))
@@ -119,6 +118,11 @@ class Tokenizer(ABC):
                 spans += [(first + start, first + end) for start, end in inside]
             first += len(piece)
         return tokens, spans
+
+    def _divided(self, text: str) -> list[str]:
+        """Return the pieces of a text: each text of `marks` in it, and what stands between them."""
+        longest_first = sorted(self.marks, key=len, reverse=True)
+        return re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
 
 
 class ByteTokenizer(Tokenizer):
@@ -198,6 +202,11 @@ class JsonTokenizer(Tokenizer):
             found = self._backend.encode(text, add_special_tokens=False)
         finally:
             self._backend.encode_special_tokens = True
+        if self._plain is not self._backend:  # its normalization may make a mark of other characters
+            marks = sum(piece in self.marks for piece in self._divided(text))
+            special_N = np.isin(found.ids, list(self.unreachable))
+            if special_N.sum() > marks:
+                self.check_text_only(np.array(found.ids)[special_N])
         return list(found.ids), list(found.offsets)
 
     def decode(self, tokens: list[int]) -> str:
@@ -276,7 +285,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eod < 0:
             raise UserError(f"tokenizer {self.name!r} has no </s> to end a document; train it with an eos_id")
         self.eod_text = self._backend.id_to_piece(self.eod)
-        # Control symbols, such as that of eos_id, are never the result of encoding text; user-defined ones are.
+        # No text is encoded to a control symbol, such as that of eos_id; to user-defined symbols it is.
         ids = [number for number in range(self.vocab_size) if self._backend.is_control(number)]
         self.special = SpecialTokens({self._backend.id_to_piece(i): i for i in ids if i != self.eod})
 

@@ -115,6 +115,9 @@ def test_unigram_spells_the_token_by_its_characters(tmp_path: Path) -> None:
         (4, 5),
     ]
     assert tokenizer.decode(tokenizer.encode("a</s>b")) == "a</s>b"
+    assert tokenizer.encode_marked("a</s>")[0] == [4, 5, 1]
+    with pytest.raises(UserError, match=r"t.json' encodes a text to the special token </s> \(id 1\)"):
+        tokenizer.encode_marked(HOSTILE[-1])  # NFKC makes ordinary angle brackets of these
 
 
 def test_byte_level_bpe_is_the_library_s_own(tmp_path: Path) -> None:
