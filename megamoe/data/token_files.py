@@ -39,7 +39,8 @@ def read_tokens(stream: IO[bytes], name: str, selection: Selection) -> Iterator[
             f"{name}: no header of llm.c (magic {' or '.join(map(str, FORMATS))}, found {magic}); add "
             "--raw-ids uint16 if it holds token ids alone, as nanoGPT writes them"
         )
-    tokens, pending = 0, []
+    tokens = 0
+    pending: list[np.ndarray] = []
     content = start if right is None else stream.read(CHUNK_BYTES)
     while content:
         if len(content) % np.dtype(dtype).itemsize:

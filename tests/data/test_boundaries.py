@@ -97,7 +97,7 @@ def test_counts_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_an_end_token_of_another_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = write(tmp_path / "other", [[[7, EOD, 8, 3]], [[9, 3]], [[EOD, 3]]])
-    aware = {"document_aware": True, "tokenizer": "bytes", "sequence_length": 3}
+    aware: dict[str, Any] = {"document_aware": True, "tokenizer": "bytes", "sequence_length": 3}
     wrong = rf"other': 3 of 3 documents .* token {EOD}, which occurs 2 times; set data.tokenizer"
     with pytest.raises(UserError, match=wrong):
         build(config(other, **aware))
