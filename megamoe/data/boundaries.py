@@ -5,7 +5,7 @@ and with its own tokenizer's token. The .idx has the boundaries in either case.
 """
 
 import threading
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +22,8 @@ from megamoe.data.ranks import once_per_machine, rank
 from megamoe.data.verify import CHUNK_BYTES, ScanCache, cache_folder
 from megamoe.errors import UserError
 
+STEP = 64  # documents whose starts are read at a time
+
 
 class DocumentStarts(Sequence[int]):
     """The token at which each document begins, and last the number of tokens; read from an .idx."""
@@ -35,11 +37,25 @@ class DocumentStarts(Sequence[int]):
         return self._header.num_boundaries
 
     def __getitem__(self, number: int) -> int:  # type: ignore[override]
-        return int(self._slice(number, number + 1)[0])
+        if number >= len(self):
+            raise IndexError(number)
+        sequence = self._number(self._header.boundaries_at, number)
+        if sequence == self._header.num_sequences:
+            return self._tokens
+        return self._number(self._header.pointers_at, sequence) // self._header.token_bytes
+
+    def _number(self, place: int, number: int) -> int:
+        return int.from_bytes(self._file.read(place + 8 * number, 8), "little")
 
     def between(self, first: int, last: int) -> list[int]:
         """Return the documents' first tokens that lie after token `first` and before token `last`."""
-        return [self[number] for number in range(bisect_right(self, first), bisect_left(self, last))]
+        found: list[int] = []
+        for number in range(bisect_right(self, first), len(self), STEP):
+            starts_N = self._slice(number, min(number + STEP, len(self)))
+            found += starts_N[starts_N < last].tolist()
+            if starts_N[-1] >= last:
+                break
+        return found
 
     def chunks(self) -> Iterator[np.ndarray]:
         """Yield all, int64 [N] at a time; the last of each is the first of the next."""
