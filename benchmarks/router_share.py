@@ -4,8 +4,8 @@
                                       [--experts 512] [--tokens 4096] [--plugin my_parts.py]
 
 Each part stands in a layer of its own with the neighbours that it requires, once with each of its examples,
-by which a token has about 8 experts (`megamoe.moe.examples`). The bar: router and losses, forward and
-backward, take at most 10 % of the whole layer's time with experts in fp32 (`all fp32`; beyond, the line says
+by which a token has about 8 experts (`tests/support/moe/examples.py`). The bar: router and losses, forward
+and backward, take at most 10 % of the whole layer's time with experts in fp32 (`all fp32`; beyond, the line says
 `over`). Not held to it: layers whose selector solves an assignment or draws the experts (`no bar`).
 `all bf16`, the share where the experts compute in bf16 while the router stays fp32 by principle, has no bar
 either.
@@ -31,13 +31,13 @@ from common.machine import settle_process
 from common.moe_layer import build_layer
 from megamoe.config import parse_config
 from megamoe.errors import UserError
+from megamoe.moe.capabilities import capabilities
 from megamoe.moe.context import MicroBatch
-from megamoe.moe.examples import example_trees
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Part, StepContext
-from megamoe.moe.suggestions import capabilities
-from megamoe.registry import KINDS, get_part, list_parts, load_plugin, nearest_and_all
+from megamoe.registry import KINDS, list_parts, load_plugin, nearest_and_all
+from tests.support.moe.examples import example_trees, examples_of
 
 HIDDEN, FFN, VOCAB, SEQUENCES, CHOICES = 512, 256, 32000, 8, 8
 BAR = 0.10
@@ -87,7 +87,7 @@ def cases_of(wanted: str | None, num_experts: int) -> Iterator[tuple[str, str, s
                 )
         parts = [(kind, name) for kind, name in parts if name in names or f"{kind}/{name}" in names]
     for kind, name in parts:
-        examples = get_part(kind, name).examples(num_experts, CHOICES)
+        examples = examples_of(kind, name, num_experts, CHOICES)
         trees = example_trees(kind, name, num_experts, CHOICES, LOSSES)
         for example, tree in zip(examples, trees, strict=True):
             yield kind, name, " ".join(f"{key}={value}" for key, value in example.options.items()), tree

@@ -1,7 +1,7 @@
 """The base classes of the MoE layer's parts, and the sizes that a part is built with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -55,9 +55,8 @@ Constraint = tuple[nn.Parameter, Callable[[Tensor], Tensor]]
 
 @dataclass(frozen=True)
 class Example:
-    """Example settings of a part, for tests and benchmarks.
-
-    options: the part's options. beside: more of the section `moe`, if the defaults do not suit the part.
+    """Options of a plugin's part, for tests and benchmarks: what its class method `examples(num_experts,
+    num_choices)` returns a list of. beside: more of the section `moe`, if the defaults do not suit the part.
     """
 
     options: dict[str, Any] = field(default_factory=dict)
@@ -88,7 +87,7 @@ class Part(nn.Module):
 
     A part reads what another part declares, never its name or class. A capability is a word: the name of an
     extra, one of `CAPABILITIES`, or a plugin's own word. `validation.check_parts` compares what parts
-    provide, require and refuse. `examples.example_trees` adds the parts that a part requires.
+    provide, require and refuse.
 
     Experts without computation (`moe.zero_experts`) are the last ones; a router chooses among all. A part
     that takes all experts to be alike, in load or in place, declares `experts_alike`: it is refused beside
@@ -127,15 +126,6 @@ class Part(nn.Module):
     def sizes(cls, options: Any, num_experts: int) -> dict[str, int]:
         """Return the sizes of its extras by the letter in their shape suffix, other than T and E."""
         return {}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """Return options that show the part; tests and benchmarks run all of them.
-
-        num_experts: the layer's experts, a multiple of 16. num_choices: about how many experts a token has,
-        at least 2.
-        """
-        return [Example()]
 
     def __init__(self, config: Any, dims: Dims) -> None:
         super().__init__()

@@ -4,7 +4,6 @@ built.
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -13,8 +12,14 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import Problem, raise_first
-from megamoe.moe import suggestions
-from megamoe.moe.capabilities import capabilities, describe, needs, provides, requirements
+from megamoe.moe.capabilities import (
+    capabilities,
+    describe,
+    how_to_remove,
+    needs,
+    provides,
+    requirements,
+)
 from megamoe.moe.part import Candidates, Mask, Part, Residual, ScoreFunction, Selector
 from megamoe.registry import failure_of, get_part, is_ours, label
 
@@ -109,65 +114,39 @@ def choice_of(moe: MoEConfig, kind: str) -> PartChoice | None:
 def refuse_misfits(choice: PartChoice, moe: MoEConfig) -> None:
     """Raise ValueError if a part lacks what it requires, or if another part provides what it refuses."""
     part = get_part(choice.kind, choice.name)
-    leave_out, instead = "leave the loss out, or " if choice.kind == "loss" else "", _instead_of(choice, moe)
+    leave_out = "leave the loss out, or " if choice.kind == "loss" else ""
     for word, why in requirements(choice).items():
         if provider(moe, word) is None:
-            _refuse_lack(partial(provides, word), describe(word), why, moe, instead)
+            raise ValueError(_lack(describe(word).gives, describe(word).verb, why, moe, leave_out))
     for word, why in part.refuses(choice.options).items():
         found = provider(moe, word)
         if found is not None:
-            way_out = suggestions.how_to_remove(found, word)
-            named = f"the {label(found.kind)} {found.name!r} {describe(word)}"
-            raise ValueError(f"{named}, {why}; {leave_out}{way_out}")
+            named = f"the {label(found.kind)} {found.name!r} {describe(word).verb}"
+            raise ValueError(f"{named}, {why}; {leave_out}{how_to_remove(found, word)}")
     others = [other for _, other in chosen_parts(moe)]
     for (kind, word), why in part.must_be_required(choice.options).items():
         if not any(needs(word, kind, other) for other in others):
-            _refuse_lack(partial(needs, word, kind), f"makes use of {word}", why, moe, instead)
+            raise ValueError(_lack(describe(word).reader, f"makes use of {word}", why, moe, leave_out))
 
 
-def _instead_of(choice: PartChoice, moe: MoEConfig) -> str:
-    """Return the first alternative to a loss: one that reads this scorer's extras, or no loss."""
-    if choice.kind != "loss":
-        return ""
-    given = capabilities(moe.router.scorer)
-    readers = suggestions.find_parts(lambda other: bool(given & requirements(other).keys()))
-    others = [other for other in readers if other.kind == choice.kind and other.name != choice.name]
-    return f"take the loss {suggestions.to_yaml(others)}, or " if others else "leave the loss out, or "
-
-
-def _refuse_lack(fits: suggestions.Fits, what: str, why: str, moe: MoEConfig, leave_out: str) -> None:
-    """Raise ValueError: no part of the layer fits; the message names registered parts that would."""
-    ways = suggestions.find_parts(fits)
-    if not ways:
-        raise ValueError(f"no part {what}, {why}; name a plugin with such a part in plugins")
-    kind = ways[0].kind
-    ways = usable([way for way in ways if way.kind == kind], moe)
-    current = choice_of(moe, kind)
+def _lack(setting: str, what: str, why: str, moe: MoEConfig, leave_out: str) -> str:
+    """Return the message: no part of the layer does what is needed; the setting names one that does."""
+    if not setting:
+        return f"no part {what}, {why}; {leave_out}name a plugin with such a part in plugins"
+    current = choice_of(moe, setting.partition(":")[0])
     if current is None:
-        listed = "moe.losses" if kind == "loss" else "moe.router.masks"
-        raise ValueError(f"{listed} lacks one that {what}, {why}; {leave_out}add {suggestions.to_yaml(ways)}")
-    option = suggestions.another_option(current, fits)
-    raise ValueError(
-        f"the {label(kind)} is {current.name!r}, expected one that {what}, {why}; {leave_out}set "
-        f"{option or f'{kind}: {suggestions.to_yaml(ways)}'}"
-    )
-
-
-def usable(ways: list[PartChoice], moe: MoEConfig) -> list[PartChoice]:
-    """Return the parts whose own requirements the layer meets; all of them if there is none."""
-    met = [way for way in ways if all(provider(moe, word) is not None for word in requirements(way))]
-    return met or ways
+        listed, _, name = setting.partition(".")
+        return f"moe.{listed} lacks one that {what}, {why}; {leave_out}add {name or 'one'}"
+    kind = label(current.kind)
+    return f"the {kind} is {current.name!r}, expected one that {what}, {why}; {leave_out}set {setting}"
 
 
 def refuse_one_candidate(choice: PartChoice, moe: MoEConfig) -> None:
     """Raise ValueError if the router could not learn because a mask leaves each token one candidate."""
     if candidates_of(choice, moe.num_experts).most == 1 and sums_to_1(moe):
-        kind = moe.router.score_function.kind
-        others = suggestions.find_parts(lambda c: c.kind == kind and not provides("sums_to_1", c))
-        others = usable(others, moe)
         raise ValueError(
             "leaves one expert to each token, whose p is 1 whatever its score, so that the router gets no "
-            f"gradient; leave more, or set score_function: {suggestions.to_yaml(others)}"
+            "gradient; leave more, or set score_function: sigmoid"
         )
 
 
@@ -247,6 +226,7 @@ def _refuse_even(what: str) -> None:
     )
 
 
+LAYER_LOSSES = ("dims", "objective", "objectives", "token_sharding", "weights")
 BASES = {  # all others: Part
     "residual": Residual,
     "mask": Mask,
@@ -313,7 +293,7 @@ def _problem(key: str, choice: PartChoice, check: Callable[..., None], *argument
 
 
 def _check_loss(name: str, options: Any) -> None:
-    if hasattr(nn.ModuleDict(), name):  # the layer keeps its losses in one
+    if hasattr(nn.ModuleDict(), name) or name in LAYER_LOSSES:  # `AuxiliaryLosses` has these attributes
         raise ValueError("modules of PyTorch use this name; choose another")
     if not options.weight >= 0:
         raise ValueError(f"weight is {options.weight}, expected at least 0")

@@ -10,13 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe import registry
 from megamoe.config import parse_config, to_dict
 from megamoe.config.groups import kinds
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe.capabilities import capabilities
-from megamoe.moe.examples import example_trees
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import Part
@@ -31,6 +29,7 @@ from tests.support.moe.build import (
     observed,
     set_tokens,
 )
+from tests.support.moe.examples import example_trees, examples_of
 from tests.support.moe.part_layers import PARTS
 
 DRAWS = 150
@@ -72,7 +71,7 @@ MORE: dict[tuple[str, str], list[Options]] = {
 def changed(tree: Options, part: tuple[str, str], dice: random.Random) -> Options:
     """Return the section `moe` with this part and some of its options, instead of its stage's or added."""
     kind, name = part
-    examples = [example.options for example in registry.get_part(kind, name).examples(*SIZES)]
+    examples = [example.options for example in examples_of(kind, name, *SIZES)]
     options, tree = dice.choice([*examples, *MORE.get(part, [])]), copy.deepcopy(tree)
     if kind == "loss":
         tree["losses"][name] = {**options, "weight": 0.1}

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from megamoe import registry
 from megamoe.moe.auxiliary_losses import AuxiliaryLosses
-from megamoe.moe.examples import example_trees
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.objective import Objective
 from megamoe.moe.part import CAPABILITIES, Part, StepContext
@@ -25,6 +24,7 @@ from tests.support.moe.build import (
     observed,
     set_tokens,
 )
+from tests.support.moe.examples import example_trees, examples_of
 from tests.support.moe.part_layers import PART_IDS, PARTS
 
 EXPERTS = 16
@@ -268,7 +268,7 @@ def chooses_as_declared(selector: Any, provided: set[str], routing: Routing) -> 
 
 def starts_of(name: str) -> list[dict[str, Any]]:
     """Return the options of a scorer's layers here: its examples, and its defaults."""
-    return [{}, *(example.options for example in registry.get_part("scorer", name).examples(EXPERTS, 2))]
+    return [{}, *(example.options for example in examples_of("scorer", name, EXPERTS, 2))]
 
 
 def make_scorer(name: str, options: dict[str, Any], layer: int = 1, seed: int = 1) -> Any:

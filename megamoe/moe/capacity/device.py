@@ -8,7 +8,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
 from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
-from megamoe.moe.part import Example, Part, StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.registry import register
 
@@ -54,10 +54,6 @@ class DeviceCapacity(Part):
                 raise ValueError("factor and eval_factor must be positive; for no limit use capacity: none")
             if not 0 <= self.spare < 1:
                 raise ValueError("spare must be at least 0 and under 1; for no drops use capacity: none")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"devices": 8}), Example({"devices": 4, "factor": 0.5})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -27,7 +27,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
 from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
-from megamoe.moe.part import Example, Part, StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Places, Scored
 from megamoe.registry import get_part, register
 
@@ -95,12 +95,6 @@ class PerExpertCapacity(Part):
                 raise ValueError("pad gives every expert as many rows; leave out pad, or tau")
             if self.min_capacity < 0:
                 raise ValueError("min_capacity must be at least 0")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        priorities = ("position", *BY_VALUE, "random")
-        several = [Example({"priority": priority}) for priority in priorities]
-        return [*several, Example({"factor": 0.75, "min_capacity": 0}), Example({"pad": True})]
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.masks.expert_groups import by_group, check_clusters
-from megamoe.moe.part import Example, Part, StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.validation import candidates_of, most_candidates
 from megamoe.registry import get_part, register
@@ -50,10 +50,6 @@ class Clustering(Part):
                 raise ValueError("cluster_size must be at least 2: one expert has no variance")
             if not self.mu >= 0:
                 raise ValueError("mu must be at least 0")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"cluster_size": min(8, num_experts // 4)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.losses.common import group_probs, mean_over_sequences
 from megamoe.moe.masks.expert_groups import check_groups
-from megamoe.moe.part import Example, Part, StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.validation import candidates_of, refuse_all_chosen
 from megamoe.registry import register
@@ -46,11 +46,6 @@ class CommunicationBalance(Part):
                 raise ValueError(
                     f"keep must be at least 1 and at most num_groups {self.num_groups}, found {self.keep}"
                 )
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        groups = min(8, num_experts // 4)
-        return [Example({"num_groups": groups, "keep": min(3, groups // 2)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.losses.common import fractions, group_probs
 from megamoe.moe.masks.expert_groups import check_groups
-from megamoe.moe.part import Example, Part, StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing, count
 from megamoe.moe.validation import refuse_all_chosen
 from megamoe.registry import register
@@ -41,10 +41,6 @@ class DeviceBalance(Part):
         def __post_init__(self) -> None:
             if self.num_groups < 2:
                 raise ValueError("num_groups must be at least 2: over one group the loss is constant")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"num_groups": min(8, num_experts // 4)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

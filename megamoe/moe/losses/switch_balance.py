@@ -15,7 +15,7 @@ from megamoe.moe.losses.common import (
     shares,
     wanted_counts,
 )
-from megamoe.moe.part import Dims, Example, Part, StepContext
+from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.routing import Routing, count
 from megamoe.moe.validation import refuse_all_chosen, refuse_all_largest, refuse_even_selector
 from megamoe.registry import register
@@ -71,14 +71,6 @@ class SwitchBalance(Part):
                 raise ValueError(f"restricted: true needs scope: sequence, found {self.scope!r}")
             if self.probs == "first_choice" and self.scope == "sequence":
                 raise ValueError("probs: first_choice is not defined for scope: sequence; set probs: all")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [
-            Example(),
-            Example({"scope": "sequence"}),
-            Example({"scope": "global_batch", "running": True}),
-        ]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

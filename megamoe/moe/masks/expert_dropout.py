@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
 from megamoe.moe.masks.expert_groups import check_clusters
-from megamoe.moe.part import Candidates, Example, Mask, StepContext
+from megamoe.moe.part import Candidates, Mask, StepContext
 from megamoe.moe.routing import Scored
 from megamoe.moe.validation import candidates_of, experts_wanted
 from megamoe.registry import get_part, register
@@ -76,10 +76,6 @@ class ExpertDropout(Mask):
             return Candidates(num_experts, each=(left, left))
         clusters, left = num_experts // options.cluster_size, options.num_left(options.cluster_size)
         return Candidates(num_experts, clusters, (clusters, clusters), (left, left))
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"cluster_size": min(8, num_experts // 4)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import largest
 from megamoe.moe.masks.expert_groups import by_group, check_groups
-from megamoe.moe.part import Candidates, Example, Mask, StepContext
+from megamoe.moe.part import Candidates, Mask, StepContext
 from megamoe.moe.routing import Scored
 from megamoe.moe.validation import experts_wanted
 from megamoe.registry import register
@@ -68,11 +68,6 @@ class GroupLimit(Mask):
     def num_candidates(cls, options: Config, num_experts: int, expert_parallel: int = 1) -> Candidates:
         size, kept = num_experts // options.num_groups, options.keep
         return Candidates(num_experts, options.num_groups, (kept, kept), (size, size))
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        groups = min(8, num_experts // 4)
-        return [Example({"num_groups": groups, "keep": min(3, groups // 2)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

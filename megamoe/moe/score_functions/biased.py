@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.part import Dims, Example, ScoreFunction, StepContext
+from megamoe.moe.part import Dims, ScoreFunction, StepContext
 from megamoe.registry import get_part
 
 
@@ -85,10 +85,6 @@ class BiasedScoreFunction(ScoreFunction):
         )
         if held is not None and not 0 < held < chosen:
             raise ValueError(f"mean_experts is {held:g}, expected more than 0 and less than {chosen}, the k")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(), Example({"bias_update": 0.001})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

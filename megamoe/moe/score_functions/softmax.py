@@ -6,7 +6,6 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megamoe.kernels.router import masked, softmax
-from megamoe.moe.part import Example
 from megamoe.moe.score_functions.biased import BiasedScoreFunction
 from megamoe.registry import register
 
@@ -39,11 +38,6 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
         plain = {"plain_softmax"} if options.temperature == 1 else set()
         whole = {"sums_to_1"} if options.over == "candidates" else set()
         return super().provides(options) | {"softmax_of_scores"} | plain | whole
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        plain, *biased = super().examples(num_experts, num_choices)
-        return [plain, Example({"over": "all"}), *biased]
 
     @property
     def over_all(self) -> bool:

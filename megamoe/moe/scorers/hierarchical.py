@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Example, Part, StepContext
+from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.registry import register
 
 
@@ -58,10 +58,6 @@ class HierarchicalScorer(Part):
     @classmethod
     def sizes(cls, options: Config, num_experts: int) -> dict[str, int]:
         return {"G": options.num_groups(num_experts)}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"noisy": True})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

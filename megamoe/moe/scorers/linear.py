@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megamoe.kernels.router import scores
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
+from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
 from megamoe.registry import register
 
 
@@ -37,10 +37,6 @@ class LinearScorer(Part):
         def __post_init__(self) -> None:
             if not 0 <= self.jitter < 1:
                 raise ValueError("jitter must be at least 0 and under 1")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(), Example({"jitter": 0.01}), Example({"bias": True}), Example({"rows": True})]
 
     @classmethod
     def provides(cls, options: Config) -> set[str]:

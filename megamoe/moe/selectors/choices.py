@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import SMALL_TOTAL, SMALLEST_TOTAL, none_small, shares
-from megamoe.moe.part import Example, Selector
+from megamoe.moe.part import Selector
 from megamoe.moe.routing import LOWEST, Pairs, Scored
 from megamoe.moe.validation import refuse_more_than_experts
 
@@ -37,10 +37,6 @@ class FixedK(WeightedByP):
         def __post_init__(self) -> None:
             if self.k < 1:
                 raise ValueError("k must be at least 1")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"k": num_choices})]
 
     @classmethod
     def check(cls, options: Any, moe: MoEConfig, expert_parallel: int) -> None:

@@ -11,7 +11,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.router import largest
 from megamoe.moe.capacity.places import num_open
-from megamoe.moe.part import Example, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import WeightedByP, probs_N
 from megamoe.moe.validation import refuse_more_than_experts
@@ -65,10 +65,6 @@ class ExpertChoice(WeightedByP):
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
         return {"bias": "but it would be the same for all tokens among which an expert chooses"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"k": num_choices, "allow_non_causal": True})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

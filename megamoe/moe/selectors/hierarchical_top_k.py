@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import largest
-from megamoe.moe.part import Example, Selector, StepContext
+from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.validation import size_of_extra
 from megamoe.registry import register
@@ -57,10 +57,6 @@ class HierarchicalTopK(Selector):
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
         return {"bias": "which does not reach a choice made by levels"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"groups": 2, "k": max(num_choices // 2, 2)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

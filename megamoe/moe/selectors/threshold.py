@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megamoe.kernels.router import largest
-from megamoe.moe.part import Example, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import WeightedByP, first_choices, num_candidates_T
 from megamoe.registry import register
@@ -44,10 +44,6 @@ class Threshold(WeightedByP):
     @classmethod
     def takes_all(cls, options: Config, num_candidates: int) -> bool:
         return options.threshold == 1 or num_candidates <= 1
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(beside={"router": {"score_function": {"name": "softmax", "temperature": 0.1}}})]
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return at least one pair per token and at most one per candidate."""

@@ -7,7 +7,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import balance
 from megamoe.moe.losses.common import shares
-from megamoe.moe.part import Example, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.validation import refuse_all_chosen, refuse_even_selector
 from megamoe.registry import register
@@ -51,10 +51,6 @@ class DropRateBalance(AdaptiveLoss):
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
         return {"dropless": "so that the drop rate is always 0 and the coefficient falls to 0"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(beside={"router": {"capacity": {"name": "per_expert", "factor": 1.0}}})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.losses.common import probs_shares
-from megamoe.moe.part import Example, Part, StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.registry import register
 
@@ -35,10 +35,6 @@ class HeterogeneousBalance(Part):
         def __post_init__(self) -> None:
             if not self.tau > 0:
                 raise ValueError("tau must be positive")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(beside={"zero_experts": {"identity": 2, "zero": 1, "constant": 1}})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

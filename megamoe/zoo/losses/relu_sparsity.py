@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.part import Example, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.validation import refuse_more_than_experts
 from megamoe.registry import register
@@ -55,11 +55,6 @@ class ReluSparsity(AdaptiveLoss):
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
         return {"sums_to_1": "and the sum of p that the loss lowers is fixed"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        beside = {"router": {"score_function": "relu", "selector": {"name": "above", "mean": num_choices}}}
-        return [Example({"k": num_choices}, beside), Example({"k": num_choices, "balance": False}, beside)]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

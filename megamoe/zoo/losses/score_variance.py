@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe.capabilities import capabilities
-from megamoe.moe.part import Example, Part, StepContext
+from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Routing
 from megamoe.moe.validation import experts_wanted, most_candidates, sums_to_1
 from megamoe.registry import register
@@ -36,10 +36,6 @@ class ScoreVariance(Part):
 
         weight: float = 0.001
         over: Literal["chosen", "all"] = "chosen"
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(), Example({"over": "all"})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

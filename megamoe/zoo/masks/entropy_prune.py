@@ -10,7 +10,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import largest
 from megamoe.moe.capabilities import provides
 from megamoe.moe.masks.expert_groups import by_group, check_groups
-from megamoe.moe.part import Candidates, Example, Mask, ScoreFunction, StepContext
+from megamoe.moe.part import Candidates, Mask, ScoreFunction, StepContext
 from megamoe.moe.routing import Scored
 from megamoe.moe.validation import experts_wanted
 from megamoe.registry import register
@@ -60,10 +60,6 @@ class EntropyPrune(Mask):
         """At least one expert of every group, and no more if the bound is 0."""
         groups, size = options.num_groups, num_experts // options.num_groups
         return Candidates(num_experts, groups, (groups, groups), (1, 1 if options.bound == 0 else size))
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"num_groups": min(8, num_experts // 4)})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.part import Candidates, Example, Mask, StepContext
+from megamoe.moe.part import Candidates, Mask, StepContext
 from megamoe.moe.routing import Scored
 from megamoe.registry import register
 
@@ -57,11 +57,6 @@ class GatingDropout(Mask):
         ranks = options.ranks or expert_parallel
         size = num_experts // ranks
         return Candidates(num_experts, ranks, (1, ranks), (size, size))
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        """With a fixed number of ranks, whatever the layout."""
-        return [Example({"ranks": min(8, num_experts // 4), "rate": 0.5})]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

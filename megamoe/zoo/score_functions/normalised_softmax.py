@@ -6,7 +6,6 @@ from typing import Any
 from torch import Tensor
 
 from megamoe.kernels.router import masked, softmax
-from megamoe.moe.part import Example
 from megamoe.moe.score_functions.biased import BiasedScoreFunction
 from megamoe.registry import register
 
@@ -46,10 +45,6 @@ class NormalisedSoftmaxScoreFunction(BiasedScoreFunction):
     @classmethod
     def provides(cls, options: Any) -> set[str]:
         return super().provides(options) | {"sums_to_1"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"scale": 2.0}), *super().examples(num_experts, num_choices)]
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32; rows sum to 1. A row without candidates is 0."""

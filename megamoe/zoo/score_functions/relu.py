@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from megamoe.kernels.router import masked
-from megamoe.moe.part import Example, ScoreFunction
+from megamoe.moe.part import ScoreFunction
 from megamoe.registry import register
 
 
@@ -30,10 +30,6 @@ class ReluScoreFunction(ScoreFunction):
     @classmethod
     def requires(cls, options: Any) -> dict[str, str]:
         return {"may_choose_none": "since an expert of p = 0 would get the token with weight 0"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(beside={"router": {"selector": {"name": "above", "mean": num_choices}}})]
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value at least 0."""

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from megamoe.kernels.router import scores
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
+from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
 from megamoe.registry import register
 
 
@@ -45,10 +45,6 @@ class DenseToSparseScorer(Part):
                 raise ValueError("steps must be at least 1")
             if not self.noise >= 0:
                 raise ValueError("noise must be at least 0")
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"steps": 4}), Example({"noise": 0.0})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

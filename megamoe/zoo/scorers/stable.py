@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from megamoe.errors import UserError
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
+from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
 from megamoe.registry import register
 
 
@@ -65,10 +65,6 @@ class StableScorer(Part):
     @classmethod
     def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
         return {("loss", "light_TE"): "without which the light router learns nothing"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"phase_1_steps": 2})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         """Raise UserError if the model has no token ids."""

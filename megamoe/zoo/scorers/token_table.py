@@ -12,7 +12,7 @@ from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.kernels.router import scores
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Example, Part, StepContext, mean_row_norm
+from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
 from megamoe.moe.scorers.common import WAY_OUT, open_counts, open_integers, read_counts
 from megamoe.registry import register
 
@@ -65,11 +65,6 @@ class TokenTableScorer(Part):
     @classmethod
     def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
         return {("selector", "table_TK"): "since otherwise the table chooses nothing"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        beside = {"router": {"selector": {"name": "table", "k": num_choices, "weights": "renormalised"}}}
-        return [Example({"table": table}, beside) for table in ("round_robin", "hash")]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import largest
-from megamoe.moe.part import Example, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import WeightedByP, first_choices
 from megamoe.moe.validation import refuse_more_than_experts
@@ -57,12 +57,6 @@ class Above(WeightedByP):
     @classmethod
     def wanted(cls, options: Config, num_experts: int) -> int:
         return options.at_least
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        relu = {"router": {"score_function": "relu"}}
-        some = {"value": 1.5 / num_experts, "at_least": 1}
-        return [Example({"mean": num_choices}, relu), Example(some)]
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import largest, shares
-from megamoe.moe.part import Example, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import LOWEST, Pairs, Scored
 from megamoe.moe.selectors.choices import WeightedByP, num_candidates_T, only_valid, probs_N, shares_N
 from megamoe.moe.validation import refuse_more_than_experts
@@ -57,10 +57,6 @@ class EntropyAware(WeightedByP):
     @classmethod
     def wanted(cls, options: Config, num_experts: int) -> int:
         return int(options.min_k)
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"max_k": max(num_choices, 4)})]
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return min_k to max_k pairs per token, fewer if it has fewer candidates."""

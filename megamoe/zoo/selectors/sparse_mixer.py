@@ -9,7 +9,7 @@ from torch import Tensor
 from megamoe.kernels.autograd import Function
 from megamoe.kernels.router import largest
 from megamoe.moe import rng
-from megamoe.moe.part import Example, StepContext
+from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import FixedK
 from megamoe.registry import register
@@ -60,10 +60,6 @@ class SparseMixer(FixedK):
             "bias": "which does not reach the scores that experts are drawn from",
             "mask": "and q would be of experts that were taken away",
         }
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example({"k": num_choices, "epsilon": 0.5})]
 
     @classmethod
     def replays(cls, options: Config) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from megamoe.moe.part import Dims, Example, Selector, StepContext
+from megamoe.moe.part import Dims, Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import valid_TK
 from megamoe.registry import register
@@ -47,10 +47,6 @@ class TopAny(Selector):
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:
         return {"bias": "which moves no threshold"}
-
-    @classmethod
-    def examples(cls, num_experts: int, num_choices: int) -> list[Example]:
-        return [Example(beside={"router": {"score_function": "sigmoid"}})]
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)

@@ -7,8 +7,8 @@ from megamoe import registry
 from megamoe.config import parse_config
 from megamoe.config.parts import DEFAULTS
 from megamoe.errors import UserError
-from megamoe.moe.examples import example_trees
 from megamoe.moe.validation import check_parts
+from tests.support.moe.examples import example_trees, examples_of
 
 NUM_EXPERTS = 16
 PARTS = [(kind, name) for kind in registry.LAYER_KINDS for name in registry.list_parts(kind)]
@@ -66,5 +66,5 @@ def _options(kind: str, name: str, number: int = -1) -> dict[str, Any]:
     """Return the options of one of the part's examples: the last shows most of it, the first fits every
     preset.
     """
-    options: dict[str, Any] = registry.get_part(kind, name).examples(NUM_EXPERTS, 2)[number].options
+    options: dict[str, Any] = examples_of(kind, name, NUM_EXPERTS, 2)[number].options
     return options
