@@ -5,8 +5,8 @@
 
 Each part stands in a layer of its own with the neighbours that it requires, once with each of its examples,
 by which a token has about 8 experts (`tests/support/moe/examples.py`). The bar: router and losses, forward
-and backward, take at most 10 % of the whole layer's time with experts in fp32 (`all fp32`; beyond, the line says
-`over`). Not held to it: layers whose selector solves an assignment or draws the experts (`no bar`).
+and backward, take at most 10 % of the whole layer's time with experts in fp32 (`all fp32`; beyond, the
+line says `over`). Not held to it: layers whose selector solves an assignment or draws the experts (`no bar`).
 `all bf16`, the share where the experts compute in bf16 while the router stays fp32 by principle, has no bar
 either.
 

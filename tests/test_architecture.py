@@ -63,8 +63,10 @@ APPS = {
     "apps.evaluation": {"apps.command"} | MODELS | {"apps.routing_record", "metrics"},
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
     "apps.generation": {"apps.command"} | MODELS | {"apps.chat", "apps.evaluation", "apps.translation"},
-    "apps.hf": FOUNDATION | {"apps.command", "checkpoint", "compat", "data", "parallel", "validation"},
-    "apps.lab": FOUNDATION | {"apps.command", "apps.report", "compat", "metrics", "train", "megamoe"},
+    "apps.hf": FOUNDATION
+    | {"apps.chat", "apps.command", "checkpoint", "compat", "data", "parallel", "validation"},
+    "apps.lab": FOUNDATION
+    | {"apps.command", "apps.finetune", "apps.report", "compat", "metrics", "train", "validation", "megamoe"},
     "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
     "apps.plan": {"apps.command"} | MODELS | {"metrics"},
     "apps.reference": FOUNDATION | {"apps.command", "metrics"},

@@ -1,7 +1,7 @@
 """The base classes of the MoE layer's parts, and the sizes that a part is built with."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch

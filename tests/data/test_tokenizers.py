@@ -142,3 +142,18 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(UserError):
         load_tokenizer(str(tmp_path))
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_trained_tokenizer_splits_text_by_the_rule_of_gpt2(tmp_path: Path) -> None:
+    """docs/huggingface.md tells users of llama.cpp so; the regular expression is that of Radford et al."""
+    from tokenizers import Regex, pre_tokenizers
+
+    train_bpe(["a b"], 260, tmp_path / "tokenizer.json")
+    rule = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
+    split = pre_tokenizers.Split(Regex(rule), "isolated")
+    expected = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    text = " \n \n\n \t\t a  b 🚀 (x)333 3.3 កាន់ 我想apple2天 -=-= нещо ''```\"\"!!?? I've 'RE we'Ll \u200d  "
+    found = Backend.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
+    assert found is not None and found.pre_tokenize_str(text) == expected.pre_tokenize_str(text)

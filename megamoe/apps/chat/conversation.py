@@ -1,9 +1,10 @@
 """Conversations: the lines of a file, checked."""
 
+import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"
 # The roles that may stand after each; None: at the beginning.
@@ -15,13 +16,16 @@ FOLLOWING: dict[str | None, tuple[str, ...]] = {
     TOOL: (TOOL, ASSISTANT),
 }
 EXPECTED = '{"messages": [{"role": ..., "content": ...}, ...]}'
+FUNCTION = '{"type": "function", "function": {"name": ..., ...}}'
+OLD_FORM = {"functions": "tools", "function_call": "tool_calls"}  # OpenAI's, which templates do not read
 
 
 @dataclass(frozen=True)
 class Conversation:
     """Messages in the order of the conversation, and the tools that the assistant may call.
 
-    learned: of each message of an assistant, whether the model learns to write it (`weight` of the message).
+    messages: as in the file, but the arguments of calls are objects, not JSON strings. learned: of each
+    message of an assistant, whether the model learns to write it (`weight` of the message).
     """
 
     messages: list[dict[str, Any]]
@@ -32,9 +36,10 @@ class Conversation:
 def conversation_of(record: object) -> Conversation:
     """Return the conversation of a line's object.
 
-    A message has a `role` and a `content`; an assistant's may have `tool_calls` in place of a content,
-    and a `weight` of 0 if it is not to be learned. A user follows the system or an assistant, an assistant a
-    user or a tool, a tool an assistant that called it; an assistant is the last.
+    A message has a `role` and a `content`; an assistant's may have `tool_calls` in place of a content (the
+    `arguments` of a call are an object, or its JSON), and a `weight` of 0 if it is not to be learned. A user
+    follows the system or an assistant, an assistant a user or a tool, a tool an assistant that called it; an
+    assistant is the last.
 
     Raises:
         UserError: for a record of another form; the text begins with what is wrong, without the line.
@@ -43,6 +48,7 @@ def conversation_of(record: object) -> Conversation:
     if not isinstance(record, dict) or not isinstance(messages, list) or not messages:
         found = f"keys {', '.join(map(str, record))}" if isinstance(record, dict) else type(record).__name__
         raise UserError(f"no messages (found {found}); expected {EXPECTED}")
+    _refuse_old_form(record, "")
     previous: str | None = None
     learned = []
     for number, message in enumerate(messages, start=1):
@@ -58,9 +64,46 @@ def conversation_of(record: object) -> Conversation:
             f"the last message is of role {previous!r}, expected {ASSISTANT!r}: remove it or answer it"
         )
     tools = record.get("tools")
-    if tools is not None and not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
-        raise UserError("tools: expected a list of objects, the functions' schemas")
-    return Conversation(messages, tools or None, learned)
+    if tools is not None and not (isinstance(tools, list) and all(name_of(tool) for tool in tools)):
+        raise UserError(f"tools: expected a list of functions, each as {FUNCTION}")
+    read = [_with_read_calls(message, number) for number, message in enumerate(messages, start=1)]
+    return Conversation(read, tools or None, learned)
+
+
+def name_of(function: object) -> str | None:
+    """Return the name of the function that a call or a tool is of; None: it has none."""
+    inner = function.get("function", function) if isinstance(function, dict) else None
+    name = inner.get("name") if isinstance(inner, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _refuse_old_form(keys: dict[str, Any], where: str) -> None:
+    for old, new in OLD_FORM.items():
+        if keys.get(old):
+            raise UserError(f"{where}{old} is OpenAI's old form; write {new}")
+
+
+def _with_read_calls(message: dict[str, Any], number: int) -> dict[str, Any]:
+    """Return a message whose calls have objects as arguments; they may be in JSON, as OpenAI has them."""
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function", call)
+        arguments = function.get("arguments", {})
+        if isinstance(arguments, str):
+            try:
+                arguments = json.loads(arguments)
+            except (ValueError, RecursionError):
+                arguments = None
+        if not isinstance(arguments, dict):
+            raise UserError(
+                f"message {number}: the arguments of the call of {printable(name_of(call), 60)} are no JSON "
+                f"object: {printable(function['arguments'], 60)!r}; correct them"
+            )
+        read = {**function, "arguments": arguments} if "arguments" in function else function
+        calls.append({**call, "function": read} if "function" in call else read)
+    return {**message, "tool_calls": calls}
 
 
 def _checked_role(message: object, previous: str | None, number: int) -> str:
@@ -80,11 +123,14 @@ def _checked_role(message: object, previous: str | None, number: int) -> str:
 
 
 def _check_content(message: dict[str, Any], role: str, number: int) -> None:
+    _refuse_old_form(message, f"message {number}: ")
     content, calls = message.get("content"), message.get("tool_calls")
     if calls is not None and not (
-        role == ASSISTANT and isinstance(calls, list) and all(isinstance(call, dict) for call in calls)
+        role == ASSISTANT and isinstance(calls, list) and all(name_of(call) for call in calls)
     ):
-        raise UserError(f"message {number}: tool_calls: expected a list of objects, of an assistant")
+        raise UserError(
+            f"message {number}: tool_calls: expected a list of calls of an assistant, each as {FUNCTION}"
+        )
     if content is None and calls:
         return
     if not isinstance(content, str):

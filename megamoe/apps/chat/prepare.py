@@ -22,6 +22,7 @@ import numpy as np
 from megamoe import __version__
 from megamoe.apps.chat.conversation import ASSISTANT, Conversation, conversation_of
 from megamoe.apps.chat.docstrings import questions_of
+from megamoe.apps.chat.sandbox import BrokenTemplateError
 from megamoe.apps.chat.templates import ChatTemplate, load_template
 from megamoe.data.card import BlockedCard, DataFiles, SourceCard, load_checked, save_checked
 from megamoe.data.index_file import token_dtype, write_index
@@ -290,6 +291,8 @@ def _encode_lines(lines: list[tuple[str, str]], work: _Work, tokenizer: Tokenize
         try:
             found.append(_encode_line(line, work, tokenizer))
         except UserError as error:
+            if isinstance(error, BrokenTemplateError):
+                raise BrokenTemplateError(f"{place}: {error}") from None
             if work.bad_lines == "error":
                 raise UserError(f"{place}: {error}; or leave such lines out with --bad-lines skip") from None
             found.append(str(error))
@@ -301,7 +304,10 @@ def _encode_line(line: str, work: _Work, tokenizer: Tokenizer) -> Encoded:
         record = parse_json(line)
     except ValueError as error:
         raise UserError(f"not JSON ({error}); write an object a line") from None
-    encoded = encode_conversation(conversation_of(record), work.template, tokenizer, work.learn)
+    try:
+        encoded = encode_conversation(conversation_of(record), work.template, tokenizer, work.learn)
+    except RecursionError:
+        raise UserError("nested too deeply; leave such schemas or arguments out") from None
     if not encoded.learned_S.any():
         raise UserError("nothing of it is learned: every weight is 0, or that of the last answer")
     return encoded

@@ -1,27 +1,35 @@
 """Chat templates: a conversation to text, and which parts of the text an assistant has said.
 
-A template is Jinja. transformers renders it in its sandbox: it reads the messages, and reaches neither files
-nor Python. What an assistant has said is what the template's `{% generation %}` blocks hold, or, in a
+A template is Jinja, which `rendering.py` renders: it reads the messages, and reaches neither files nor
+Python. What an assistant has said is what the template's `{% generation %}` blocks hold, or, in a
 template without them, what it adds to the prompt of an answer.
 """
 
 import re
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.chat.conversation import ASSISTANT, Conversation
+from megamoe.apps.chat.conversation import ASSISTANT, USER, Conversation, name_of
 from megamoe.apps.chat.named_templates import NAMED
+from megamoe.apps.chat.rendering import ADDED, BLOCKS
+from megamoe.apps.chat.sandbox import ask
 from megamoe.data.tokenizers import Tokenizer
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 from megamoe.io import read_plain, reason
 
 LARGEST = 1 << 20  # bytes of a template
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-READ = ("import", "from", "include", "extends")  # tags that read other files
 BEGINNINGS = ("<s>", "<|begin_of_text|>")
 OF_TOKENIZER = "tokenizer"
+PROBE = "answer"
+
+
+class LostCallError(UserError):
+    """A template writes a message without its calls."""
 
 
 @dataclass(frozen=True)
@@ -49,63 +57,96 @@ class ChatTemplate:
         """Return the text of a conversation, with a span for each message of an assistant.
 
         Raises:
-            UserError: if the template is broken, runs code, refuses the conversation, or does not say which
-                part of it is an answer.
+            UserError: if the template is broken, runs code, refuses the conversation, leaves out calls or
+                tools, or does not say which part of it is an answer.
         """
-        messages = conversation.messages
-        text, spans = self._rendered(messages, conversation.tools)
-        if not self.has_generation:
-            spans = self._added(conversation, text)
-        answers = sum(message["role"] == ASSISTANT for message in messages)
+        if all(message.get("content") is not None for message in conversation.messages):
+            return self._checked(conversation)
+        # A null is no text: most templates would write `None`. Some write calls beside a null alone.
+        empty = [
+            message if message.get("content") is not None else {**message, "content": ""}
+            for message in conversation.messages
+        ]
+        try:
+            return self._checked(replace(conversation, messages=empty))
+        except LostCallError:
+            return self._checked(conversation)
+
+    def _checked(self, conversation: Conversation) -> Rendered:
+        text, spans = self._rendered(
+            conversation.messages, conversation.tools, BLOCKS if self.has_generation else ADDED
+        )
+        if spans is None:
+            raise UserError(
+                f"template {self.name}: it writes the same messages differently when others follow, so the "
+                "answers cannot be found; put {% generation %} and {% endgeneration %} around them"
+            )
+        answers = sum(message["role"] == ASSISTANT for message in conversation.messages)
         if len(spans) != answers:
             raise UserError(
                 f"template {self.name}: {len(spans)} {{% generation %}} blocks for {answers} messages of an "
                 "assistant; put one around each"
             )
+        _check_written(self.name, conversation, text, spans)
         return Rendered(text, spans)
 
     def prompt(self, messages: list[dict[str, Any]], tools: list[Any] | None = None) -> str:
         """Return the text after which the model answers; raise UserError as `render`."""
-        return self._rendered(messages, tools, generation_prompt=True)[0]
-
-    def _added(self, conversation: Conversation, whole: str) -> list[tuple[int, int]]:
-        """Return the spans of a template without `generation` blocks: what follows each answer's prompt."""
-        spans = []
-        for place, message in enumerate(conversation.messages):
-            if message["role"] != ASSISTANT:
-                continue
-            prompt = self.prompt(conversation.messages[:place], conversation.tools)
-            answered, _ = self._rendered(conversation.messages[: place + 1], conversation.tools)
-            if not (answered.startswith(prompt) and whole.startswith(answered)):
-                raise UserError(
-                    f"template {self.name}: it writes the same messages differently when others follow, so "
-                    "the answers cannot be found; put {% generation %} and {% endgeneration %} around them"
-                )
-            spans.append((len(prompt), len(answered.rstrip())))
-        return spans
+        return self._rendered(messages, tools, None)[0]
 
     def _rendered(
-        self, messages: list[dict[str, Any]], tools: list[Any] | None, generation_prompt: bool = False
-    ) -> tuple[str, list[tuple[int, int]]]:
-        from jinja2 import TemplateError
-        from jinja2.exceptions import SecurityError
-        from transformers.utils.chat_template_utils import render_jinja_template
+        self, messages: list[dict[str, Any]], tools: list[Any] | None, spans: str | None
+    ) -> tuple[str, list[tuple[int, int]] | None]:
+        request = {"messages": messages, "tools": tools, "named": self.named, "spans": spans}
+        reply = ask(self.name, {"template": self.text, **request})
+        return reply["text"], reply["spans"]
 
-        try:
-            texts, spans = render_jinja_template(
-                conversations=[messages],
-                tools=tools,
-                chat_template=self.text,
-                return_assistant_tokens_mask=self.has_generation,
-                add_generation_prompt=generation_prompt,
-                **self.named,
+
+def _check_written(name: str, conversation: Conversation, text: str, spans: list[tuple[int, int]]) -> None:
+    """Check that each answer has a text and the names of its calls, and the rest the names of the tools.
+
+    Raises:
+        UserError: if one is missing; LostCallError: of a call.
+    """
+    answers = [message for message in conversation.messages if message["role"] == ASSISTANT]
+    for message, (start, end) in zip(answers, spans, strict=True):
+        answer = text[start:end]
+        if not answer.strip() and not message.get("tool_calls"):
+            raise UserError(f"template {name}: it writes no text for an answer; name another template")
+        written = answer.replace((message.get("content") or "").strip() or "\0", "", 1)
+        calls = Counter(name_of(call) or "" for call in message.get("tool_calls") or [])
+        lost = next((call for call, count in calls.items() if written.count(call) < count), None)
+        if lost is not None:
+            raise LostCallError(
+                f"template {name}: it does not write the call of {printable(lost, 60)} in tool_calls; name a "
+                "template that does, or leave the conversation out"
             )
-        except SecurityError as error:
-            raise _with_code(self.name, str(error)) from None
-        except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError) as error:
-            words = " ".join(str(error).split())
-            raise UserError(f"template {self.name}: {words}; change the messages or the template") from None
-        return texts[0], spans[0] if spans else []
+    if conversation.tools:
+        rest = "".join(
+            text[end:start] for (_, end), (start, _) in pairwise([(0, 0), *spans, (len(text),) * 2])
+        )
+        for message in conversation.messages:
+            if message["role"] != ASSISTANT:
+                rest = rest.replace((message.get("content") or "").strip() or "\0", "", 1)
+        lost = next((tool for each in conversation.tools if (tool := name_of(each) or "") not in rest), None)
+        if lost is not None:
+            raise UserError(
+                f"template {name}: it does not write the tool {printable(lost, 60)} of tools; name a "
+                "template that does, or remove tools"
+            )
+
+
+def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Return the token, or else the text, with which the template ends an answer; nothing if it does not."""
+    asked = [{"role": USER, "content": PROBE}, {"role": ASSISTANT, "content": PROBE}]
+    rendered = template.render(Conversation(asked))
+    start, end = rendered.spans[-1]
+    ending = rendered.text[start:end].partition(PROBE)[2].strip()
+    if not ending:
+        return (), ()
+    tokens, _ = tokenizer.encode_marked(ending)
+    is_mark = len(tokens) == 1 and tokens[0] in tokenizer.marks.values()
+    return ((tokens[0],), ()) if is_mark else ((), (ending,))
 
 
 def load_template(reference: str | None, tokenizer: Tokenizer) -> ChatTemplate:
@@ -141,35 +182,9 @@ def load_template(reference: str | None, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def checked(template: ChatTemplate) -> ChatTemplate:
-    """Return the template; raise UserError if it reads files, or reaches for Python's internals.
+    """Return the template; raise UserError if it is no Jinja, reads files, or reaches for Python's internals.
 
     The sandbox refuses these too, but only where a conversation comes to that place.
     """
-    from jinja2 import Environment, TemplateSyntaxError
-
-    previous = ""
-    try:
-        for line, kind, value in Environment().lex(template.text):
-            if kind == "whitespace":
-                continue
-            is_attribute = kind == "name" and previous == "." and value.startswith("_")
-            is_attribute |= kind == "name" and previous == "|" and value == "attr"
-            is_internal = kind in ("name", "string") and re.fullmatch(r"['\"]?__\w+__['\"]?", value)
-            is_tag = kind == "name" and value in READ and previous.startswith("{%")
-            if is_attribute or is_internal or is_tag:
-                raise _with_code(template.name, f"line {line} has {value}")
-            previous = value
-    except TemplateSyntaxError as error:
-        raise UserError(
-            f"template {template.name}: line {error.lineno}: {error.message}; expected Jinja as transformers "
-            "reads it"
-        ) from None
+    ask(template.name, {"template": template.text})
     return template
-
-
-def _with_code(name: str, why: str) -> UserError:
-    words = " ".join(why.split())
-    return UserError(
-        f"template {name}: it has code that the sandbox refuses ({words}); a template may only read the "
-        "messages and the tools"
-    )

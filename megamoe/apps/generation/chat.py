@@ -5,16 +5,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.chat.conversation import ASSISTANT, SYSTEM, USER, Conversation
+from megamoe.apps.chat.conversation import ASSISTANT, SYSTEM, USER
 from megamoe.apps.chat.prepare import ChatFiles, check_texts, load_chat_card
-from megamoe.apps.chat.templates import ChatTemplate, load_template
+from megamoe.apps.chat.templates import ChatTemplate, end_of_turn, load_template
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.generate import Generated, checked_prompts, tokenizer_of
 from megamoe.apps.generation.sampling import Sampling
-from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError
 
-PROBE = "answer"
 Messages = list[dict[str, Any]]
 
 
@@ -59,19 +57,6 @@ def chat_of(trained: TrainedModel, reference: str | None, system: str | None) ->
     if reference is None and sources and ChatFiles(Path(sources[0].path)).card.is_file():
         return Chat(trained, load_chat_card(sources[0].path).chat_template(), system)
     return Chat(trained, load_template(reference, tokenizer_of(trained)), system)
-
-
-def end_of_turn(template: ChatTemplate, tokenizer: Tokenizer) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the token, or else the text, with which the template ends an answer; nothing if it does not."""
-    asked = [{"role": USER, "content": PROBE}, {"role": ASSISTANT, "content": PROBE}]
-    rendered = template.render(Conversation(asked))
-    start, end = rendered.spans[-1]
-    ending = rendered.text[start:end].partition(PROBE)[2].strip()
-    if not ending:
-        return (), ()
-    tokens, _ = tokenizer.encode_marked(ending)
-    is_mark = len(tokens) == 1 and tokens[0] in tokenizer.marks.values()
-    return ((tokens[0],), ()) if is_mark else ((), (ending,))
 
 
 def converse(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from megamoe.apps.hf.chat_files import chat_of
 from megamoe.apps.hf.custom.export import CUSTOM, custom_family, custom_files
 from megamoe.apps.hf.families import FAMILIES
 from megamoe.apps.hf.family import Family, as_config, differences, without_groups
@@ -22,6 +23,7 @@ from megamoe.apps.hf.folder import (
     CONFIG,
     GENERATION,
     SPECIAL_IDS,
+    TOKENIZER_FILES,
     WEIGHT_MAP,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -61,6 +63,7 @@ class Target:
     """What is to be written.
 
     like: the config.json whose keys are kept. others: further files by name. ids: those of special tokens.
+    remarks: lines for the user.
     """
 
     family: Family
@@ -69,6 +72,7 @@ class Target:
     like: Json
     others: dict[str, bytes]
     ids: Json
+    remarks: list[str]
 
 
 def export_run(
@@ -104,8 +108,10 @@ def export_run(
     if unused:
         first = short(unused[0])
         report(f"left out, for only training needs them: {len(unused)} tensors, the first of them {first}")
-    if not target.others.keys() - {GENERATION}:
+    if not target.others.keys() & set(TOKENIZER_FILES):
         report(f"{folder}: without a tokenizer, whose files are not known; name a folder with --like")
+    for remark in target.remarks:
+        report(f"{folder}: {remark}")
     report(f"{folder}: {target.family.architecture}, {len(stored)} tensors, {dtype_name(stored)}")
 
 
@@ -131,18 +137,37 @@ def _target(
     else:
         family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
     vocab_size = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
-    others = read_other_files(kept) if kept is not None else tokenizer_files(config)
-    generation = parse_json(others[GENERATION]) if GENERATION in others else {}
-    if model_class == CUSTOM:
-        others = {**others, **custom_files(config)}
-        generation |= parse_json(others[GENERATION]) if GENERATION in others else {}
     same_class = model_class != CUSTOM and given.get("model_type") == family.model_type
     ids = special_ids(config) | {name: given[name] for name in SPECIAL_IDS if name in given}
-    if kept is None or not (kept / GENERATION).exists() or model_class == CUSTOM:
-        others = {**others, GENERATION: (json.dumps({**ids, **generation}, indent=2) + "\n").encode()}
+    custom = custom_files(config) if model_class == CUSTOM else {}
+    others, remarks = _other_files(reader, config, kept, custom, ids)
     return Target(
-        family, config, _rules(family, config, vocab_size), given if same_class else {}, others, ids
+        family, config, _rules(family, config, vocab_size), given if same_class else {}, others, ids, remarks
     )
+
+
+def _other_files(
+    reader: CheckpointReader, config: RunConfig, kept: Path | None, custom: dict[str, bytes], ids: Json
+) -> tuple[dict[str, bytes], list[str]]:
+    """Return the generation's configuration, the tokenizer's files and those of our class by name; remarks.
+
+    A run that was tuned on conversations has its own chat template, and also ends at the end of a turn.
+    """
+    tokenizer = read_other_files(kept) if kept is not None else tokenizer_files(config)
+    content = tokenizer.pop(GENERATION, None)
+    generation: Json = {**ids, **(parse_json(content) if content else {})}
+    generation |= parse_json(custom[GENERATION]) if GENERATION in custom else {}
+    remarks: list[str] = []
+    try:
+        chat = chat_of(reader.meta["config"], config)
+    except UserError as error:
+        chat, remarks = None, [f"without its chat template and the end of a turn: {error}"]
+    if chat is not None:
+        tokenizer, generation = chat.files(tokenizer), chat.ends(generation)
+        remarks += [chat.remark] if chat.remark else []
+    if content is None or custom or chat is not None:
+        content = (json.dumps(generation, indent=2) + "\n").encode()
+    return {**tokenizer, **custom, GENERATION: content}, remarks
 
 
 def _rules(family: Family, config: RunConfig, vocab_size: int) -> list[list[BlockMapping]]:

@@ -26,6 +26,7 @@ CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_MAP = "weight_map"
 TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+CHAT_TEMPLATE, OLD_CHAT_TEMPLATE = "chat_template.jinja", "chat_template.json"
 LARGEST_JSON, LARGEST_FILE = 1 << 28, 1 << 27  # bytes; the largest tokenizers of the hub have 35 MB
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # of the hub's cache: snapshots/REVISION/NAME is a link into blobs/
 # What a tokenizer of transformers may consist of; no code is among it.
@@ -38,8 +39,8 @@ TOKENIZER_FILES = (
     "vocab.json",
     "vocab.txt",
     "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
+    CHAT_TEMPLATE,
+    OLD_CHAT_TEMPLATE,
 )
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -206,8 +207,8 @@ def tokenizer_files(config: RunConfig) -> dict[str, bytes]:
 
     Those of a folder are copied. A tokenizer.json gets the file that names its class and its last token.
     """
-    path = _path_of(config)
-    if path is None or not path.exists():
+    reference = tokenizer_reference(config)
+    if reference is None or is_bytes(reference) or not (path := Path(reference)).exists():
         return {}
     if path.is_dir():
         return read_other_files(path)
@@ -240,7 +241,7 @@ def special_ids(config: RunConfig) -> dict[str, int | None]:
         if config.data.tokenizer is not None:
             tokenizer = load_tokenizer(config.data.tokenizer)
             eod, special = tokenizer.eod, tokenizer.special
-        elif config.data.sources and (card := load_card(_first_source(config))) is not None:
+        elif config.data.sources and (card := load_card(first_source(config))) is not None:
             eod, special = card.tokenizer.eod, SpecialTokens(card.tokenizer.special)
         else:
             return found
@@ -249,21 +250,21 @@ def special_ids(config: RunConfig) -> dict[str, int | None]:
     return found | {"eos_token_id": eod, "pad_token_id": special.pad}
 
 
-def _path_of(config: RunConfig) -> Path | None:
-    """Return the tokenizer that `data.tokenizer` or the card of the first source names."""
-    if config.data.tokenizer is not None:
-        return None if is_bytes(config.data.tokenizer) else Path(config.data.tokenizer)
-    if not config.data.sources:
-        return None
+def tokenizer_reference(config: RunConfig) -> str | None:
+    """Return the tokenizer that `data.tokenizer` or the card of the first source names; None: neither."""
+    if config.data.tokenizer is not None or not config.data.sources:
+        return config.data.tokenizer
     try:
-        source = _first_source(config)
+        source = first_source(config)
         card = load_card(source)
     except UserError:
         return None
-    if card is None or is_bytes(card.tokenizer.reference):
+    if card is None:
         return None
-    return Path(source).parent / card.tokenizer.reference
+    reference = card.tokenizer.reference
+    return reference if is_bytes(reference) else str(Path(source).parent / reference)
 
 
-def _first_source(config: RunConfig) -> str:
+def first_source(config: RunConfig) -> str:
+    """Return the prefix of the first of `data.sources`, on a disk."""
     return localized(config.data).sources[0].path

@@ -11,6 +11,7 @@ from megamoe.config.load import apply_override
 from megamoe.errors import UserError, printable
 from megamoe.object_storage import is_url
 from megamoe.train.resolved import examine
+from megamoe.validation.run import section_problems
 
 
 def check_data(plan: Plan) -> None:
@@ -46,17 +47,22 @@ def _is_prepared(prefix: str) -> bool:
 def rows_that_cannot_run(plan: Plan) -> Iterator[str]:
     """Yield a line for each row whose runs would end at their start, with the first reason.
 
-    The check is that of `pretrain_gpt_moe.py --check`. A failed run does not end a study, so that these rows
-    are only named: the others may run.
+    The check is that of `pretrain_gpt_moe.py --check`. A failed run does not end a study, so rows whose data
+    or machine is the reason are only named: the others may run.
 
     Raises:
-        UserError: for a configuration that does not fit the schema.
+        UserError: for a configuration that can run nowhere.
     """
     tuning = plan.size.tuning
+    configs = {}
     for row, tree in plan.configs.items():
         tree = merge(tree, {"name": row})
         if tuning is not None:
             apply_override(tree, f"{tuning.key}={json.dumps(tuning.values[0])}")
-        problems, _ = examine(configured(plan, row, tree), plan.size.ranks)
+        configs[row] = configured(plan, row, tree)
+        for problem in section_problems(configs[row], plan.size.ranks, None):
+            raise UserError(f"{plan.path}: row {row}: {problem}")
+    for row, config in configs.items():
+        problems, _ = examine(config, plan.size.ranks)
         if problems:
             yield f"row {row} cannot run: {problems[0]}"

@@ -121,6 +121,9 @@ def _check(node: ast.expr, problem: str) -> None:
         case ast.BinOp() if type(node.op) in OPERATIONS:
             _check(node.left, problem)
             _check(node.right, problem)
+            measured = any(isinstance(each, ast.Call) for each in ast.walk(node.right))
+            if isinstance(node.op, ast.Div) and not measured and _value(node.right, {}, 0) == 0:
+                raise ValueError(f"{problem}: {ast.unparse(node)} divides by zero")
         case ast.UnaryOp(op=ast.USub()):
             _check(node.operand, problem)
         case _:

@@ -94,7 +94,7 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
         if options.configurations is not None:
             failed += _write_configurations(plan, output, options.configurations)
             return
-        _introduce(plan)
+        _introduce(plan, output)
         if options.slurm is not None:
             from megamoe.apps.lab.slurm import submit
 
@@ -155,15 +155,19 @@ def _open_folder(output: Path, overwrite: bool) -> int:
     return handle
 
 
-def _introduce(plan: Any) -> None:
-    """Print what the study is, and the rows that cannot run; refuse one whose data is missing."""
+def _introduce(plan: Any, output: Path) -> None:
+    """Print what the study is, and the rows that cannot run; refuse one whose data is missing, and rows and
+    stages that can run nowhere.
+    """
     from megamoe.apps.lab.checks import check_data, rows_that_cannot_run
+    from megamoe.apps.lab.tasks import planned_tasks
 
     print(": ".join(filter(None, (plan.study.title, plan.study.source))), flush=True)
     print(
         f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
     )
     check_data(plan)
+    planned_tasks(plan, output)
     for line in rows_that_cannot_run(plan):
         print(line, flush=True)
 

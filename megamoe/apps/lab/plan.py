@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.lab.claims import Claim
-from megamoe.apps.lab.study import ClaimText, Row, Size, Study, checked_claims, load_study
+from megamoe.apps.lab.study import OF_LAB, ClaimText, Row, Size, Study, checked_claims, load_study
 from megamoe.config.files import merge, plugins_beside, read_run
 from megamoe.config.load import apply_override, configure, to_dict
 from megamoe.config.schema import RunConfig
@@ -68,6 +68,7 @@ def load_plan(
     if seeds is not None:
         chosen = replace(chosen, seeds=list(range(1, seeds + 1)))
     try:
+        _check_own_keys(study, size, chosen, overrides)
         of_size = _rows(study, chosen)
         if rows is not None:
             chosen = replace(chosen, rows=rows)
@@ -92,6 +93,20 @@ def load_plan(
     tuned = study.tuned_rows
     tuning_configs = configs if tuned is None else {name: config_of(name) for name in tuned}
     return Plan(path.stem, path, study, size, chosen, configs, all_configs, tuning_configs, claims, of_task)
+
+
+def _check_own_keys(study: Study, name: str, size: Size, overrides: list[str]) -> None:
+    """Refuse what the lab itself gives to each run; a row's base may have it."""
+    settings = {"set": study.set, f"sizes.{name}.set": size.set}
+    settings |= {f"rows.{each}.set": row.set for each, row in study.rows.items()}
+    places = [(f"{where}.{key}", key) for where, keys in settings.items() for key in keys]
+    if size.tuning is not None:
+        places.append((f"sizes.{name}.tuning.key", size.tuning.key))
+        places += [(f"sizes.{name}.tuning.set.{key}", key) for key in size.tuning.set]
+    places += [(each, each.partition("=")[0]) for each in overrides]
+    for where, key in places:
+        if key in OF_LAB:
+            raise ValueError(f"{where}: the lab sets {key}: {OF_LAB[key]}; leave it out")
 
 
 def _rows(study: Study, size: Size) -> dict[str, Row]:

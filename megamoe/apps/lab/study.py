@@ -20,7 +20,7 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
@@ -34,6 +34,12 @@ from megamoe.metrics.names import VAL_LM_LOSS
 
 NAME = re.compile(r"[a-z][a-z0-9_]{0,60}")
 STAGES = ("evaluate", "finetune", "translate", "analyze")
+OF_LAB = {  # keys of a run that the lab sets, and what takes their place
+    "name": "a run has the name of its row",
+    "output": "name a folder with --output",
+    "seed": "sizes has seeds",
+}
+NOT_EVALUATED = (*OF_LAB, "checkpoint", "log", "optimizer")  # sections that an evaluation does not read
 ENDS = ("first", "last")  # what may be taken of windows
 
 
@@ -43,7 +49,15 @@ def _is_name(text: str) -> str:
     return text
 
 
+def _each_once(values: list[Any]) -> list[Any]:
+    if any(value in values[:place] for place, value in enumerate(values)):
+        raise ValueError(f"found {values}, expected each once")
+    return values
+
+
 Name = Annotated[str, AfterValidator(_is_name)]
+Item = TypeVar("Item")
+Distinct = Annotated[list[Item], Field(min_length=1), AfterValidator(_each_once)]
 Settings = dict[str, Any]
 
 
@@ -88,7 +102,7 @@ class Analyze:
     row."""
 
     __pydantic_config__ = STRICT
-    analyses: list[str]
+    analyses: Distinct[str]
     of: Literal["last", "all", "seeds"] = "last"
     samples: PositiveInt | None = None
 
@@ -99,7 +113,7 @@ class Evaluate:
     combinations."""
 
     __pydantic_config__ = STRICT
-    sweep: dict[str, list[Any]] = field(default_factory=dict)
+    sweep: dict[str, Distinct[Any]] = field(default_factory=dict)
     samples: PositiveInt | None = None
 
 
@@ -108,7 +122,7 @@ class Stage:
     """What is done with each trained model: one of the four. rows: of these rows; default: of all."""
 
     __pydantic_config__ = STRICT
-    rows: list[Name] | None = None
+    rows: Distinct[Name] | None = None
     finetune: Finetune | None = None
     translate: Translate | None = None
     analyze: Analyze | None = None
@@ -139,7 +153,7 @@ class Measure:
     fact: Literal["flops_per_token", "training_flops", "memory", "parameters", "active_parameters"] | None = (
         None
     )
-    stage: Name | list[Name] | None = None
+    stage: Name | Distinct[Name] | None = None
     path: str | None = None
     consistency: PositiveInt | None = None
     without: list[str] = field(default_factory=list)
@@ -178,7 +192,7 @@ class Tuning:
 
     __pydantic_config__ = STRICT
     key: str
-    values: Annotated[list[Any], Field(min_length=2)]
+    values: Annotated[Distinct[Any], Field(min_length=2)]
     by: str = VAL_LM_LOSS
     seed: Seed = 0
     set: Settings = field(default_factory=dict)
@@ -192,12 +206,12 @@ class Size:
     """
 
     __pydantic_config__ = STRICT
-    seeds: Annotated[list[Seed], Field(min_length=1)]
+    seeds: Distinct[Seed]
     time: str
     set: Settings = field(default_factory=dict)
     scale: dict[str, PositiveInt] = field(default_factory=dict)
     finetune: Settings = field(default_factory=dict)
-    rows: list[Name] | None = None  # of the study's; default: all
+    rows: Distinct[Name] | None = None  # of the study's; default: all
     samples: PositiveInt | None = None
     tuning: Tuning | None = None
     ranks: PositiveInt = 1
@@ -217,13 +231,13 @@ class Study:
     differs: str = ""  # what is another scale than the paper's
     needs: str = ""  # the command that prepares the data
     set: Settings = field(default_factory=dict)
-    tuned_rows: Annotated[list[Name], Field(min_length=1)] | None = None  # see `Tuning`
+    tuned_rows: Distinct[Name] | None = None  # see `Tuning`
     stages: dict[Name, Stage] = field(default_factory=dict)
     curves: dict[Name, Curve] = field(default_factory=dict)
     claims: list["ClaimText"] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)  # below the claims, a paragraph each
     control: Name | None = None  # the row from which the differences of the others are shown
-    compare: list[Name] = field(default_factory=list)  # in these measures; default: in the first
+    compare: Distinct[Name] | None = None  # in these measures; default: in the first
 
     @property
     def compared(self) -> list[str]:
@@ -299,6 +313,13 @@ def _check_stages(study: Study) -> None:
         for row in stage.rows or []:
             if row not in study.rows:
                 raise ValueError(f"stages.{name}.rows: no row {row!r}; expected {', '.join(study.rows)}")
+        for key in stage.evaluate.sweep if stage.evaluate else ():
+            if key.partition(".")[0] in NOT_EVALUATED:
+                raise ValueError(f"stages.{name}.evaluate.sweep: {key} changes no evaluation; leave it out")
+    tuned = [stage.rows or study.rows for stage in study.stages.values() if stage.finetune is not None]
+    for row, content in study.rows.items():
+        if content.finetune and not any(row in rows for rows in tuned):
+            raise ValueError(f"rows.{row}.finetune: no stage fine-tunes this row; leave it out")
 
 
 def _check_measures(study: Study) -> None:
@@ -334,8 +355,6 @@ def _check_control(study: Study) -> None:
         raise ValueError(f"control: no row {study.control!r}; expected one of {', '.join(study.rows)}")
     if study.compare and study.control is None:
         raise ValueError("compare: needs control, the row from which the differences are; or leave it out")
-    for name in study.compare:
+    for name in study.compare or []:
         if name not in study.measures:
             raise ValueError(f"compare: no measure {name!r}; expected some of {', '.join(study.measures)}")
-    if len(set(study.compare)) < len(study.compare):
-        raise ValueError(f"compare: found {study.compare}, expected each once")

@@ -11,17 +11,19 @@ of a study has
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from megamoe import registry
+from megamoe.apps.finetune.task import load_task
 from megamoe.apps.lab.plan import Plan, configured, digest
 from megamoe.apps.lab.study import Stage
 from megamoe.config.files import LARGEST_FILE, merge, read_mapping
-from megamoe.config.load import apply_override
+from megamoe.config.load import apply_override, configure
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
@@ -269,6 +271,7 @@ def _of_stage(
     what is done with them.
     """
     name, stage = named
+    where = f"{plan.path}: stages.{name}"
     folder = output / "stages" / name / task_name.removeprefix(f"{name}-")
     result = folder / RESULT[stage.kind]
     paths = [str(run.folder) for run in runs]
@@ -279,7 +282,9 @@ def _of_stage(
         given = given | {"seeds": given.get("seeds", [seed])}
         settings = [f"task.{key}={json.dumps(value)}" for key, value in given.items()] + plan.task_overrides
         task_file = plan.path.parent / stage.finetune.task
-        decides = [read_mapping(task_file, f"{plan.path}: stages.{name}.finetune.task")]
+        decides = [read_mapping(task_file, f"{where}.finetune.task")]
+        with _told(f"{where}.finetune: row {row}"):
+            load_task(task_file, settings)
         places = ["--task", str(task_file), "--checkpoint", *paths, "--output", str(folder)]
     elif stage.translate is not None:
         chosen = stage.translate
@@ -295,6 +300,9 @@ def _of_stage(
     else:
         assert stage.evaluate is not None
         swept = stage.evaluate.sweep.items()
+        with _told(f"{where}.evaluate.sweep: row {row}"):
+            for override in (f"{key}={json.dumps(value)}" for key, values in swept for value in values):
+                configure(merge(plan.configs[row], {}), [override])
         sweeps = [f"{key}={','.join(map(json.dumps, values))}" for key, values in swept]
         settings = [each for sweep in sweeps for each in ("--sweep", sweep)]
         settings += _samples(plan, stage.evaluate.samples)
@@ -303,6 +311,15 @@ def _of_stage(
     arguments = (*COMMANDS, stage.kind, *settings, *places)  # in this order: checkpoints may follow
     needs = tuple(run.name for run in runs)
     return Task(task_name, folder, arguments, identity, needs, checkpoints_of)
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """Add the key to a UserError."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def _samples(plan: Plan, of_stage: int | None) -> list[str]:

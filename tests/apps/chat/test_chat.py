@@ -92,8 +92,7 @@ def resolved(prefix: Path, *overrides: str, **options: Any) -> ResolvedRun:
         ),
         ({"messages": [USER, {**ANSWER, "weight": 2}]}, "message 2: weight 2, expected 0 (not learned) or 1"),
         ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "half a surrogate pair"),
-        ({"messages": [USER, ANSWER], "tools": "add"}, "tools: expected a list of objects"),
-        ({"messages": [USER, {**ANSWER, "tool_calls": "add"}]}, "tool_calls: expected a list of objects"),
+        ({"messages": [USER, ANSWER], "tools": "add"}, "tools: expected a list of functions"),
     ],
 )
 def test_bad_conversations(record: object, message: str) -> None:
@@ -105,7 +104,7 @@ def test_bad_conversations(record: object, message: str) -> None:
 @pytest.mark.parametrize("place", ["name", "arguments"])
 def test_half_a_surrogate_pair_outside_of_the_content(folder: Path, place: str) -> None:
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
-    call = {"function": {"name": "f", "arguments": "\ud83d"}}
+    call = {"function": {"name": "f", "arguments": {"a": "\ud83d"}}}
     user = {**USER, "name": "\ud83d"} if place == "name" else USER
     answer = {"role": "assistant", "tool_calls": [call]} if place == "arguments" else ANSWER
     with pytest.raises(UserError, match="half a surrogate pair in a message"):

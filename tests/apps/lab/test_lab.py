@@ -78,6 +78,14 @@ def written(folder: Path, **changes: Any) -> Path:
     return folder / "study.yaml"
 
 
+def of_size(**keys: Any) -> dict[str, Any]:
+    return {"sizes": {"smoke": {"seeds": [1], "time": "x", **keys}}}
+
+
+def swept(key: str, values: list[Any]) -> dict[str, Any]:
+    return {"stages": {"swept": {"evaluate": {"sweep": {key: values}}}}}
+
+
 @pytest.mark.full
 def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Two rows of one configuration share their runs; a second call runs nothing."""
@@ -170,11 +178,12 @@ def test_a_failed_run_is_a_row(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert "| bad | failed |" in (output / "page/index.md").read_text()
 
 
-def test_rows_that_cannot_run_are_named_before_the_first_run(tmp_path: Path) -> None:
-    bad = {"base": "run.yaml", "set": {"model": {"num_attention_heads": 3}}}
-    rows = {"good": {"base": "run.yaml"}, "bad": bad}
+def test_rows_whose_data_is_wrong_are_named_before_the_first_run(tmp_path: Path) -> None:
+    (tmp_path / "broken.idx").write_text("no index")
+    broken = {"base": "run.yaml", "set": {"data": {"mock": False, "sources": [str(tmp_path / "broken")]}}}
+    rows = {"good": {"base": "run.yaml"}, "bad": broken}
     (line,) = rows_that_cannot_run(load_plan(written(tmp_path, rows=rows, claims=[]), "smoke", None, []))
-    assert line.startswith("row bad cannot run: model.hidden_size: 16 does not divide by model.num_attention")
+    assert line.startswith("row bad cannot run: data")
 
 
 @pytest.mark.full
@@ -270,6 +279,45 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
         ({"rows": {"one": {"set": {"moe": {"experts": 3}}}}}, "row one: moe: unknown key 'experts'"),
         ({"sizes": {"cpu": {"seeds": [1], "time": "x"}}}, "--size: "),
         ({"colour": "red"}, "unknown key 'colour'"),
+        (
+            {"set": {"name": "../x"}},
+            "set.name: the lab sets name: a run has the name of its row; leave it out",
+        ),
+        ({"set": {"output": "/proc"}}, "set.output: the lab sets output: name a folder with --output"),
+        ({"rows": {"one": {"base": "run.yaml", "set": {"seed": 3}}}}, "rows.one.set.seed: the lab sets seed"),
+        (of_size(set={"output": "/proc"}), "sizes.smoke.set.output: the lab sets output"),
+        (of_size(tuning={"key": "seed", "values": [1, 2]}), "sizes.smoke.tuning.key: the lab sets seed"),
+        (of_size(tuning={"key": "a", "values": []}), "sizes.smoke.tuning.values: expected"),
+        (
+            of_size(tuning={"key": "a", "values": [1, 1]}),
+            "sizes.smoke.tuning.values: found [1, 1]",
+        ),
+        (of_size(seeds=[1, 1]), "sizes.smoke.seeds: found [1, 1], expected each once"),
+        (of_size(rows=[]), "sizes.smoke.rows"),
+        ({"rows": {}}, "rows: "),
+        ({"stages": {"routing": {"rows": [], "analyze": {"analyses": ["load"]}}}}, "stages.routing.rows"),
+        ({"stages": {"routing": {"analyze": {"analyses": []}}}}, "stages.routing.analyze.analyses"),
+        ({"measures": {"loss": {"stage": [], "path": "a"}}}, "measures.loss.stage"),
+        (swept("moe.router.selector.k", []), "stages.swept.evaluate.sweep"),
+        (swept("moe.experts", [1]), "stages.swept.evaluate.sweep: row one: command line: moe: unknown key"),
+        (swept("optimizer.lr", [1]), "stages.swept.evaluate.sweep: optimizer.lr changes no evaluation"),
+        (
+            {"stages": {"tuned": {"finetune": {"task": "task.yaml", "set": {"colour": 1}}}}},
+            "stages.tuned.finetune: row one: ",
+        ),
+        (
+            {"rows": {"one": {"base": "run.yaml", "finetune": {"epochs": 1}}}},
+            "rows.one.finetune: no stage fine-tunes this row; leave it out",
+        ),
+        (
+            {"claims": [{"text": "x", "test": "loss(one) / 0 < 1"}]},
+            "claims[0].test: 'loss(one) / 0",
+        ),
+        ({"claims": [{"text": "x", "test": "1 / (2 - 2) < loss(one)"}]}, "1 / (2 - 2) divides by zero"),
+        (
+            {"rows": {"one": {"base": "run.yaml", "set": {"model": {"num_attention_heads": 3}}}}},
+            "row one: model.hidden_size: 16 does not divide by model.num_attention_heads 3",
+        ),
     ],
 )
 def test_mistakes_in_one_line(
