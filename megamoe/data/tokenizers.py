@@ -10,6 +10,7 @@ Design choices:
 """
 
 import hashlib
+import json
 import os
 import re
 from abc import ABC, abstractmethod
@@ -189,7 +190,11 @@ class FolderTokenizer(Tokenizer):
             sorted(file for file in path.iterdir() if file.is_file() and file.suffix in FOLDER_FILE_ENDINGS)
         )
         self._backend: Any = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False, split_special_tokens=True
+            str(path),
+            config=_config_of_no_class(path / "config.json"),
+            local_files_only=True,
+            trust_remote_code=False,
+            split_special_tokens=True,
         )
         if self._backend.eos_token_id is None:
             raise UserError(
@@ -382,6 +387,18 @@ def train_sentencepiece(
             raise UserError(
                 f"vocab_size {vocab_size}: SentencePiece cannot train such a vocabulary: {reason}"
             ) from error
+
+
+def _config_of_no_class(path: Path) -> Any:
+    """Return an empty configuration, if a config.json names a class that transformers does not have.
+
+    transformers reads such a file as one of the base class, and fails at rotary positions with a scaling
+    (Kimi K2). None: it has the class, or there is no file.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    named = json.loads(path.read_bytes()).get("model_type") if path.exists() else None
+    return PreTrainedConfig() if isinstance(named, str) and named not in CONFIG_MAPPING else None
 
 
 def _reserved(added_tokens: Mapping[int, Any], eod: int) -> SpecialTokens:
