@@ -23,11 +23,13 @@ import numpy as np
 from megamoe.data.plain_text import unknown_ids, without_special
 from megamoe.data.special import NOTHING_RESERVED, SpecialTokens, check_special, expand
 from megamoe.errors import UserError
+from megamoe.io import read_json
 
 END_OF_DOCUMENT = "<|endoftext|>"
 END_OF_DOCUMENT_NAMES = (END_OF_DOCUMENT, "<|end_of_text|>", "<eod>", "</s>", "<eos>", "<|im_end|>")
 NUM_BYTES = 256
 SPECIAL_MARK = "+"  # between `bytes` and its reserved tokens
+MOST_CONFIG_BYTES = 16 << 20
 FOLDER_FILE_ENDINGS = (".json", ".txt", ".model", ".tiktoken", ".jinja")
 
 
@@ -227,7 +229,11 @@ class FolderTokenizer(JsonTokenizer):
             sorted(file for file in path.iterdir() if file.is_file() and file.suffix in FOLDER_FILE_ENDINGS)
         )
         self._whole: Any = AutoTokenizer.from_pretrained(
-            str(path), local_files_only=True, trust_remote_code=False, split_special_tokens=True
+            str(path),
+            config=_config_of_no_class(path / "config.json"),
+            local_files_only=True,
+            trust_remote_code=False,
+            split_special_tokens=True,
         )
         if self._whole.eos_token_id is None:
             raise UserError(
@@ -420,6 +426,19 @@ def train_sentencepiece(
             raise UserError(
                 f"vocab_size {vocab_size}: SentencePiece cannot train such a vocabulary: {reason}"
             ) from error
+
+
+def _config_of_no_class(path: Path) -> Any:
+    """Return an empty configuration, if a config.json names a class that transformers does not have.
+
+    transformers reads such a file as one of the base class, and fails at rotary positions with a scaling
+    (Kimi K2). None: it has the class, or there is no file.
+    """
+    from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+    content = read_json(path, MOST_CONFIG_BYTES) if path.exists() else {}
+    named = content.get("model_type") if isinstance(content, dict) else None
+    return PreTrainedConfig() if isinstance(named, str) and named not in CONFIG_MAPPING else None
 
 
 def _reserved(added_tokens: Mapping[int, Any], eod: int) -> SpecialTokens:

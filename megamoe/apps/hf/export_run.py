@@ -342,9 +342,10 @@ def _shards(stored: dict[str, Stored], shard_bytes: int) -> list[set[str]]:
 
 
 def _config(target: Target, stored: dict[str, Stored]) -> Json:
-    """Return config.json: the kept one as it is, where it says the same as the configuration."""
+    """Return config.json: where the kept one says the same as the configuration, it with keys for others."""
     like, family = target.like, target.family
     vocab_size = next(iter(stored.values())).shape[0]
+    others = family.for_others(target.config, like)
     dtype = {"torch_dtype" if "torch_dtype" in like else "dtype": dtype_name(stored)}
     if (
         like
@@ -352,11 +353,11 @@ def _config(target: Target, stored: dict[str, Stored]) -> Json:
         and not differences(target.config, as_config(family.read(like)))
     ):
         depth = family.depth(target.config)
-        return {**like, **dtype, **({NUM_FURTHER: depth} if depth else {})}
+        return {**others, **like, **dtype, **({NUM_FURTHER: depth} if depth else {})}
     longest = {"max_position_embeddings": target.config.data.sequence_length}
     written = {**family.write(target.config), "vocab_size": vocab_size, **dtype}
     known = {name: value for name, value in like.items() if name in KEPT_KEYS}
-    return {**longest, **target.ids, **known, **written}
+    return {**longest, **target.ids, **others, **known, **written}
 
 
 KEPT_KEYS = (

@@ -1,12 +1,12 @@
 """A class of transformers: its keys, its tensors, and what both say of our configuration."""
 
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from megamoe.apps.hf.folder import CONFIG, short
-from megamoe.apps.hf.keys import IRRELEVANT, REQUIRED, Entry, Json
+from megamoe.apps.hf.keys import ABSENT, IRRELEVANT, REQUIRED, Entry, Json
 from megamoe.apps.hf.rules import BlockMapping, TensorMapping, expand
 from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.config.groups import kinds
@@ -83,7 +83,9 @@ class Family:
     """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors.
 
     left_out: the beginning of the names of tensors that are for multi-token prediction, if the table has no
-    line for them.
+    line for them; {n}: the number of blocks. released: the keys of released folders that `keys` do not write,
+    with their values, or functions of the configuration. transformers fills them in by itself, and other
+    programs read them.
     """
 
     model_type: str
@@ -91,6 +93,7 @@ class Family:
     keys: tuple[Entry, ...]
     table: tuple[TensorMapping, ...]
     left_out: str | None = None
+    released: Json = field(default_factory=dict)
 
     def read(self, given: Json, where: str = CONFIG) -> Json:
         """Return the keys of ours that a config.json says, as a tree with `model` and `moe`.
@@ -145,6 +148,13 @@ class Family:
             with suppress(AttributeError):  # a part without this option, which `differences` names
                 content |= entry.write(config)
         return content
+
+    def for_others(self, config: RunConfig, like: Json) -> Json:
+        """Return the keys of `released`, and those that `like`, a config.json, has under other names alone."""
+        aliases = {main: other for entry in self.keys for other, main in entry.aliases.items()}
+        values = {name: value(config) if callable(value) else value for name, value in self.released.items()}
+        values |= {main: like[other] for main, other in aliases.items() if other in like}
+        return {name: value for name, value in values.items() if value is not ABSENT}
 
     def rules(self, config: RunConfig, num_words: int) -> list[list[BlockMapping]]:
         """Return the rules in groups: those that stand once, then those of each block."""

@@ -56,9 +56,7 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        if not path.is_dir():
-            raise UserError(f"{path}: no folder; name one with {CONFIG} and safetensors files")
-        self.config = read_object(path / CONFIG)
+        self.config = read_config(path)
         _check_finite(path / CONFIG, self.config)
         self._files: dict[str, Path] = {}
         self.tensors: dict[str, Stored] = {}
@@ -131,6 +129,17 @@ def read_other_files(path: Path) -> dict[str, bytes]:
         except Exception as error:  # the library's own have no narrower type
             raise broken(path / name, error) from None
     return found
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Return the config.json of a folder.
+
+    Raises:
+        UserError: if it is no folder, or the file is missing or no JSON object.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: no folder; name one with {CONFIG} and safetensors files")
+    return read_object(path / CONFIG)
 
 
 def read_object(path: Path) -> dict[str, Any]:

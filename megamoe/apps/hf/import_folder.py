@@ -23,7 +23,16 @@ from torch import Tensor
 
 from megamoe.apps.hf.families import FAMILIES, REFUSED
 from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
-from megamoe.apps.hf.folder import CONFIG, GENERATION, Folder, dtype_name, portable, read_other_files, short
+from megamoe.apps.hf.folder import (
+    CONFIG,
+    GENERATION,
+    Folder,
+    dtype_name,
+    portable,
+    read_config,
+    read_other_files,
+    short,
+)
 from megamoe.apps.hf.keys import OF_OTHERS, Json
 from megamoe.apps.hf.quantised import FLOATS, Weights, weights_of
 from megamoe.apps.hf.rules import BlockMapping, flat
@@ -256,8 +265,8 @@ def open_source(path: Path, further: bool = False) -> Source:
     Raises:
         UserError: naming the first file, key or tensor that is missing, damaged, unknown or of another shape.
     """
+    family = family_of(read_config(path), path / CONFIG)  # first: of another class, nothing else matters
     folder = weights_of(Folder(path))
-    family = family_of(folder.config, path / CONFIG)
     tree = family.read(folder.config, str(path / CONFIG))
     config = as_config(tree, str(path / CONFIG))
     depth = family.depth(config)
@@ -302,7 +311,7 @@ def _check_tensors(
             unused.setdefault("for they follow from the configuration", []).append(name)
         elif name.startswith(blocks):
             unused.setdefault(f"for want of {FURTHER_OPTION}", []).append(name)
-        elif family.left_out is not None and name.startswith(family.left_out):
+        elif family.left_out is not None and name.startswith(family.left_out.format(n=last)):
             why = f"for {family.architecture} has no multi-token prediction here"
             unused.setdefault(why, []).append(name)
         else:

@@ -15,6 +15,7 @@ from megamoe.errors import printable
 Json = dict[str, Any]
 NUM_FURTHER = "num_nextn_predict_layers"  # blocks of multi-token prediction
 REQUIRED = object()  # as a default: the key must be given
+ABSENT = object()  # as a value: the key is left out
 # Keys that other programs leave in a config.json, without meaning for the function; an import tells of them.
 OF_OTHERS = frozenset(
     {"_attn_implementation_autoset", "_commit_hash", "tokenizer_class", "unsloth_fixed", "unsloth_version"}
@@ -27,10 +28,12 @@ IRRELEVANT = OF_OTHERS | frozenset(
         "auto_map",
         "bos_token_id",
         "chunk_size_feed_forward",
+        "decoder_start_token_id",
         "dtype",
         "embd_pdrop",
         "ep_size",
         "eos_token_id",
+        "finetuning_task",
         "id2label",
         "initializer_range",
         "label2id",
@@ -42,9 +45,13 @@ IRRELEVANT = OF_OTHERS | frozenset(
         "output_router_logits",
         "pad_token_id",
         "pretraining_tp",
+        "problem_type",
         "resid_pdrop",
         "return_dict",
+        "sep_token_id",
+        "task_specific_params",
         "torch_dtype",
+        "torchscript",
         "transformers_version",
         "use_cache",
     }

@@ -83,6 +83,13 @@ ERNIE = {
     "moe_k": 3,
 }
 ROUTED_LITE = {name: value for name, value in ROUTED.items() if name != "first_k_dense_replace"}
+SOLAR = {name: value for name, value in ROUTED_LITE.items() if name != "intermediate_size"}
+HY = {
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 16,
+    "intermediate_size": 40,
+    "router_scaling_factor": 1.5,
+}
 LITE = {**SHAPE, **ROUTED_LITE}
 # Two configurations of each class: the first has grouped queries and an output layer of its own, the second
 # has neither.
@@ -177,6 +184,16 @@ CONFIGS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "Dots1Config",
         {**SHAPE, **ROUTED, "attention_bias": True, "norm_topk_prob": True},
         {**OTHER, **ROUTED, "n_group": 2, "topk_group": 1},
+    ),
+    "solar_open": (
+        "SolarOpenConfig",
+        {**SOLAR, **SHAPE, **YARN, "head_dim": 8, "attention_bias": True},
+        {**SOLAR, **OTHER, "head_dim": 4, "n_group": 2, "topk_group": 1, "norm_topk_prob": False},
+    ),
+    "hy_v3": (
+        "HYV3Config",
+        {**HY, **SHAPE, "num_experts": 8, "num_shared_experts": 2, "head_dim": 12, "attention_bias": True},
+        {**HY, **OTHER, "num_experts": 6, "head_dim": 4, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",

@@ -17,7 +17,7 @@ from megamoe.apps.hf.keys import (
 )
 from megamoe.apps.hf.rules import BLOCK, COLUMNS, GATED, ROWS, WHOLE, TensorMapping, halves, query_key_value
 from megamoe.config import RunConfig
-from megamoe.config.shapes import has_input_bias, head_size, moe_block_numbers
+from megamoe.config.shapes import has_input_bias, head_size
 from megamoe.parallel.chunks import Sharding
 
 HF_LAYER = "model.layers.{b}."
@@ -155,6 +155,7 @@ SHARED_KEYS = (
     same("num_attention_heads", "model.num_attention_heads"),
     same("vocab_size", "model.vocab_size"),
     mapped("hidden_act", "model.activation", [("silu", "swiglu")], "silu"),
+    only("is_encoder_decoder", False, default=False, written=False),
 )
 
 
@@ -209,15 +210,7 @@ def rotary(base: float = 10000.0, share: float | None = None, default: Json | No
         return tree
 
     def write(config: RunConfig) -> Json:
-        model = config.model
-        kind = "default" if model.rotary.scaling == "none" else model.rotary.scaling
-        found: Json = {"rope_theta": float(model.rope_base), "rope_type": kind}
-        if share not in (None, 1.0) or model.rotary.share != 1.0:
-            found["partial_rotary_factor"] = model.rotary.share
-        values = {name: getattr(model.rotary, SCALING_KEYS[name]) for name in SCALINGS[kind]}
-        return {
-            "rope_parameters": found | {name: value for name, value in values.items() if value is not None}
-        }
+        return {"rope_parameters": {"rope_theta": rope_theta(config), **_scaling(config, share)}}
 
     names = ("rope_parameters", "rope_theta", "rope_scaling", "partial_rotary_factor")
     return Entry(dict.fromkeys((*names, "max_position_embeddings")), read, write)
@@ -243,6 +236,48 @@ SCALINGS: dict[str, tuple[str, ...]] = {
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
 }
 NEED_LENGTH = ("yarn", "llama3")
+
+
+def rope_theta(config: RunConfig) -> float:
+    """Return the base of the rotary positions."""
+    return float(config.model.rope_base)
+
+
+def rope_scaling(config: RunConfig) -> Json | None:
+    """Return the scaling of the rotary positions in the form of transformers 4; None: there is none.
+
+    Its kind stands under both names of it. transformers 5 takes this in place of `rope_parameters`.
+    """
+    scaling = _scaling(config, None)
+    return None if scaling["rope_type"] == "default" else {"type": scaling["rope_type"], **scaling}
+
+
+# What released folders have beside these keys, see `Family.released`.
+RELEASED: Json = {
+    "attention_dropout": 0.0,
+    "initializer_range": lambda config: config.model.init_std,
+    "rope_theta": rope_theta,
+    "rope_scaling": rope_scaling,
+    "use_cache": True,
+}
+RELEASED_MOE = {**RELEASED, "output_router_logits": False}
+NO_WINDOWS: Json = {
+    "use_sliding_window": False,
+    "sliding_window": None,
+    "max_window_layers": lambda config: config.model.num_layers,
+}
+ROTARY_SHARE: Json = {"partial_rotary_factor": lambda config: config.model.rotary.share}
+
+
+def _scaling(config: RunConfig, share: float | None) -> Json:
+    """Return the parameters of the rotary positions but for the base; share: the class's default."""
+    rotary = config.model.rotary
+    kind = "default" if rotary.scaling == "none" else rotary.scaling
+    found: Json = {"rope_type": kind}
+    if share not in (None, 1.0) or rotary.share != 1.0:
+        found["partial_rotary_factor"] = rotary.share
+    values = {name: getattr(rotary, SCALING_KEYS[name]) for name in SCALINGS[kind]}
+    return found | {name: value for name, value in values.items() if value is not None}
 
 
 def _parameters(given: Json, base: float, default: Json) -> dict[str, Any]:
@@ -333,60 +368,6 @@ def loss_weight(default: float) -> Entry:
         return {name: float(found.options.weight) if found else 0.0}
 
     return Entry({name: default}, read, write)
-
-
-def sparse_steps() -> Entry:
-    """Every n-th block has an MoE layer, but for listed ones (decoder_sparse_step, mlp_only_layers)."""
-
-    def read(given: Json) -> Json:
-        step, dense = given["decoder_sparse_step"], given["mlp_only_layers"] or []
-        count = given["num_hidden_layers"]
-        at = [number for number in range(step, count + 1, step) if number - 1 not in dense]
-        return {"moe.layers.at": at}
-
-    def write(config: RunConfig) -> Json:
-        blocks = set(moe_block_numbers(config))
-        dense = [block for block in range(config.model.num_layers) if block + 1 not in blocks]
-        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-    return Entry(
-        {"decoder_sparse_step": 1, "mlp_only_layers": None, "num_hidden_layers": REQUIRED}, read, write
-    )
-
-
-def dense_first(default: int) -> Entry:
-    """The first n blocks are dense, all others have MoE layers (first_k_dense_replace)."""
-    name = "first_k_dense_replace"
-
-    def read(given: Json) -> Json:
-        return {"moe.layers.at": [*range(given[name] + 1, given["num_hidden_layers"] + 1)]}
-
-    def write(config: RunConfig) -> Json:
-        return {name: min(moe_block_numbers(config), default=config.model.num_layers + 1) - 1}
-
-    return Entry({name: default, "num_hidden_layers": REQUIRED}, read, write)
-
-
-def block_range() -> Entry:
-    """Every n-th block from one to another has an MoE layer (Ernie's moe_layer_*_index, from 0)."""
-    names = ("moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval")
-
-    def read(given: Json) -> Json:
-        first, last, step = (given[name] for name in names)
-        count = given["num_hidden_layers"]
-        last = count if last == -1 else last + 1
-        return {
-            "moe.layers.at": [number for number in range(step, count + 1, step) if first < number <= last]
-        }
-
-    def write(config: RunConfig) -> Json:
-        count = config.model.num_layers
-        blocks = [block for block in moe_block_numbers(config) if block <= count]
-        first, last = (blocks[0], blocks[-1]) if blocks else (count + 1, count)
-        step = blocks[1] - blocks[0] if len(blocks) > 1 else 1
-        return dict(zip(names, (first - 1, last - 1, step), strict=True))
-
-    return Entry({**dict(zip(names, (1, -1, 1), strict=True)), "num_hidden_layers": REQUIRED}, read, write)
 
 
 def normalised(default: bool) -> Entry:

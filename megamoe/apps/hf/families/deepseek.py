@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from megamoe.apps.hf.families.blocks import dense_first, first_dense, listed_blocks
 from megamoe.apps.hf.families.common import (
     BIAS,
     DENSE_FFN,
@@ -9,19 +10,18 @@ from megamoe.apps.hf.families.common import (
     LATENT_ATTENTION,
     MTP_TENSORS,
     NORMS,
+    RELEASED,
     SHARED,
     SHARED_KEYS,
     TIED,
     TOP_K,
-    dense_first,
     group_limit,
     rotary,
 )
 from megamoe.apps.hf.families.experts import EXPERTS, ROUTER, biased_keys
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import REQUIRED, Entry, Json, fixed, ignored, only, same, unsupported
+from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same, unsupported
 from megamoe.config import RunConfig
-from megamoe.config.shapes import moe_block_numbers
 
 LATENT_EPS = 1e-6  # of the norms of compressed states in transformers, whatever rms_norm_eps says
 
@@ -64,7 +64,7 @@ def greedy_or_limited() -> Entry:
 
     def write(config: RunConfig) -> Json:
         if not config.moe.router.masks:
-            return {"topk_method": METHODS[0], "n_group": None, "topk_group": None}
+            return {"topk_method": METHODS[0], "n_group": 1, "topk_group": 1}
         return {**limit.write(config), "topk_method": METHODS[1]}
 
     return Entry({**limit.defaults, "topk_method": METHODS[0]}, read, write)
@@ -89,6 +89,11 @@ def latent_keys(query_rank: int = 1536, nope: int = 128, value: int = 128) -> tu
         ignored("aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
     )
 
+
+# Constants of released folders. The function needs the way of choosing: other programs take a softmax, and
+# no bias, where it is not named.
+ROUTING = {"moe_layer_freq": 1, "ep_size": 1, "pretraining_tp": 1, "seq_aux": True}
+BIASED_ROUTING = {**ROUTING, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
@@ -117,6 +122,7 @@ DEEPSEEK_V2 = Family(
         TIED,
     ),
     table=TABLE,
+    released={**RELEASED, **ROUTING, "scoring_func": "softmax"},
 )
 
 DEEPSEEK_V3 = Family(
@@ -137,31 +143,11 @@ DEEPSEEK_V3 = Family(
         TIED,
     ),
     table=(*TABLE, BIAS, *MTP_TENSORS),
+    released={**RELEASED, **BIASED_ROUTING},
 )
 
 # Released under a name of its own, with DeepSeek-V3's code.
 KIMI_K2 = replace(DEEPSEEK_V3, model_type="kimi_k2")
-
-
-def listed_blocks() -> Entry:
-    """Which blocks are dense and which have an MoE layer (mlp_layer_types), or how many are dense first."""
-
-    def read(given: Json) -> Json:
-        kinds, count = given["mlp_layer_types"], given["num_hidden_layers"]
-        if kinds is None:
-            first = 1 if given["first_k_dense_replace"] is None else given["first_k_dense_replace"]
-            kinds = ["dense"] * first + ["sparse"] * (count - first)
-        if set(kinds) - {"dense", "sparse"} or len(kinds) != count:
-            raise unsupported("mlp_layer_types", kinds, [f"{count} of dense and sparse"])
-        return {"moe.layers.at": [block for block, kind in enumerate(kinds, 1) if kind == "sparse"]}
-
-    def write(config: RunConfig) -> Json:
-        blocks = set(moe_block_numbers(config))
-        count = config.model.num_layers
-        return {"mlp_layer_types": ["sparse" if b in blocks else "dense" for b in range(1, count + 1)]}
-
-    defaults = {"mlp_layer_types": None, "first_k_dense_replace": None, "num_hidden_layers": REQUIRED}
-    return Entry(defaults, read, write)
 
 
 GLM4_MOE_LITE = Family(
@@ -182,6 +168,12 @@ GLM4_MOE_LITE = Family(
         TIED,
     ),
     table=(*TABLE, BIAS, *MTP_TENSORS),
+    released={
+        **RELEASED,
+        **BIASED_ROUTING,
+        "first_k_dense_replace": first_dense,
+        "partial_rotary_factor": 1.0,
+    },
 )
 
 FAMILIES = (DEEPSEEK_V2, DEEPSEEK_V3, KIMI_K2, GLM4_MOE_LITE)

@@ -4,6 +4,8 @@ from megamoe.apps.hf.families.common import (
     DECODER,
     DENSE_FFN,
     HEAD_NORMS,
+    NO_WINDOWS,
+    RELEASED,
     SHARED_KEYS,
     UNUSED_WINDOW,
     biases,
@@ -31,6 +33,7 @@ LLAMA = Family(
         only("mlp_bias", False, default=False),
     ),
     table=(*DECODER, *DENSE_FFN),
+    released={**RELEASED, "pretraining_tp": 1},
 )
 
 QWEN3 = Family(
@@ -48,6 +51,7 @@ QWEN3 = Family(
         *UNUSED_WINDOW,
     ),
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN),
+    released={**RELEASED, **NO_WINDOWS},
 )
 
 MISTRAL = Family(
@@ -63,6 +67,7 @@ MISTRAL = Family(
         same("sliding_window", "model.attention.window", 4096),
     ),
     table=(*DECODER, *DENSE_FFN),
+    released=RELEASED,
 )
 
 QWEN2 = Family(
@@ -79,6 +84,7 @@ QWEN2 = Family(
         only("use_mrope", False, default=False, written=False),
     ),
     table=(*DECODER, *DENSE_FFN),
+    released={**RELEASED, **NO_WINDOWS, "use_mrope": False},
 )
 
 FAMILIES = (LLAMA, QWEN3, QWEN2, MISTRAL)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from megamoe.apps.hf.families.blocks import block_range, dense_first, first_dense, listed_blocks, sparse_steps
 from megamoe.apps.hf.families.common import (
     BIAS,
     BIASED_TOP_K,
@@ -13,14 +14,16 @@ from megamoe.apps.hf.families.common import (
     HF_LAYER,
     LAYER,
     MTP_TENSORS,
+    NO_WINDOWS,
+    RELEASED,
+    RELEASED_MOE,
+    ROTARY_SHARE,
     SHARED,
     SHARED_KEYS,
     TOP_K,
     UNUSED_WINDOW,
     WHOLE_NORMS,
     biases,
-    block_range,
-    dense_first,
     full_attention,
     group_limit,
     groups,
@@ -31,11 +34,11 @@ from megamoe.apps.hf.families.common import (
     normalised,
     rotary,
     shared_experts,
-    sparse_steps,
 )
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import NUM_FURTHER, Entry, fixed, ignored, mapped, only, same
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, row, whole
+from megamoe.config.shapes import expert_ffn_size, ffn_size, head_size
 
 EXPERT = f"{HF_LAYER}mlp.experts.{{e}}."
 ROUTER = TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{HF_LAYER}mlp.gate.weight", blocks="moe")
@@ -105,6 +108,7 @@ QWEN3_MOE = Family(
         *UNUSED_WINDOW,
     ),
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, *EXPERTS),
+    released={**RELEASED_MOE, **NO_WINDOWS},
 )
 
 OLMOE = Family(
@@ -126,6 +130,7 @@ OLMOE = Family(
         only("clip_qkv", None),
     ),
     table=(*DECODER, *WHOLE_NORMS, ROUTER, *EXPERTS),
+    released=RELEASED_MOE,
 )
 
 GLM4_MOE = Family(
@@ -145,6 +150,41 @@ GLM4_MOE = Family(
         biases("attention_bias", False, output=False),
     ),
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED, *MTP_TENSORS),
+    released={**RELEASED, **ROTARY_SHARE},
+)
+
+# GLM-4.5's router in every block, without norms of queries and keys.
+SOLAR_OPEN = Family(
+    "solar_open",
+    "SolarOpenForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        EVERY_BLOCK,
+        group_limit(1, 1, {"score": "sum", "best": 2}),
+        same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
+        *BIASED_TOP_K,
+        normalised(True),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1280),
+        same("n_routed_experts", "moe.num_experts", 128, alias="num_local_experts"),
+        same("n_shared_experts", "moe.num_shared_experts", 1),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        # Of released folders: no block is dense.
+        only("first_k_dense_replace", 0, default=0, written=False),
+        only("use_qk_norm", False, default=False, written=False),
+        ignored("intermediate_size", "router_aux_loss_coef", NUM_FURTHER),
+        groups(8),
+        heads(128),
+        *norm_and_rotary(1e-5, base=1e6, share=1.0),
+        biases("attention_bias", False, output=False),
+    ),
+    table=(*DECODER, ROUTER, BIAS, *EXPERTS, *SHARED),
+    released={
+        **RELEASED,
+        **ROTARY_SHARE,
+        "first_k_dense_replace": 0,
+        "use_qk_norm": False,
+        "intermediate_size": lambda config: ffn_size(config.model),
+    },
 )
 
 DOTS1 = Family(
@@ -171,9 +211,17 @@ DOTS1 = Family(
         *norm_and_rotary(1e-6),
         biases("attention_bias", False),
         no_last_windows(4096, 62),
+        ignored("use_sliding_window"),  # transformers does not read it here
         full_attention(),
     ),
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
+    released={
+        **RELEASED,
+        **NO_WINDOWS,
+        "scoring_func": "noaux_tc",
+        "topk_method": "noaux_tc",
+        "moe_layer_freq": 1,
+    },
 )
 
 ERNIE4_5_MOE = Family(
@@ -214,6 +262,12 @@ ERNIE4_5_MOE = Family(
         *SHARED,
     ),
     left_out="model.mtp_",
+    released={
+        **RELEASED,
+        "moe_gate": "topk",
+        "moe_use_aux_free": True,
+        "head_dim": lambda config: head_size(config.model),
+    },
 )
 
 QWEN2_MOE = Family(
@@ -238,6 +292,59 @@ QWEN2_MOE = Family(
             f"{LAYER}shared.gate", "H", f"{HF_LAYER}mlp.shared_expert_gate.weight", row, blocks="moe"
         ),
     ),
+    released={**RELEASED_MOE, **NO_WINDOWS},
 )
 
-FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE)
+HY_LAYER = f"{HF_LAYER}mlp."
+# dots.llm1 under other names: each block is listed, and the weights always sum to the scale.
+HY_V3 = Family(
+    "hy_v3",
+    "HYV3ForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *BIASED_TOP_K,
+        fixed(moe__router__selector__weights="renormalised", model__attention__query_key_norm="head"),
+        listed_blocks(),
+        same("router_scaling_factor", "moe.router.selector.scale", 2.826),
+        same("intermediate_size", "model.ffn_hidden_size", 13312),
+        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1536),
+        same("num_experts", "moe.num_experts", 192, alias="num_local_experts"),
+        same("num_shared_experts", "moe.num_shared_experts", 1),
+        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        *(
+            only(name, True, default=True, written=False)
+            for name in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
+        ),
+        # In which precision some sums are taken, the experts' size again, multi-token prediction.
+        only("enable_moe_fp32_combine", True, False, default=True, written=False),
+        ignored("enable_attention_fp32_softmax", "enable_lm_head_fp32"),
+        ignored("use_grouped_mm", "expert_hidden_dim", NUM_FURTHER),
+        groups(8),
+        heads(128),
+        *norm_and_rotary(1e-5, base=11158840.0),
+        biases("attention_bias", False),
+        only("mlp_bias", False, default=False),
+    ),
+    table=(
+        *DECODER,
+        *HEAD_NORMS,
+        *DENSE_FFN,
+        replace(ROUTER, sources=f"{HY_LAYER}router.gate.weight"),
+        replace(BIAS, sources=f"{HY_LAYER}expert_bias"),
+        *EXPERTS,
+        *shared_experts("shared_mlp"),
+    ),
+    left_out="model.layers.{n}.",
+    released={
+        **RELEASED_MOE,
+        "first_k_dense_replace": first_dense,
+        "qk_norm": True,
+        "route_norm": True,
+        "moe_router_use_sigmoid": True,
+        "moe_router_enable_expert_bias": True,
+        "expert_hidden_dim": expert_ffn_size,
+        NUM_FURTHER: 0,
+    },
+)
+
+FAMILIES = (QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DOTS1, ERNIE4_5_MOE, SOLAR_OPEN, HY_V3)

@@ -7,6 +7,7 @@ from megamoe.apps.hf.families.common import (
     HF_ATTENTION,
     HF_LAYER,
     LAYER,
+    RELEASED_MOE,
     SHARED_KEYS,
     TOP_K,
     biases,
@@ -110,6 +111,13 @@ GPT_OSS = Family(
         TensorMapping(f"{LAYER}experts.down", "E H X", f"{EXPERTS}down_proj", transposed, EXPERT_DOWN),
         TensorMapping(f"{LAYER}experts.down_bias", "E H", f"{EXPERTS}down_proj_bias", cut=EXPERT_BIAS),
     ),
+    released={
+        **RELEASED_MOE,
+        "experts_per_token": lambda config: config.moe.router.selector.options.k,
+        "initial_context_length": lambda config: (
+            config.model.rotary.original_length or config.data.sequence_length
+        ),
+    },
 )
 
 FAMILIES = (GPT_OSS,)

@@ -5,6 +5,7 @@ from megamoe.apps.hf.families.common import (
     EVERY_BLOCK,
     HF_LAYER,
     LAYER,
+    RELEASED_MOE,
     SHARED_KEYS,
     TOP_K,
     biases,
@@ -88,7 +89,11 @@ TABLE = (
 )
 
 GRANITE_MOE = Family(
-    "granitemoe", "GraniteMoeForCausalLM", keys=(*KEYS, fixed(moe__num_shared_experts=0)), table=TABLE
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    keys=(*KEYS, fixed(moe__num_shared_experts=0)),
+    table=TABLE,
+    released=RELEASED_MOE,
 )
 
 GRANITE_MOE_SHARED = Family(
@@ -100,6 +105,7 @@ GRANITE_MOE_SHARED = Family(
         TensorMapping(f"{LAYER}shared.up", "2S H", f"{SHARED_MLP}input_linear.weight", needs="shared"),
         TensorMapping(f"{LAYER}shared.down", "H S", f"{SHARED_MLP}output_linear.weight", needs="shared"),
     ),
+    released=RELEASED_MOE,
 )
 
 FAMILIES = (GRANITE_MOE, GRANITE_MOE_SHARED)

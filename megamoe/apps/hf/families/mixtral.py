@@ -6,6 +6,7 @@ from megamoe.apps.hf.families.common import (
     EVERY_BLOCK,
     HF_LAYER,
     LAYER,
+    RELEASED_MOE,
     SHARED_KEYS,
     TIED,
     TOP_K,
@@ -19,6 +20,7 @@ from megamoe.apps.hf.families.common import (
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same, unsupported
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, whole
+from megamoe.config.shapes import expert_ffn_size, head_size
 
 EXPERTS = f"{HF_LAYER}block_sparse_moe.experts.{{e}}."
 
@@ -54,6 +56,7 @@ MIXTRAL = Family(
         ignored("router_jitter_noise"),
     ),
     table=(*DECODER, *EXPERT_LINES),
+    released=RELEASED_MOE,
 )
 
 
@@ -132,6 +135,24 @@ MINIMAX_M2 = Family(
             needs="biased",
         ),
     ),
+    released={
+        **RELEASED_MOE,
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_layer",
+        "rotary_dim": lambda config: int(head_size(config.model) * config.model.rotary.share),
+        "attn_type_list": lambda config: [1] * config.model.num_layers,
+        **{f"layernorm_{part}_beta": 1.0 for part in NORM_FACTORS},
+        "router_jitter_noise": 0.0,
+        "shared_intermediate_size": 0,
+        "shared_moe_mode": "sigmoid",
+        "sliding_window": None,
+        "mlp_intermediate_size": expert_ffn_size,  # of dense blocks, which it has not
+        "use_mtp": False,
+        "num_mtp_modules": 0,
+        "mtp_transformer_layers": 0,
+    },
 )
 
 FAMILIES = (MIXTRAL, MINIMAX_M2)
