@@ -23,7 +23,8 @@ def exported(kind: str, number: int, like: dict[str, Any]) -> dict[str, Any]:
     """config.json of an export; like: that of the folder the model was imported from."""
     family = FAMILIES[kind]
     config = as_config(family.read(written(kind, number)))
-    return _config(Target(family, config, [], like, {}, dict.fromkeys(SPECIAL_IDS)), STORED)
+    target = Target(family, config, [], like, {}, dict.fromkeys(SPECIAL_IDS), [])
+    return _config(target, STORED)
 
 
 @pytest.mark.parametrize("of_import", [False, True])
