@@ -293,3 +293,28 @@ def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) 
         float((each - expected_BSV)[agree_BS].square().mean().sqrt() / expected_BSV.std()) for each in found
     ]
     assert 0 < errors[0] < 1.5 * errors[1] < 0.1, errors
+
+
+def test_losses_of_accumulated_batches_are_divided_by_all_their_labels(tmp_path: Path) -> None:
+    """As transformers' Trainer asks with gradient accumulation: it passes the number of labels of all batches."""
+    saved(tmp_path, "presets/switch.yaml", *SMALL, NO_CAPACITY)
+    model = loaded(tmp_path)
+    tokens_BS = torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
+    labels_BS = tokens_BS.where(torch.arange(LENGTH) % 3 > 0, -100)
+    counted = (labels_BS[:, 1:] != -100).sum()
+    whole = model(tokens_BS, labels=labels_BS).loss
+    halves = [
+        model(tokens_BS[b : b + 1], labels=labels_BS[b : b + 1], num_items_in_batch=counted).loss for b in (0, 1)
+    ]
+    torch.testing.assert_close(sum(halves), whole)
+
+
+def test_it_has_a_backbone_and_takes_another_embedding(tmp_path: Path) -> None:
+    saved(tmp_path, "presets/switch.yaml", *SMALL, NO_CAPACITY, "model.tie_embeddings=false")
+    model = loaded(tmp_path)
+    tokens_BS = torch.arange(LENGTH)[None] % WORDS
+    hidden_BSH = model.base_model(tokens_BS).last_hidden_state
+    torch.testing.assert_close(model(tokens_BS).logits, model.model.output_layer(hidden_BSH))
+    words = torch.nn.Embedding(WORDS, 32)
+    model.set_input_embeddings(words)
+    assert model.get_input_embeddings() is words

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 
 from megamoe.apps.hf.custom.configuration_megamoe import MegamoeConfig
 from megamoe.apps.hf.custom.routing_megamoe import Router
@@ -322,19 +322,50 @@ class Decoder(nn.Module):
 
 
 class Model(nn.Module):
-    """Embedding, blocks and output layer."""
+    """Embedding, blocks and output layer; called, it is the backbone that `base_model` names."""
 
     def __init__(self, config: MegamoeConfig) -> None:
         super().__init__()
+        self.config = config
         self.embedding, self.decoder = Embedding(config), Decoder(config)
         if not config.tie_word_embeddings:
             self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Any = None,
+        use_cache: bool | None = None,
+        **unused: Any,
+    ) -> BaseModelOutputWithPast:
+        """int64 [B, S] -> hidden states behind the last norm, [B, S, H]."""
+        config, size = self.config, input_ids.shape[1]
+        caches = config.use_cache and not self.training if use_cache is None else use_cache
+        if caches and past_key_values is None and config.router.get("selector") != "expert_choice":
+            past_key_values = DynamicCache()
+        before = 0 if past_key_values is None else past_key_values.get_seq_length()
+        if before and config.router.get("selector") == "expert_choice":
+            raise ValueError("with expert choice every token may change the others: set use_cache=False")
+        is_token_BL = _tokens(attention_mask, input_ids, before)
+        if position_ids is None:
+            position_ids = (is_token_BL.long().cumsum(-1) - 1).clamp_min(0)[:, before:]
+        hidden_BSH = self.embedding(input_ids, position_ids)
+        tables = rotary_tables(config, position_ids) if config.position == "rope" else None
+        causal_SL = torch.ones(size, before + size, dtype=torch.bool, device=input_ids.device).tril(before)
+        attention = (tables, causal_SL & is_token_BL[:, None], past_key_values)
+        for block in self.decoder.layers:
+            hidden_BSH = block(hidden_BSH, attention, (input_ids, is_token_BL[:, before:]))
+        hidden_BSH = self.decoder.final_layernorm(hidden_BSH)
+        return BaseModelOutputWithPast(last_hidden_state=hidden_BSH, past_key_values=past_key_values)
 
 
 class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
     """A decoder with MoE layers."""
 
     config_class = MegamoeConfig
+    base_model_prefix = "model"
     _no_split_modules = ("Block",)
 
     def __init__(self, config: MegamoeConfig) -> None:
@@ -346,6 +377,10 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         """Return the embedding of tokens."""
         return self.model.embedding.word_embeddings
 
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Set the embedding of tokens, such as one for a larger vocabulary."""
+        self.model.embedding.word_embeddings = value
+
     def forward(
         self,
         input_ids: Tensor,
@@ -355,32 +390,22 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         labels: Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
+        num_items_in_batch: Tensor | int | None = None,
         **unused: Any,
     ) -> CausalLMOutputWithPast:
         """int64 [B, S] -> logits, fp32 [B, S, V], and with labels their mean cross entropy.
 
-        attention_mask: 1 for tokens and 0 for padding, [B, tokens so far].
+        attention_mask: 1 for tokens and 0 for padding, [B, tokens so far]. num_items_in_batch: the labels of all
+        accumulated batches, by which transformers' Trainer wants the sum of the losses divided.
         """
-        config, size = self.config, input_ids.shape[1]
-        caches = config.use_cache and not self.training if use_cache is None else use_cache
-        if caches and past_key_values is None and config.router.get("selector") != "expert_choice":
-            past_key_values = DynamicCache()
-        before = 0 if past_key_values is None else past_key_values.get_seq_length()
-        if before and config.router.get("selector") == "expert_choice":
-            raise ValueError("with expert choice every token may change the others: set use_cache=False")
-        is_token_BL = _tokens(attention_mask, input_ids, before)
-        if position_ids is None:
-            position_ids = (is_token_BL.long().cumsum(-1) - 1).clamp_min(0)[:, before:]
-        hidden_BSH = self.model.embedding(input_ids, position_ids)
-        tables = rotary_tables(config, position_ids) if config.position == "rope" else None
-        causal_SL = torch.ones(size, before + size, dtype=torch.bool, device=input_ids.device).tril(before)
-        attention = (tables, causal_SL & is_token_BL[:, None], past_key_values)
-        for block in self.model.decoder.layers:
-            hidden_BSH = block(hidden_BSH, attention, (input_ids, is_token_BL[:, before:]))
-        logits_BSV = self._logits(self.model.decoder.final_layernorm(hidden_BSH)[:, -logits_to_keep:])
-        logits_NV = logits_BSV[:, :-1].flatten(0, 1)
-        loss = None if labels is None else functional.cross_entropy(logits_NV, labels[:, 1:].flatten())
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=past_key_values)
+        output = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache)
+        logits_BSV = self._logits(output.last_hidden_state[:, -logits_to_keep:])
+        loss = None
+        if labels is not None:
+            logits_NV, label_N = logits_BSV[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+            total = functional.cross_entropy(logits_NV, label_N, reduction="sum")
+            loss = total / ((label_N != -100).sum() if num_items_in_batch is None else num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=output.past_key_values)
 
     def _logits(self, hidden_BSH: Tensor) -> Tensor:
         config, model = self.config, self.model
