@@ -109,9 +109,10 @@ class _Renormalised(Function):
     ) -> Tensor:
         ctx.save_for_backward(probs_TE, scores_TE, expert_TK)
         sizes = (*_sizes(probs_TE), expert_TK.shape[1])
-        ctx.kernels, ctx.numbers = kernels, (*sizes, SMALLEST_TOTAL, SMALL_TOTAL, slope, scale)
+        ctx.kernels, numbers = kernels, (*sizes, SMALLEST_TOTAL, SMALL_TOTAL, slope, scale)
+        ctx.numbers = numbers
         weight_TK = torch.empty_like(expert_TK, dtype=torch.float32)
-        kernels.chosen_weights(probs_TE, scores_TE, expert_TK, *ctx.numbers, weight_TK)
+        kernels.chosen_weights(probs_TE, scores_TE, expert_TK, *numbers, weight_TK)
         return weight_TK
 
     @staticmethod

@@ -19,6 +19,7 @@ from megamoe.errors import UserError
 from megamoe.io import parse_json, read_plain, reason
 
 ENDING = LABELLED
+NO_TAG = ""  # the predicted tag of a word without a label; no label has this name
 LARGEST = 4 << 30  # bytes of a file of examples
 TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # that tools/prepare_pairs.py writes above the labels
 REMEDY = "prepare the labels again with tools/prepare_pairs.py"

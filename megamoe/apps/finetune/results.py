@@ -22,8 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from megamoe.apps.finetune.examples import TEST, TRAIN, Examples, Row, labels_of
-from megamoe.apps.finetune.label_files import ENDING
-from megamoe.apps.finetune.objectives.tagging import NO_TAG
+from megamoe.apps.finetune.label_files import ENDING, NO_TAG
 from megamoe.apps.finetune.task import VALID, Task
 from megamoe.errors import UserError, printable
 from megamoe.io import read_json, replace_file

@@ -78,12 +78,10 @@ def chosen_shares_TK(scored: Scored, expert_TK: Tensor, kept_TK: Tensor | None, 
     others. best: see `Scored.small_slope`.
     """
     slope = scored.small_slope(best)
-
-    def logs_TK() -> Tensor:
-        return only_valid(slope * scored.scores_TE.gather(1, expert_TK), kept_TK, LOWEST)
-
     prob_TK = only_valid(scored.probs_TE.gather(1, expert_TK), kept_TK)
-    return shares(prob_TK, None if slope is None else logs_TK)
+    if slope is None:
+        return shares(prob_TK, None)
+    return shares(prob_TK, lambda: only_valid(slope * scored.scores_TE.gather(1, expert_TK), kept_TK, LOWEST))
 
 
 def shares_N(

@@ -29,8 +29,8 @@ class TopK(FixedK):
     The choice is by the scores if the score function is monotone and has no bias, otherwise by p plus the
     bias (`Scored.ranking_TE`).
 
-    raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard, DeepSeek-V3);
-    sums below 1e-15 from the scores, since fp32 rounds such p to 0; transformers adds 1e-20 to every sum.
+    raw: p itself (Switch, DeepSeek-V2). renormalised: p over the sum of the k chosen (GShard, DeepSeek-V3).
+    Sums below 1e-15 are taken from the scores, as fp32 rounds such p to 0; transformers adds 1e-20 to all.
     kept_softmax: softmax over the k chosen scores (Shazeer et al. 2017 eq. 3-5, Softmax(KeepTopK)). one: 1.
     At k = 1 the two normalised kinds are always 1 and give the router no gradient: training refuses them,
     unless the router is frozen (`moe.frozen`).

@@ -31,7 +31,7 @@ class SqrtSoftplusScoreFunction(BiasedScoreFunction):
 
     @property
     def small_slope(self) -> float:
-        return 0.5 / self.config.temperature  # type: ignore[no-any-return]
+        return 0.5 / self.config.temperature
 
     def log_values(self, scores: Tensor) -> Tensor:
         """Return log p; precise where p underflows."""

@@ -62,11 +62,9 @@ class EntropyAware(WeightedByP):
         """Return min_k to max_k pairs per token, fewer if it has fewer candidates."""
         probs_TE = scored.probs_TE.detach()
         slope = scored.small_slope(best=True)
-
-        def logs_TE() -> Tensor:
-            return only_valid(slope * scored.scores_TE.detach(), scored.candidates_TE, LOWEST)
-
-        share_TE = shares(probs_TE, None if slope is None else logs_TE)
+        score_TE, among_TE = scored.scores_TE.detach(), scored.candidates_TE
+        logs = None if slope is None else lambda: only_valid(slope * score_TE, among_TE, LOWEST)
+        share_TE = shares(probs_TE, logs)
         perplexity_T = torch.special.entr(share_TE).sum(dim=-1).exp()
         wanted_T = perplexity_T.round().long().clamp(self.config.min_k, self.config.max_k)
         count_T = wanted_T.minimum(num_candidates_T(scored.candidates_TE, probs_TE))
@@ -78,11 +76,8 @@ class EntropyAware(WeightedByP):
         pairs = super().replayed(scored, expert_TK, count_T)
         if self.config.weights == "renormalised":
             slope = scored.small_slope()
-
-            def logs_N() -> Tensor:
-                return slope * probs_N(scored.scores_TE, pairs.token_N, pairs.expert_N)
-
-            logs = None if slope is None else logs_N
+            where = pairs.token_N, pairs.expert_N
+            logs = None if slope is None else lambda: slope * probs_N(scored.scores_TE, *where)
             sizes = pairs.token_N, scored.num_tokens, 1.0
             pairs.weight_N = shares_N(pairs.weight_N, logs, *sizes)
         return pairs

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megamoe.apps.finetune.objectives.tagging import NO_TAG
+from megamoe.apps.finetune.label_files import NO_TAG
 from megamoe.apps.finetune.results import exact_match, majority, mean_and_spread, normalised, scores, token_f1
 from megamoe.apps.finetune.task import Task, load_task
 from tests.support.apps.tasks import make_task

@@ -11,8 +11,9 @@ import tokenizers as tokenizers_library
 import torch
 from torch.nn import functional
 
+from megamoe.apps.finetune.label_files import NO_TAG
 from megamoe.apps.finetune.objectives.labelled import Labelled
-from megamoe.apps.finetune.objectives.tagging import NO_TAG, first_tokens
+from megamoe.apps.finetune.objectives.tagging import first_tokens
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
 from megamoe.data.tokenizers import load_tokenizer, train_bpe, train_sentencepiece

@@ -304,7 +304,8 @@ def test_losses_of_accumulated_batches_are_divided_by_all_their_labels(tmp_path:
     counted = (labels_BS[:, 1:] != -100).sum()
     whole = model(tokens_BS, labels=labels_BS).loss
     halves = [
-        model(tokens_BS[b : b + 1], labels=labels_BS[b : b + 1], num_items_in_batch=counted).loss for b in (0, 1)
+        model(tokens_BS[b : b + 1], labels=labels_BS[b : b + 1], num_items_in_batch=counted).loss
+        for b in (0, 1)
     ]
     torch.testing.assert_close(sum(halves), whole)
 

@@ -245,10 +245,13 @@ def check_weights_of_chosen_experts() -> None:
         def run(
             probs_TE: Tensor, scores_TE: Tensor, expert_TK: Tensor, sent_TK: Tensor, slope: float | None
         ) -> list[Tensor]:
-            both = [each.clone().requires_grad_() for each in (probs_TE, scores_TE)]
+            both = probs_TE.clone().requires_grad_(), scores_TE.clone().requires_grad_()
             weight_TK = router.renormalised_weights(*both, expert_TK, slope, 2.5, Kernels(compiled=False))
             wanted = both if slope else both[:1]
-            return [weight_TK.detach(), *torch.autograd.grad(weight_TK, wanted, sent_TK)]
+            return [
+                weight_TK.detach(),
+                *torch.autograd.grad(weight_TK, wanted, sent_TK, materialize_grads=True),
+            ]
 
         arguments = probs_TE, scores_TE, expert_TK, sent_TK, slope
         with on_triton() as names:

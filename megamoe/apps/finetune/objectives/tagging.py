@@ -6,14 +6,13 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from megamoe.apps.finetune.label_files import Line
+from megamoe.apps.finetune.label_files import NO_TAG, Line
 from megamoe.apps.finetune.objectives.labelled import ENDS, Example, Labelled, Reading, number_of, right_share
 from megamoe.data.batches import Batch
 from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError
 from megamoe.registry import register
 
-NO_TAG = ""  # the prediction of a word without a label; no label has this name
 EXPECTED = '{"words": [...], "tags": [...]}'
 
 
