@@ -7,7 +7,7 @@ import importlib
 import sys
 from pathlib import Path
 
-from megamoe.resilience.error_reporting import exit_process
+from megamoe.resilience.error_reporting import exit_process, hide_secrets
 
 # Command: the module whose `main(arguments)` returns the exit code, and what the command does.
 COMMANDS = {
@@ -123,6 +123,7 @@ def call(name: str, arguments: list[str]) -> int:
 
 def run(name: str | None = None) -> None:
     """End the process with the exit code of a command; name: of tools/*.py, None: the first argument's."""
+    hide_secrets()
     code = main() if name is None else call(name, sys.argv[1:])
     if code:
         exit_process(code)

@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from enum import IntEnum
 from typing import NamedTuple
 
+from megamoe.redaction import redact
+
 # Messages of gloo, NCCL, the store and the loader when the peer process is gone.
 LOST_CONTACT = re.compile(
     r"connection (was )?(closed|reset)|broken pipe|socket closed|remote process (has )?exited|recv.*failed"
@@ -12,6 +14,7 @@ LOST_CONTACT = re.compile(
     r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective",
     re.IGNORECASE,
 )
+LONGEST_SECRET = 4096  # characters: a part of one would not be recognised
 DEAD_LOADER = re.compile(r"DataLoader (worker|timed out)", re.IGNORECASE)
 
 
@@ -20,8 +23,11 @@ class UserError(ValueError):
 
     The message is one line that names the key or file, the value found, what was expected and the way out.
     Entry points print it without a traceback and exit with code 2. Every other exception is a bug and keeps
-    its traceback.
+    its traceback. What it quotes of libraries, files and configurations loses its secrets here.
     """
+
+    def __init__(self, *lines: object) -> None:
+        super().__init__(*(redact(line) if isinstance(line, str) else line for line in lines))
 
 
 class ConfigError(UserError):
@@ -86,7 +92,7 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def printable(text: object, length: int = 300) -> str:
-    """Return text from a file's content or name as one line: without control characters, and shortened."""
-    cut = str(text)[: length + 1]
+    """Return text from a file as one line: without control characters and secrets, and shortened."""
+    cut = redact(str(text)[: length + LONGEST_SECRET])[: length + 1]
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
     return line if len(line) <= length else f"{line[: length - 3]}..."

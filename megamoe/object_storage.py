@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from megamoe.redaction import HIDDEN, IN_URL, VALUES
+from megamoe.redaction import HIDDEN, IN_URL, PARAMETER, line_of, redact, remember
 
 URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*://")
 SIGNATURE = re.compile(r"\?\S*")  # a signed URL carries its credential behind the question mark
@@ -39,6 +39,9 @@ Result = TypeVar("Result")
 class RemoteError(Exception):
     """Object storage that does not answer, or refuses; the text is one line without secrets."""
 
+    def __init__(self, line: str) -> None:
+        super().__init__(redact(line))
+
 
 def is_url(text: str) -> bool:
     """Return whether a text names something behind fsspec, and not a path."""
@@ -52,8 +55,10 @@ def open_system(url: str) -> tuple[Any, str]:
         ImportError: if the scheme's package is not installed.
         ValueError: if fsspec does not know the scheme.
     """
+    from fsspec.config import conf
     from fsspec.core import url_to_fs
 
+    remember(conf)
     options = OPTIONS.get(url.partition("://")[0].lower(), {})
     system, path = url_to_fs(url, use_listings_cache=False, skip_instance_cache=True, **options)
     return system, str(path)
@@ -88,8 +93,8 @@ def attempt(
 
 
 def has_credentials(url: str) -> bool:
-    """Return whether a URL names a user or password, which no configuration may hold."""
-    return IN_URL.search(url) is not None
+    """Return whether a URL names a user, a password or a signature, which no configuration may hold."""
+    return is_url(url) and bool(IN_URL.search(url) or PARAMETER.search(url))
 
 
 def without_credentials(url: str) -> str:
@@ -97,15 +102,9 @@ def without_credentials(url: str) -> str:
     return SIGNATURE.sub("", IN_URL.sub(f"{HIDDEN}@", url))
 
 
-def reason_of(error: Exception, url: str = "") -> str:
-    """Return what a library says, in one line of bounded length and without secrets.
-
-    url: what was opened; it is shortened where the error repeats it.
-    """
-    said = str(error).replace(url, without_credentials(url)) if url else str(error)
-    text = " ".join(said.split()) or type(error).__name__
-    text = SIGNATURE.sub("", VALUES.sub(HIDDEN, IN_URL.sub(f"{HIDDEN}@", text)))
-    return text[:LONGEST_REASON]
+def reason_of(error: Exception) -> str:
+    """Return what a library says, in one line of bounded length and without secrets."""
+    return line_of(error)[:LONGEST_REASON]
 
 
 def is_refusal(error: Exception) -> bool:

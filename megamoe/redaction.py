@@ -1,19 +1,56 @@
-"""Secrets in names and arguments: what logs and trackers must not get. Standard library alone."""
+"""Secrets in names, arguments and texts: what consoles, files and trackers must not get.
+
+`redact` is the one place: messages go through it (`UserError`, `RemoteError`, the last line and the
+traceback of a process), and what is read back from the files of a run. Standard library alone.
+
+python -m megamoe.redaction < lines    # examples/slurm/common.sh: as `redacted`, line by line
+"""
 
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
+from urllib.parse import quote
 
 # As a word of a name: `WANDB_API_KEY`, `s3.secret`, `--auth-token`; not `data.tokenizer` or `monkey`.
 NAMES = re.compile(
     r"(?i)(?<![a-z])(api-?key|key|keys|token|secret|secrets|passw(or)?d|passphrase|credentials?|jwt|auth)(?![a-z])"
 )
-# Values that are secrets whatever their name: a user and password in a URL, and well-known prefixes.
-IN_URL = re.compile(r"(?<=://)[^/@\s]+@")
-VALUES = re.compile(r"\b(hf_|ghp_|github_pat_|sk-|xox[bp]-|AKIA|eyJ)[A-Za-z0-9_.\-]{12,}")
 HIDDEN = "***"
+SHORTEST = 8  # characters of a known value: a shorter one is a word of ordinary text
+IN_URL = re.compile(r"(?<=://)[^/\s'\"]+@")  # a user and password
+# Of a signed URL; such names also stand in headers.
+NAMED = (
+    r"(?i)(?<![\w.-])([\w.-]*(?:sig|signature|token|secret|passw(?:or)?d|credential|accesskeyid|api[-_]?key)=)"
+    r"[^&\s'\"<>]"
+)
+PARAMETER = re.compile(NAMED)
+FORMS = (
+    (IN_URL, f"{HIDDEN}@"),
+    (re.compile(r"(://[^\s'\"<>?]*\?)[^\s'\"<>]*=[^\s'\"<>]*"), rf"\1{HIDDEN}"),  # a query
+    (re.compile(NAMED + "{8,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[a-z0-9+/=._~-]{12,}"), rf"\1 {HIDDEN}"),
+    # In XML, JSON, YAML and headers: <SessionToken>..., "aws_secret_access_key": "...", AccountKey=...
+    (
+        re.compile(
+            r"(?i)((?:secret|passw(?:or)?d|passphrase|signatureprovided|token-\d+|(?:access|account|api|private)[_.-]?key"
+            r"|(?:session|security|access|auth|refresh|sas|id)[_.-]?token)[a-z0-9_.-]{0,20}[\"']?\s*[=:>]\s*[\"']?)"
+            r"[^\s\"'<>&,;(){}\[\]]{4,}"
+        ),
+        rf"\1{HIDDEN}",
+    ),
+    # Well-known beginnings, whatever the name: keys of AWS, its session tokens, Google's, JSON Web Tokens.
+    (
+        re.compile(
+            r"\b(hf_|gh[pos]_|github_pat_|glpat-|sk-|xox[bp]-|AKIA|ASIA|eyJ|ya29\.|AIza)[A-Za-z0-9_.\-]{12,}"
+            r"|\b(IQoJ|FwoG|FQoG|AQoD)[A-Za-z0-9+/=_%\-]{20,}"
+        ),
+        HIDDEN,
+    ),
+)
+_known: dict[str, None] = {}
 
 
 def is_secret(name: str) -> bool:
@@ -21,10 +58,53 @@ def is_secret(name: str) -> bool:
     return NAMES.search(name) is not None
 
 
-def redacted(arguments: list[str]) -> list[str]:
+def remember(options: dict[Any, Any]) -> None:
+    """Hide from now on the values of what has a secret's name, in mappings of any depth.
+
+    A file's path is no secret, though GOOGLE_APPLICATION_CREDENTIALS names one.
+    """
+    for name, value in options.items():
+        if isinstance(value, dict):
+            remember(value)
+        elif (
+            isinstance(value, str) and len(value) >= SHORTEST and value not in _known and is_secret(str(name))
+        ):
+            if not os.path.exists(value):
+                _known[value] = _known[quote(value, safe="")] = None
+
+
+def redact(text: str) -> str:
+    """Return a text with `***` in place of secrets.
+
+    These are the values of the environment's variables, and those of `remember`; and what is a secret by its
+    form: user and password in a URL, its query, named and well-known tokens.
+    """
+    remember(dict(os.environ))
+    for value in sorted(_known, key=len, reverse=True):
+        text = text.replace(value, HIDDEN)
+    for form, hidden in FORMS:
+        text = form.sub(hidden, text)
+    return text
+
+
+def redact_all(value: Any) -> Any:
+    """Return plain data with `redact` of its texts; keys stay."""
+    if isinstance(value, dict):
+        return {key: redact_all(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [redact_all(each) for each in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def line_of(error: BaseException) -> str:
+    """Return what an error says, in one line without secrets; its class, if it says nothing."""
+    return redact(" ".join(str(error).split())) or type(error).__name__
+
+
+def redacted(arguments: Iterable[str]) -> list[str]:
     """Return the arguments of a command with `***` in place of secrets.
 
-    These are the value of `name=value` or `--name value` where the name says so, and what is one by its form.
+    These are the value of `name=value` or `--name value` where the name says so, and what `redact` finds.
     """
     found: list[str] = []
     hides_next = False
@@ -35,7 +115,7 @@ def redacted(arguments: list[str]) -> list[str]:
         elif equals and is_secret(name):
             found.append(f"{name}={HIDDEN}")
         else:
-            found.append(VALUES.sub(HIDDEN, IN_URL.sub(f"{HIDDEN}@", argument)))
+            found.append(redact(argument))
         hides_next = argument.startswith("-") and not equals and is_secret(argument)
     return found
 
@@ -47,6 +127,7 @@ def without_secrets(kept: tuple[str, ...] = ()) -> Iterator[None]:
     kept: beginnings of the names of variables that it needs nevertheless.
     """
     names = [name for name in os.environ if is_secret(name) and not name.startswith(kept or ("\0",))]
+    remember(dict(os.environ))
     variables, arguments = {name: os.environ.pop(name) for name in names}, list(sys.argv)
     sys.argv[:] = redacted(arguments)
     try:
@@ -54,3 +135,8 @@ def without_secrets(kept: tuple[str, ...] = ()) -> Iterator[None]:
     finally:
         os.environ.update(variables)
         sys.argv[:] = arguments
+
+
+if __name__ == "__main__":
+    for row in sys.stdin:
+        print(*redacted(row.rstrip("\n").split(" ")))

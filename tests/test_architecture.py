@@ -27,7 +27,7 @@ SHARDING = FOUNDATION | {"compat", "moe", "kernels", "parallel", "parallel.zero"
 # What each package of the core may import of megamoe, beside itself (`megamoe`: the version). No
 # list has an application: the core imports none of them. `parallel.zero` counts as a package of its own.
 CORE = {
-    "errors": set(),
+    "errors": {"redaction"},
     "io": set(),
     "host_memory": set(),
     "redaction": set(),

@@ -22,7 +22,7 @@ python_here() {
   if [ ${#srun_options[@]} = 0 ]; then
     "${python[@]}" "$@"
   else
-    srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 "${srun_options[@]}" "${python[@]}" "$@" < /dev/null
+    srun --overlap --nodes=1 --ntasks=1 --ntasks-per-node=1 "${srun_options[@]}" "${python[@]}" "$@" < "${stdin:-/dev/null}"
   fi
 }
 
@@ -56,16 +56,6 @@ described+='GLOO_SOCKET_IFNAME|CUDA_(VISIBLE_DEVICES|DEVICE_MAX_CONNECTIONS|DEVI
 described+='TORCH_(CUDA_ARCH_LIST|DISTRIBUTED_DEBUG|NCCL_(BLOCKING_WAIT|ASYNC_ERROR_HANDLING|TRACE_BUFFER_SIZE))|'
 described+='TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE|MASTER_(ADDR|PORT)|MEGAMOE_(HOME|PYTHON|SRUN|CHAIN|ENVIRONMENT)'
 
-# Replace values by *** where a name says that they are secrets (as in `s3.secret=...`, `--auth-token ...` and
-# `API_KEY=...`), users and passwords in URLs, and well-known forms of tokens. As megamoe/redaction.py.
-redact() {
-  local name='(api[-_]?keys?|keys?|token|secrets?|passw(or)?d|passphrase|credentials?|jwt|auth)'
-  sed -E -e "s/((^|[^[:alpha:]])$name([^[:alpha:]=[:space:]][^=[:space:]]*)?)=[^[:space:]]*/\\1=***/Ig" \
-    -e "s/((^|[[:space:]])--?([^[:space:]=]*[^[:alpha:]])?$name([^[:alpha:]=[:space:]][^=[:space:]]*)?[[:space:]]+)[^-[:space:]][^[:space:]]*/\\1***/Ig" \
-    -e 's#://[^/@[:space:]]+@#://***@#g' \
-    -e 's/(^|[^[:alnum:]])(hf_|ghp_|github_pat_|sk-|xox[bp]-|AKIA|eyJ)[[:alnum:]_.-]{12,}/\1***/g'
-}
-
 # The folder of this start's logs, and in it a description of the environment, which its owner alone can read. The run
 # copies the description into its own folder, as environment/<job>.<restart>.txt.
 open_logs() {
@@ -86,7 +76,7 @@ for one in sorted({f"{it.name}=={it.version}" for it in distributions()}): print
     nvidia-smi 2> /dev/null || echo 'nvidia-smi: not found'
     ulimit -a
     env | grep -E "^($described)=" | sort
-  } | redact > "$MEGAMOE_ENVIRONMENT"
+  } | stdin=/dev/stdin python_here -m megamoe.redaction > "$MEGAMOE_ENVIRONMENT"
 }
 
 # Check the nodes; with a bad one, the job ends before training. Skipped with PREFLIGHT=0.

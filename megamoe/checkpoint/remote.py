@@ -64,7 +64,7 @@ def check_url(url: str) -> None:
     safe = without_credentials(url)
     if not separator or not path.strip("/"):
         raise UserError(f"{KEY}: found {safe!r}, expected a URL such as s3://bucket/folder")
-    if has_credentials(url):
+    if has_credentials(url) or "?" in url:
         raise UserError(
             f"{KEY}: {safe} has credentials in it, and would write them into the run's configuration; "
             "give them to the environment instead (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"

@@ -304,7 +304,7 @@ def _matches(pattern: str, key: str) -> list[str]:
         names = object_storage.attempt(lambda: system.glob(path), object_storage.WAITS_S)
         return [str(system.unstrip_protocol(name)) for name in names]
     except (ImportError, ValueError, object_storage.RemoteError) as error:
-        why = object_storage.reason_of(error, pattern)
+        why = object_storage.reason_of(error)
         raise UserError(f"{key}: {name!r} cannot be reached: {why}") from None
 
 

@@ -11,6 +11,7 @@ from typing import IO, Any
 
 from megamoe.errors import UserError
 from megamoe.object_storage import PACKAGES, has_credentials, is_refusal, reason_of, without_credentials
+from megamoe.redaction import remember
 
 
 def find(url: str) -> list[str]:
@@ -90,13 +91,15 @@ class RemoteFile(io.RawIOBase):
         try:
             yield
         except Exception as error:
-            raise OSError(reason_of(error, self._url)) from None
+            raise OSError(reason_of(error)) from None
 
 
 def _opened(url: str) -> tuple[Any, str]:
     """Return the file system of a URL, and the path in it."""
+    from fsspec.config import conf
     from fsspec.core import url_to_fs
 
+    remember(conf)
     return url_to_fs(url)
 
 
@@ -124,4 +127,4 @@ def told(url: str, what: str = "input") -> Iterator[None]:
                 f"{what} {name!r}: credentials are missing or refused; set them as the store's own tools "
                 "read them (environment or file)"
             ) from None
-        raise UserError(f"{what} {name!r} cannot be reached: {reason_of(error, url)}") from None
+        raise UserError(f"{what} {name!r} cannot be reached: {reason_of(error)}") from None

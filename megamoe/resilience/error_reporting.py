@@ -4,6 +4,7 @@ This file imports neither torch nor the vendors' libraries, so that it can also 
 """
 
 import errno
+import logging
 import os
 import re
 import signal
@@ -14,8 +15,10 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Any
 
 from megamoe.errors import DEAD_LOADER, ExitCode, PluginError, UserError, is_lost_contact
+from megamoe.redaction import redact
 
 FIRST_RANK_WAIT_S = 20  # the other ranks of a machine wait so long for its first rank to report
 CLOSING_LIMIT_S = 15  # to close everything after an error; launchers kill at 30
@@ -39,7 +42,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
         error = cause
     text = "".join(
         it if it.isprintable() else it.encode("unicode_escape").decode()
-        for it in " ".join(str(error).split())
+        for it in redact(" ".join(str(error).split()))
     )
     if isinstance(error, UserError):
         return ExitCode.MISTAKE, text
@@ -89,6 +92,23 @@ def report_error(error: BaseException) -> ExitCode:
     return code
 
 
+def hide_secrets() -> None:
+    """Let no secret into what Python prints of itself: errors that nobody caught, and libraries' warnings."""
+
+    def hook(kind: type[BaseException], error: BaseException | None, trace: Any) -> None:
+        sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
+
+    sys.excepthook = hook
+    threading.excepthook = lambda told: hook(told.exc_type, told.exc_value, told.exc_traceback)
+    if logging.lastResort is not None:  # of loggers without a handler, such as asyncio's and botocore's
+        logging.lastResort.setFormatter(_Redacted("%(message)s"))
+
+
+class _Redacted(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
 @contextmanager
 def closing() -> Iterator[ExitStack]:
     """Yield an ExitStack. After an error, the process ends if closing the stack takes over CLOSING_LIMIT_S.
@@ -135,7 +155,7 @@ def _print_error(error: BaseException) -> None:
         trace = "".join(traceback.format_exception(error)).splitlines()
         prefix = f"[rank{_rank()}]: " if _rank() is not None else ""
         text = "".join(f"{prefix}{row}\n" for row in trace) + text
-    sys.stderr.write(text)
+    sys.stderr.write(redact(text))
     sys.stderr.flush()
 
 

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 from megamoe.errors import is_lost_contact
 from megamoe.io import read_json, replace_file
+from megamoe.redaction import line_of
 from megamoe.resilience.error_reporting import explain
 from megamoe.resilience.heartbeat import silence_s, tick
 
@@ -98,7 +99,7 @@ class RunStatus:
             shutil.copyfile(source, copy)
 
     def _record_failure(self, error: BaseException) -> None:
-        line = explain(error)[1] or f"{type(error).__name__}: {' '.join(str(error).split())}"
+        line = explain(error)[1] or f"{type(error).__name__}: {line_of(error)}"
         if self._rank == 0:
             self._write("failed", line)
         elif not is_lost_contact(error):

@@ -18,7 +18,8 @@ from pathlib import Path
 
 from megamoe.errors import ConfigError, ExitCode, UserError
 from megamoe.parallel.parent_death import end_with_launcher
-from megamoe.resilience.error_reporting import exit_process, report_error
+from megamoe.redaction import redact
+from megamoe.resilience.error_reporting import exit_process, hide_secrets, report_error
 
 MOST_RANKS = 1 << 17  # that --check compares a layout with
 
@@ -88,12 +89,13 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
 def _told(problems: Sequence[object]) -> int:
     """Print problems, a line each; return the exit code of a mistake."""
     for problem in problems:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {redact(str(problem))}", file=sys.stderr)
     return ExitCode.MISTAKE
 
 
 def run() -> None:
     """Call `main` and end the process with its exit code."""
+    hide_secrets()
     if code := main():
         exit_process(code)
     sys.exit(0)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megamoe.config import to_dict
 from megamoe.config.schema import DataConfig, MuonConfig, OptimizerConfig, Precision, RunConfig
 from megamoe.config.shapes import (
     expert_ffn_size,
@@ -15,6 +16,7 @@ from megamoe.config.shapes import (
 from megamoe.errors import Problem
 from megamoe.moe.capabilities import provides
 from megamoe.moe.validation import part_problems
+from megamoe.object_storage import has_credentials, without_credentials
 from megamoe.optim.schedule import BatchSchedule, warmup_steps
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
@@ -45,6 +47,7 @@ def validate(config: RunConfig, ranks: int, plan: ParallelPlan | None) -> Iterat
     file is wrong, and what needs the file or the precision is not checked. A check whose premise does not
     hold, such as one of layers at blocks that do not exist, is left out.
     """
+    yield from credential_problems(to_dict(config))
     yield from section_problems(config, ranks, None if plan is None else plan.precision)
     if plan is not None:
         fits = plan.layout.is_whole and not any(batch_problems(config, plan.layout.data))
@@ -53,6 +56,17 @@ def validate(config: RunConfig, ranks: int, plan: ParallelPlan | None) -> Iterat
         yield from pipeline_problems(config, plan, schedule)
         yield from in_flight_problems(config, plan, schedule)
         yield from recompute_stage_problems(config, plan)
+
+
+def credential_problems(tree: Any, key: str = "") -> Iterator[Problem]:
+    """Yield each URL with credentials: the run would write them into its folder, checkpoints and trackers."""
+    for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        place = f"{key}[{name}]" if isinstance(tree, list) else f"{key}.{name}".lstrip(".")
+        if isinstance(value, dict | list):
+            yield from credential_problems(value, place)
+        elif isinstance(value, str) and has_credentials(value):
+            found = f"{without_credentials(value)} with credentials, which the run would record"
+            yield Problem(place, f"found {found}; give them by the environment or the store's own file")
 
 
 def section_problems(config: RunConfig, ranks: int, precision: Precision | None) -> Iterator[Problem]:

@@ -444,7 +444,8 @@ def test_after_a_failed_file_the_others_are_not_tried(
         ("bucket/runs", "expected a URL such as s3://bucket/folder"),
         ("s3://", "expected a URL"),
         ("s3://AKIAKEY:secret@bucket/runs", "has credentials in it"),
-        ("nowhere://bucket/runs?sig=secret", "does not know nowhere://"),
+        ("s3://bucket/runs?sig=secret", "has credentials in it"),
+        ("s3://bucket/runs?versionId=secret", "has credentials in it"),
         ("nowhere://bucket/runs", "does not know nowhere://"),
     ],
 )

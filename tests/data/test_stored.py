@@ -8,6 +8,7 @@ import random
 import shutil
 import signal
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -244,10 +245,13 @@ def test_a_block_is_compared_once(
     opened(corpus, tmp_path / "cache").read(0, BLOCK)
     (block,), hashed = kept(tmp_path / "cache"), list[int]()
     os.utime(block, (1e9, 1e9))  # so that each use is noted
-    digest_of = blocks.digest_of
-    monkeypatch.setattr(
-        blocks, "digest_of", lambda content: hashed.append(len(content)) or digest_of(content)
-    )
+    digest = blocks.digest_of
+
+    def counted(content: bytes) -> str:
+        hashed.append(len(content))
+        return digest(content)
+
+    monkeypatch.setattr(blocks, "digest_of", counted)
     file = opened(corpus, tmp_path / "cache")
     for _ in range(3):
         file.read(0, 3)
@@ -283,8 +287,8 @@ def test_a_damaged_stub_is_one_line(tmp_path: Path, corpus: str, change: Any, wo
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("block_bytes", value) for value in (-1, "x", 10**30, 1.5, [])),
-        *(("block_sums", value) for value in (7, ["0"], "0" * 17)),
+        *product(["block_bytes"], [-1, "x", 10**30, 1.5, []]),
+        *product(["block_sums"], [7, ["0"], "0" * 17]),
         *(("sha256", 7), ("size", "x"), ("size", -1), (None, []), (None, "x")),
     ],
 )

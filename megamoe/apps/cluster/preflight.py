@@ -24,6 +24,7 @@ from megamoe.apps.cluster.checks import measure_pairs, rounds_of_pairs, slow_ran
 from megamoe.errors import ExitCode
 from megamoe.parallel import launch
 from megamoe.parallel.rank_consistency import WAYS_OUT, Facts, first_difference
+from megamoe.redaction import line_of
 from megamoe.resilience.run_status import host_name
 
 ARRIVAL_S = 25.0  # for all nodes to report
@@ -206,7 +207,7 @@ class Preflight:
             speeds = measure_pairs(self.world.rank, rounds, self.world.device)
         except RuntimeError as error:
             name = "NCCL_SOCKET_IFNAME" if self.world.backend == "nccl" else "GLOO_SOCKET_IFNAME"
-            text = " ".join(str(error).split())[:160]
+            text = line_of(error)[:160]
             problems.append(f"{self.world.backend} cannot exchange tensors ({text}); set {name}")
         named = {f"{first}-{second}": both for (first, second), both in speeds.items()}
         return {"time": now, "problems": problems, "speeds": named}

@@ -18,6 +18,7 @@ from pathlib import Path
 from megamoe.compat.startup import configure_libraries
 from megamoe.config import load_config
 from megamoe.errors import ExitCode, UserError
+from megamoe.redaction import line_of
 
 LIMIT_S = 100.0  # after which the process ends, whatever it waits for; each wait of its own is shorter
 BYTES_OF_PARAMETER = 12  # in a checkpoint: fp32 weight and both moments of Adam
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.MISTAKE
     except (RuntimeError, OSError) as error:
-        text = " ".join(str(error).split())[:200]
+        text = line_of(error)[:200]
         print(f"error: {_master()} cannot be reached from {socket.gethostname()}: {text}", file=sys.stderr)
         return ExitCode.UNEXPECTED
 

@@ -12,6 +12,7 @@ from megamoe.errors import UserError, printable
 from megamoe.io import METRICS_FILE, open_plain, parse_json, read_plain
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_duration
+from megamoe.redaction import redact_all
 from megamoe.resilience.run_status import FAILURES, HEARTBEAT, INTERVAL_S, LAUNCHES, STACKS
 from megamoe.resilience.stragglers import STRAGGLERS
 from megamoe.resilience.watchdog import HEADING
@@ -200,7 +201,7 @@ def _parse(text: bytes) -> dict[str, Any]:
         found = parse_json(text)
     except ValueError:
         return {}
-    return found if isinstance(found, dict) else {}
+    return redact_all(found) if isinstance(found, dict) else {}
 
 
 def _shown(value: float | None, text: Callable[[float], str]) -> str:

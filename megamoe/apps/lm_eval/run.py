@@ -7,6 +7,7 @@ from typing import Any
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.errors import UserError
+from megamoe.redaction import line_of
 
 SHOWN_NAMES = 8
 
@@ -94,4 +95,4 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    return f"{type(error).__name__}: {line_of(error)}"[:300]

@@ -18,6 +18,7 @@ from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_json, read_
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_number, readable
 from megamoe.metrics.reader import Record
+from megamoe.redaction import redact
 
 Rows = list[dict[str, Any]]
 FURTHER_LOSS = names.keys_like(names.SET_LM_LOSS)
@@ -127,7 +128,7 @@ def read_run(folder: Path, record: Record | None = None) -> Run:
 def _config_text(path: Path) -> str:
     """Return the resolved configuration; empty if the file is missing or not one that a run writes."""
     try:
-        return read_plain(path, LARGEST_CONFIG).decode("utf-8", errors="replace").rstrip()
+        return redact(read_plain(path, LARGEST_CONFIG).decode("utf-8", errors="replace").rstrip())
     except (OSError, ValueError):
         return ""
 

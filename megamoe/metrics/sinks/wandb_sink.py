@@ -17,7 +17,7 @@ import numpy as np
 from megamoe.config.schema import WandbConfig
 from megamoe.metrics import names
 from megamoe.metrics.sinks.summaries import StepSummary
-from megamoe.redaction import without_secrets
+from megamoe.redaction import redact, redact_all, without_secrets
 
 WINDOW = 20  # logged steps, for the usual duration of a step
 STALL = 5.0  # times that duration
@@ -123,7 +123,7 @@ class WandbSink:
                     entity=config.entity,
                     group=config.group,
                     tags=config.tags,
-                    config=run_config,
+                    config=redact_all(run_config),
                     settings=wandb.Settings(
                         silent=True,
                         console="off",
@@ -157,8 +157,8 @@ class WandbSink:
 
     def _give_up(self, error: Exception) -> None:
         self._run = None
-        first_line = (str(error).splitlines() or [""])[0]
-        log.warning("W&B failed (%s: %s); the run goes on without it", type(error).__name__, first_line)
+        name, said = type(error).__name__, redact(str(error)).partition("\n")[0]
+        log.warning("W&B failed (%s: %s); the run goes on without it", name, said)
 
 
 def choose_mode(wanted: str) -> str:
