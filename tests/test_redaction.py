@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
 import wandb
+
 from megamoe.apps.cluster.status import as_text, read_status
 from megamoe.checkpoint import remote
 from megamoe.checkpoint.remote import RemoteFolder, fetch_newest

@@ -297,8 +297,9 @@ def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) 
 
 def test_losses_of_accumulated_batches_are_divided_by_all_their_labels(tmp_path: Path) -> None:
     """As transformers' Trainer asks with gradient accumulation: it passes the number of labels of all batches."""
-    saved(tmp_path, "presets/switch.yaml", *SMALL, NO_CAPACITY)
-    model = loaded(tmp_path)
+    saved(tmp_path / "step_00000001", "switch", NO_CAPACITY)
+    export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom", report=lambda line: None)
+    model = loaded(tmp_path / "out")
     tokens_BS = torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
     labels_BS = tokens_BS.where(torch.arange(LENGTH) % 3 > 0, -100)
     counted = (labels_BS[:, 1:] != -100).sum()
@@ -311,8 +312,9 @@ def test_losses_of_accumulated_batches_are_divided_by_all_their_labels(tmp_path:
 
 
 def test_it_has_a_backbone_and_takes_another_embedding(tmp_path: Path) -> None:
-    saved(tmp_path, "presets/switch.yaml", *SMALL, NO_CAPACITY, "model.tie_embeddings=false")
-    model = loaded(tmp_path)
+    saved(tmp_path / "step_00000001", "switch", NO_CAPACITY, "model.tie_embeddings=false")
+    export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom", report=lambda line: None)
+    model = loaded(tmp_path / "out")
     tokens_BS = torch.arange(LENGTH)[None] % WORDS
     hidden_BSH = model.base_model(tokens_BS).last_hidden_state
     torch.testing.assert_close(model(tokens_BS).logits, model.model.output_layer(hidden_BSH))
