@@ -67,10 +67,13 @@ def remember(options: dict[Any, Any]) -> None:
         if isinstance(value, dict):
             remember(value)
         elif (
-            isinstance(value, str) and len(value) >= SHORTEST and value not in _known and is_secret(str(name))
+            isinstance(value, str)
+            and len(value) >= SHORTEST
+            and value not in _known
+            and is_secret(str(name))
+            and not os.path.exists(value)
         ):
-            if not os.path.exists(value):
-                _known[value] = _known[quote(value, safe="")] = None
+            _known[value] = _known[quote(value, safe="")] = None
 
 
 def redact(text: str) -> str:

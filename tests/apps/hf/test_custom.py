@@ -296,7 +296,7 @@ def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) 
 
 
 def test_losses_of_accumulated_batches_are_divided_by_all_their_labels(tmp_path: Path) -> None:
-    """As transformers' Trainer asks with gradient accumulation: it passes the number of labels of all batches."""
+    """transformers' Trainer passes the number of labels of all accumulated batches."""
     saved(tmp_path / "step_00000001", "switch", NO_CAPACITY)
     export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom", report=lambda line: None)
     model = loaded(tmp_path / "out")

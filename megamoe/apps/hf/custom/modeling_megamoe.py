@@ -379,7 +379,7 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Set the embedding of tokens, such as one for a larger vocabulary."""
-        self.model.embedding.word_embeddings = value
+        self.model.embedding.word_embeddings = value  # type: ignore[assignment]
 
     def forward(
         self,
@@ -395,8 +395,8 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
     ) -> CausalLMOutputWithPast:
         """int64 [B, S] -> logits, fp32 [B, S, V], and with labels their mean cross entropy.
 
-        attention_mask: 1 for tokens and 0 for padding, [B, tokens so far]. num_items_in_batch: the labels of all
-        accumulated batches, by which transformers' Trainer wants the sum of the losses divided.
+        attention_mask: 1 for tokens and 0 for padding, [B, tokens so far]. num_items_in_batch: the labels of
+        all accumulated batches, by which transformers' Trainer wants the sum of the losses divided.
         """
         output = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache)
         logits_BSV = self._logits(output.last_hidden_state[:, -logits_to_keep:])
