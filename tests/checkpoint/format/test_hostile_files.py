@@ -110,7 +110,7 @@ def test_what_is_not_in_the_list(folder: Path, name: str) -> None:
 def test_a_file_larger_than_any(folder: Path, name: str) -> None:
     with (folder / name).open("wb") as file:
         file.truncate(1 << 40)  # of holes
-    with pytest.raises(UserError, match="larger than 1024 MiB"):
+    with pytest.raises(UserError, match="larger than 1,073,741,824 bytes"):
         if name == SUMS:
             raise UserError(next(files.problems(folder, shares=0)))
         CheckpointReader(folder)
