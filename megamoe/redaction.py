@@ -66,13 +66,9 @@ def remember(options: dict[Any, Any]) -> None:
     for name, value in options.items():
         if isinstance(value, dict):
             remember(value)
-        elif (
-            isinstance(value, str)
-            and len(value) >= SHORTEST
-            and value not in _known
-            and is_secret(str(name))
-            and not os.path.exists(value)
-        ):
+        elif not isinstance(value, str) or len(value) < SHORTEST or not is_secret(str(name)):
+            continue
+        elif not os.path.exists(value):
             _known[value] = _known[quote(value, safe="")] = None
 
 

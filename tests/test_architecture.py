@@ -106,8 +106,8 @@ VENDORS |= {
     "megamoe.compat.deepspeed_zero": VENDORS["deepspeed"],
     "megamoe.compat.transformer_engine_compat": VENDORS["transformer_engine"],
 }
-# What may be set or used of other modules: it is their public interface.
-PUBLIC = {"os._exit", "sys.excepthook", "threading.excepthook"}
+# Attributes of other libraries that begin with an underscore, and yet are their public interface.
+PUBLIC = {"os._exit", "sys.excepthook", "threading.excepthook"}  # the hooks are there to be set
 # Internals of DeepSpeed without an underscore; so are all attributes that begin with ds_.
 INTERNALS = {
     "averaged_gradients",
@@ -323,10 +323,10 @@ def vendor_internals(path: Path) -> Iterator[str]:
     for node in nodes_of(path):
         place = f"line {getattr(node, 'lineno', 0)}: "
         if isinstance(node, ast.Attribute):
-            if is_vendors(node) and ast.unparse(node) not in PUBLIC:
-                yield place + ast.unparse(node)
-            elif ast.unparse(node) in PUBLIC:
+            if ast.unparse(node) in PUBLIC:
                 continue
+            if is_vendors(node):
+                yield place + ast.unparse(node)
             elif not isinstance(node.ctx, ast.Load) and ast.unparse(node).split(".")[0] in names:
                 yield f"{place}{ast.unparse(node)} = ..."
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "megamoe":
