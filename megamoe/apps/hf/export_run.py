@@ -21,7 +21,9 @@ from megamoe.apps.hf.family import Family, as_config, differences, without_group
 from megamoe.apps.hf.folder import (
     CONFIG,
     GENERATION,
+    SENTENCEPIECE,
     SPECIAL_IDS,
+    TOKENIZER,
     WEIGHT_MAP,
     WEIGHTS,
     WEIGHTS_INDEX,
@@ -106,6 +108,11 @@ def export_run(
         report(f"left out, for only training needs them: {len(unused)} tensors, the first of them {first}")
     if not target.others.keys() - {GENERATION}:
         report(f"{folder}: without a tokenizer, whose files are not known; name a folder with --like")
+    if SENTENCEPIECE in target.others and TOKENIZER not in target.others:
+        report(
+            f"{folder / SENTENCEPIECE}: read it with sentencepiece; transformers may give other ids, for it "
+            "takes every such model for BPE"
+        )
     report(f"{folder}: {target.family.architecture}, {len(stored)} tensors, {dtype_name(stored)}")
 
 
