@@ -22,7 +22,9 @@ from megamoe.apps.hf.family import Family, as_config, differences, without_group
 from megamoe.apps.hf.folder import (
     CONFIG,
     GENERATION,
+    SENTENCEPIECE,
     SPECIAL_IDS,
+    TOKENIZER,
     TOKENIZER_FILES,
     WEIGHT_MAP,
     WEIGHTS,
@@ -112,6 +114,11 @@ def export_run(
         report(f"{folder}: without a tokenizer, whose files are not known; name a folder with --like")
     for remark in target.remarks:
         report(f"{folder}: {remark}")
+    if SENTENCEPIECE in target.others and TOKENIZER not in target.others:
+        report(
+            f"{folder / SENTENCEPIECE}: read it with sentencepiece; transformers may give other ids, for it "
+            "takes every such model for BPE"
+        )
     report(f"{folder}: {target.family.architecture}, {len(stored)} tensors, {dtype_name(stored)}")
 
 

@@ -150,7 +150,7 @@ class Family:
         return content
 
     def for_others(self, config: RunConfig, like: Json) -> Json:
-        """Return the keys of `released`, and those that `like`, a config.json, has under other names."""
+        """Return the keys of `released`, and those of a config.json, `like`, under the class's names."""
         aliases = {main: other for entry in self.keys for other, main in entry.aliases.items()}
         values = {name: value(config) if callable(value) else value for name, value in self.released.items()}
         values |= {main: like[other] for main, other in aliases.items() if other in like}

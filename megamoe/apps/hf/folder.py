@@ -25,7 +25,7 @@ from megamoe.io import read_plain, real, reason
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
 WEIGHT_MAP = "weight_map"
-TOKENIZER, TOKENIZER_CONFIG = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, TOKENIZER_CONFIG, SENTENCEPIECE = "tokenizer.json", "tokenizer_config.json", "tokenizer.model"
 CHAT_TEMPLATE, OLD_CHAT_TEMPLATE = "chat_template.jinja", "chat_template.json"
 LARGEST_JSON, LARGEST_FILE = 1 << 28, 1 << 27  # bytes; the largest tokenizers of the hub have 35 MB
 SNAPSHOTS, BLOBS = "snapshots", "blobs"  # of the hub's cache: snapshots/REVISION/NAME is a link into blobs/
@@ -33,7 +33,7 @@ SNAPSHOTS, BLOBS = "snapshots", "blobs"  # of the hub's cache: snapshots/REVISIO
 TOKENIZER_FILES = (
     TOKENIZER,
     TOKENIZER_CONFIG,
-    "tokenizer.model",
+    SENTENCEPIECE,
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.json",
@@ -214,29 +214,42 @@ def short(name: str) -> str:
 def tokenizer_files(config: RunConfig) -> dict[str, bytes]:
     """Return the files by name; none if the tokenizer is not of Hugging Face's kinds, or its files are gone.
 
-    Those of a folder are copied. A tokenizer.json gets the file that names its class and its last token.
+    Those of a folder, a tokenizer.json or a SentencePiece model are copied. tokenizer_config.json names the
+    class, the last token and the longest sequence, where it does not yet.
     """
     reference = tokenizer_reference(config)
     if reference is None or is_bytes(reference) or not (path := Path(reference)).exists():
         return {}
-    if path.is_dir():
-        return read_other_files(path)
-    if path.suffix != ".json":
-        return {}
     try:
-        content = read_plain(path, LARGEST_FILE)
-        added = parse_json(content).get("added_tokens", [])
-        known = {token["content"] for token in added}
-    except (OSError, ValueError, AttributeError, TypeError, KeyError):
+        found, about = _tokenizer_of(path)
+    except (OSError, ValueError, AttributeError, TypeError, KeyError, RuntimeError):
         return {}
-    about = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    names = [name for name in END_OF_DOCUMENT_NAMES if name in known]
-    if names:
-        about["eos_token"] = names[0]
-    pads = [name for name in PAD_NAMES if name in known]
-    if pads:
-        about["pad_token"] = pads[0]
-    return {TOKENIZER: content, TOKENIZER_CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
+    if not found:
+        return {}
+    about = {"model_max_length": config.data.sequence_length, **about}
+    if TOKENIZER_CONFIG in found:
+        about |= parse_json(found[TOKENIZER_CONFIG])
+    return {**found, TOKENIZER_CONFIG: (json.dumps(about, indent=2) + "\n").encode()}
+
+
+def _tokenizer_of(path: Path) -> tuple[dict[str, bytes], dict[str, Any]]:
+    """Return the files of a tokenizer by name, and what its tokenizer_config.json must say."""
+    if path.is_dir():
+        found = read_other_files(path)
+        found.pop(GENERATION, None)
+        return found, {}
+    if path.suffix == ".json":
+        content = read_plain(path, LARGEST_FILE)
+        known = {token["content"] for token in parse_json(content).get("added_tokens", [])}
+        about: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
+        for name, spellings in (("eos_token", END_OF_DOCUMENT_NAMES), ("pad_token", PAD_NAMES)):
+            if spelling := next(filter(known.__contains__, spellings), None):
+                about[name] = spelling
+        return {TOKENIZER: content}, about
+    if path.suffix == ".model":
+        about = {"eos_token": load_tokenizer(str(path)).eod_text, "unk_token": "<unk>"}
+        return {SENTENCEPIECE: read_plain(path, LARGEST_FILE)}, about
+    return {}, {}
 
 
 def special_ids(config: RunConfig) -> dict[str, int | None]:

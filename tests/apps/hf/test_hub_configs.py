@@ -16,7 +16,8 @@ from megamoe.apps.hf.keys import value_of
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.config.shapes import moe_block_numbers
 from megamoe.validation.run import section_problems
-from tests.support.apps.hf_models import make
+from tests.apps.hf.test_classes import opened
+from tests.support.apps.hf_models import make, with_tokenizer
 from tests.support.apps.hf_training import all_tensors
 
 COMMON = {
@@ -325,6 +326,32 @@ def test_windows_of_the_last_blocks_are_refused(keys: dict[str, Any], is_read: b
         return
     with pytest.raises(ValueError, match=r"sliding_window: found \d+, expected null"):
         FAMILIES["dots1"].read(content)
+
+
+def test_keys_of_every_configuration_of_transformers_are_known() -> None:
+    transformers = pytest.importorskip("transformers")
+    common = transformers.PreTrainedConfig(problem_type="regression").to_dict()
+    known = {name: value for name, value in common.items() if value is not None and name != "model_type"}
+    family, content = FAMILIES["deepseek_v3"], {**COMMON, **DEEPSEEK_V3}
+    assert family.read({**known, **content}) == family.read(content)
+    with pytest.raises(ValueError, match="is_encoder_decoder: found True, expected false"):
+        family.read({**content, "is_encoder_decoder": True})
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_kimi_k2_with_its_scaling_and_a_tokenizer_is_opened(tmp_path: Path) -> None:
+    """transformers has no class of this name, and cannot read its config.json beside the tokenizer."""
+    scaling = {**KIMI_K2["rope_scaling"], "original_max_position_embeddings": 64}
+    make("kimi_k2", tmp_path / "hf", rope_parameters=None, rope_theta=50000.0)
+    content = json.loads((tmp_path / "hf/config.json").read_text())
+    del content["rope_parameters"]
+    content |= {"rope_theta": 50000.0, "rope_scaling": scaling}
+    (tmp_path / "hf/config.json").write_text(json.dumps(content))
+    with_tokenizer(tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "run", report=lambda line: None)
+    opened_run = opened(tmp_path / "run")
+    assert opened_run.config.model.rotary.factor == 32.0
+    assert opened_run.vocabulary.tokenizer.eod_text == "<eos>"
 
 
 @pytest.mark.parametrize("value", [False, True])

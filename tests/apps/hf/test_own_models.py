@@ -13,6 +13,7 @@ from megamoe.apps.hf.family import differences
 from megamoe.apps.hf.folder import special_ids, tokenizer_files
 from megamoe.config import load_config, parse_config, to_dict
 from megamoe.data.prepare import Preparation, prepare
+from megamoe.data.tokenizers import train_sentencepiece
 from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
 from megamoe.parallel import launch
@@ -103,9 +104,17 @@ def test_the_tokenizer_of_the_data_goes_along(tmp_path: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert tokenizer.eos_token == "<|endoftext|>" and tokenizer.eos_token_id == 3
     assert tokenizer("river sea")["input_ids"] == [1, 2]
+    assert tokenizer.model_max_length == parse_config({}).data.sequence_length
     assert tokenizer_files(parse_config({"data": {"tokenizer": str(tmp_path / "hf")}})) == found
     assert tokenizer_files(parse_config({"data": {"tokenizer": "bytes"}})) == {}
     assert tokenizer_files(parse_config({"data": {"mock": True}})) == {}
+
+
+def test_a_sentencepiece_model_goes_along(tmp_path: Path) -> None:
+    train_sentencepiece(["The river runs to the sea."] * 50, 300, tmp_path / "own.model")
+    found = tokenizer_files(parse_config({"data": {"tokenizer": str(tmp_path / "own.model")}}))
+    assert found["tokenizer.model"] == (tmp_path / "own.model").read_bytes()
+    assert json.loads(found["tokenizer_config.json"])["eos_token"] == "</s>"
 
 
 def test_special_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:

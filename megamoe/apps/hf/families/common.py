@@ -134,7 +134,7 @@ LATENT_ATTENTION = (
     attention("linear_proj", "H O", "o_proj", ROWS),
 )
 DEPTH = "prediction.depths.{k}."
-# Multi-token prediction (DeepSeek-V3). transformers has no module for it; the names are those of the hub.
+# Multi-token prediction (DeepSeek-V3), under the hub's names, which `MtpModel` of transformers 5.14 reads.
 MTP_TENSORS = (
     TensorMapping(f"{DEPTH}embedding_norm.weight", "H", f"{HF_LAYER}enorm.weight", blocks="further"),
     TensorMapping(f"{DEPTH}hidden_norm.weight", "H", f"{HF_LAYER}hnorm.weight", blocks="further"),
