@@ -99,6 +99,7 @@ RULES = [
          "tests/apps/chat/test_chat.py"),
     Rule(r"python tools/wandb_dashboard\.py .*", "tests/apps/report/test_dashboard.py"),
     Rule(r"python tools/deepspeed_launch\.py .*", "tests/apps/cluster"),
+    Rule(r"python tools/prepare_data\.py \S+\.bin'? .*", "tests/data/test_token_files.py"),
     Rule(r"python examples/data/pipeline\.py .*", "tests/apps/datatrove/test_pipeline.py"),
     Rule(r"sbatch .*|\.venv/bin/python tools/status\.py runs/first --watch", "tests/slurm/test_jobs.py"),
     Rule(r"python tools/lab\.py .* --slurm .*", "tests/apps/lab/test_lab.py"),

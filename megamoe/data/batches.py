@@ -1,12 +1,13 @@
 """This rank's micro batches, in an order that depends on the sample numbers alone."""
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch.utils.data import Dataset
 
@@ -14,16 +15,19 @@ from megamoe.data.loader import Loader
 from megamoe.errors import UserError
 
 
-def sample_items(text: torch.Tensor, eod: int | None) -> dict[str, torch.Tensor]:
+def sample_items(
+    text: torch.Tensor, eod: int | None, ends: Sequence[int] | np.ndarray = ()
+) -> dict[str, torch.Tensor]:
     """Return the items of a sample, like those of Megatron-Core's GPTDataset.
 
     Args:
         text: the tokens and the one after the last, int64 [S + 1].
         eod: the token that ends a document, for the items of `document_items`; None: no such items.
+        ends: as for `document_items`.
     """
     tokens_S, labels_S = text[:-1].contiguous(), text[1:].contiguous()
     if eod is not None:
-        return {"tokens": tokens_S, "labels": labels_S, **document_items(tokens_S, eod)}
+        return {"tokens": tokens_S, "labels": labels_S, **document_items(tokens_S, eod, ends)}
     return {
         "tokens": tokens_S,
         "labels": labels_S,
@@ -32,8 +36,13 @@ def sample_items(text: torch.Tensor, eod: int | None) -> dict[str, torch.Tensor]
     }
 
 
-def document_items(tokens_S: torch.Tensor, eod: int) -> dict[str, torch.Tensor]:
+def document_items(
+    tokens_S: torch.Tensor, eod: int, ends: Sequence[int] | np.ndarray = ()
+) -> dict[str, torch.Tensor]:
     """Return the items of a sample that depend on its documents; tokens_S: int64.
+
+    ends: positions of further last tokens of documents, which are not `eod`; those outside of the sample have
+    no effect.
 
     An end-of-document token belongs to the document that it ends. `document_start` (int32 [S]): the position
     at which each token's document begins. `position_ids` (int64 [S]): from 0 in each document. `loss_mask`
@@ -41,6 +50,8 @@ def document_items(tokens_S: torch.Tensor, eod: int) -> dict[str, torch.Tensor]:
     """
     place_S = torch.arange(len(tokens_S))
     is_end_S = tokens_S == eod
+    if len(ends):
+        is_end_S[[end for end in ends if 0 <= end < len(tokens_S)]] = True
     begins_S = is_end_S.roll(1)
     begins_S[:1] = True
     start_S = torch.where(begins_S, place_S, 0).cummax(0).values

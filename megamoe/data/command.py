@@ -18,8 +18,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, folders, globs, and "
-        "URLs of them such as s3://bucket/*.parquet",
+        help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, .bin files of token "
+        "ids (llm.c, nanoGPT), folders, globs, and URLs of them such as s3://bucket/*.parquet",
     )
     parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
     parser.add_argument(
@@ -72,6 +72,11 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", default="text", help="column or key of the text (default text)")
     parser.add_argument(
         "--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text"
+    )
+    parser.add_argument(
+        "--raw-ids",
+        choices=("uint16", "uint32"),
+        help="the dtype of token ids in .bin files without a header, such as nanoGPT's",
     )
     parser.add_argument(
         "--where",

@@ -1,7 +1,7 @@
 """Training samples from indexed data, blended, split and shuffled by Megatron-Core's dataset builder."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from megamoe.config.schema import DataConfig, SourceConfig
+from megamoe.data.boundaries import indexed_documents
 from megamoe.data.byte_files import is_stored
 from megamoe.data.card import DataFiles, load_card
 from megamoe.data.index_cache import VERSIONS, CachedConfig, build_cached
@@ -109,8 +110,8 @@ def build_datasets(
 
     Raises:
         UserError: for data that is damaged (by `data.verify`), a split that is malformed or too small for one
-            sample, a validation set named `valid` twice, document-aware data without an eod, or a cache that
-            cannot be written.
+            sample, a validation set named `valid` twice, document-aware data whose end-of-document token is
+            unknown or another one, or a cache that cannot be written.
     """
     split = check_split(data)
     names = [VALID] if split[1] > 0 else []
@@ -130,12 +131,15 @@ def build_datasets(
     further = data.validation if validation_samples > 0 else {}
     paths = [source.path for sources in (data.sources, *further.values()) for source in sources]
     identities = verify_sources(data, paths, vocabulary.size)
+    indexed: set[str] = set()
+    if data.document_aware and vocabulary.eod is not None:
+        indexed = indexed_documents(data, identities, vocabulary.eod)
     sizes = [train_samples, *(validation_samples if share > 0 else 0 for share in split[1:])]
-    train, valid, test = _build(data, data.sources, vocabulary, identities, split, sizes, seed)
+    train, valid, test = _build(data, data.sources, vocabulary, identities, indexed, split, sizes, seed)
     validation = {} if valid is None else {VALID: valid}
     sizes = [0, validation_samples, 0]
     for name, sources in further.items():
-        built = _build(data, sources, vocabulary, identities, WHOLE_AS_VALIDATION, sizes, seed)
+        built = _build(data, sources, vocabulary, identities, indexed, WHOLE_AS_VALIDATION, sizes, seed)
         validation[name] = built[1]
     return Datasets(train, validation, test)
 
@@ -170,13 +174,14 @@ def _build(
     sources: Sequence[SourceConfig],
     vocabulary: Vocabulary,
     identities: Mapping[str, str],
+    indexed: Collection[str],
     split: list[float],
     sizes: list[int],
     seed: int,
 ) -> list[Any]:
     """Build a dataset for each split whose size is not 0, from one source or a blend by weight.
 
-    identities: the SHA-256 of each source's .idx, by path.
+    identities: the SHA-256 of each source's .idx, by path. indexed: as `indexed_documents` returns it.
     """
     paths = [source.path for source in sources]
     weights = blend_weights(sources, data.sampling_exponent if sources is data.sources else None)
@@ -214,6 +219,7 @@ def _build(
                 vocab_size=vocabulary.size,
                 eod=eod,
                 seed=seed,
+                indexed=indexed,
             )
             for name, share, size in zip(SPLIT_NAMES, config.split_matrix, sizes, strict=True)
         ]
@@ -221,7 +227,7 @@ def _build(
     raise_any_error(_index_problem(paths, by_source, config) if rank() == 0 else None)
     is_own = not data.cache and is_stored(DataFiles(Path(paths[0])).bin)  # the folder may be on each machine
     built = build_cached(config, sizes, cache_folder(data, paths[0]), on_each_machine=is_own)
-    return [None if dataset is None else CheckedDataset(dataset, vocabulary.size, eod) for dataset in built]
+    return [None if each is None else CheckedDataset(each, vocabulary.size, eod, indexed) for each in built]
 
 
 def _check_room(path: str, config: GPTDatasetConfig) -> None:

@@ -23,7 +23,8 @@ class Selection:
 
     key: the column of the text, or the key of JSON lines. ids: the column of ready tokens instead.
     where: conditions on the rows of tables (`tables.condition_of`). member: the ending of a document's file
-    in a tar. vocab_size, eod: of the tokenizer, where tokens are read.
+    in a tar. vocab_size, eod: of the tokenizer; not known while one is trained. raw_ids: the dtype of token
+    ids in a .bin without a header.
     """
 
     key: str = "text"
@@ -32,6 +33,7 @@ class Selection:
     member: str = "txt"
     vocab_size: int = 0
     eod: int = -1
+    raw_ids: str | None = None
 
     @property
     def column(self) -> str:

@@ -7,6 +7,7 @@ or an index that points out of the file, is reported as well.
 """
 
 import mmap
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,11 +51,16 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
         vocab_size: every token id must be smaller.
         eod: the token that ends a document, where samples have the items of `document_items`; None: they do
             not.
+        indexed: the paths of datasets in which each sequence of the .idx ends a document as well: they are
+            shuffled one by one.
     """
 
-    def __init__(self, dataset: Any, vocab_size: int, eod: int | None = None) -> None:
+    def __init__(
+        self, dataset: Any, vocab_size: int, eod: int | None = None, indexed: Collection[str] = ()
+    ) -> None:
         self._dataset = dataset
         self._eod = eod
+        self._indexed = indexed
         self._vocab_size = vocab_size
         self._blended = hasattr(dataset, "datasets")
         self._own = _of(dataset, "dataset_index", "dataset_sample_index") if self._blended else []
@@ -93,7 +99,10 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
         first = int(sample["tokens"][0])
         if min(int(low), first) < 0 or max(int(high), first) >= self._vocab_size:
             raise self._changed(dataset, index, self._outside(dataset, inner))
-        return sample if self._eod is None else sample | document_items(sample["tokens"], self._eod)
+        if self._eod is None:
+            return sample
+        ends = _ends(dataset, inner) if dataset.dataset_path in self._indexed else ()
+        return sample | document_items(sample["tokens"], self._eod, ends)
 
     def _changed(self, dataset: Any, index: int, what: str) -> UserError:
         return UserError(f"data: sample {index} of {dataset.dataset_path}.bin {what}; {REMEDY}")
@@ -112,6 +121,14 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self._dataset, name)
+
+
+def _ends(dataset: Any, inner: int) -> np.ndarray:
+    """Return the positions in a GPTDataset's sample at which its sequences end; -1 if the first is empty."""
+    row = dataset.shuffle_index[inner]
+    (first, offset), (last, _) = dataset.sample_index[row], dataset.sample_index[row + 1]
+    lengths = dataset.dataset.sequence_lengths[dataset.document_index[first:last]]
+    return np.asarray(np.cumsum(lengths) - offset - 1)
 
 
 def _files(dataset: Any) -> list[_Mapped]:

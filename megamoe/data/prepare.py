@@ -41,7 +41,7 @@ TRAIN = "train"
 BATCH_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 1024
 PART_BYTES = 1 << 26  # of sources; less is written in one piece
-PARTS_VERSION = 2  # part of a part's key
+PARTS_VERSION = 3  # part of a part's key
 LOG_INTERVAL_S = 20.0
 MOST_WORKERS, LARGEST_VOCABULARY = 512, 10**8
 
@@ -58,6 +58,7 @@ class Preparation:
     special: str = ""  # the tokens that it reserves (special.expand)
     key: str = "text"  # the column of tables, the key of JSON lines
     ids_column: str | None = None  # of ready tokens, instead of text
+    raw_ids: str | None = None  # the dtype of token ids in a .bin without a header
     where: list[str] = field(default_factory=list)  # conditions on the rows of tables
     member: str = "txt"  # the ending of a document's file in a tar
     workers: int = 1
@@ -69,8 +70,9 @@ class Preparation:
 
     def selection(self, tokenizer: Tokenizer | None = None) -> Selection:
         """Return which documents are taken; tokenizer: the one that ready tokens must fit."""
-        limits = (tokenizer.vocab_size, tokenizer.eod) if tokenizer is not None and self.ids_column else ()
-        return Selection(self.key, self.ids_column, tuple(self.where), self.member, *limits)
+        limits = (0, -1) if tokenizer is None else (tokenizer.vocab_size, tokenizer.eod)
+        where = tuple(self.where)
+        return Selection(self.key, self.ids_column, where, self.member, *limits, self.raw_ids)
 
 
 def prepare(preparation: Preparation) -> DataCard:

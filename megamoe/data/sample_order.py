@@ -10,7 +10,7 @@ The sources of a blend take turns as Megatron-Core's blends do, in periods of PE
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from megatron.core.datasets import helpers
 from torch.utils.data import Dataset
 
 from megamoe.data.batches import sample_items
+from megamoe.data.boundaries import DocumentStarts
 from megamoe.data.byte_files import REMEDY, open_bytes
 from megamoe.data.card import DataFiles
 from megamoe.data.index_file import read_header, tokens_before
@@ -68,7 +69,7 @@ def _mixed(number: int) -> int:
 class _Source:
     """The samples of one source and split: S + 1 tokens each, of which the last is the next one's first."""
 
-    def __init__(self, path: str, share: tuple[float, float], length: int, key: str) -> None:
+    def __init__(self, path: str, share: tuple[float, float], length: int, key: str, indexed: bool) -> None:
         files = DataFiles(Path(path))
         header, _ = read_header(files.idx)
         first, last = (tokens_before(files.idx, round(bound * header.num_sequences)) for bound in share)
@@ -76,14 +77,20 @@ class _Source:
         self._per_epoch = (last - first - 1) // length
         self._file = open_bytes(files.bin)
         self.path = self._file.name
+        self._starts = DocumentStarts(files.idx) if indexed else None
         self._order = lru_cache(4)(lambda epoch: Permutation(self._per_epoch, f"{key} {epoch}"))
 
-    def tokens(self, number: int) -> np.ndarray:
-        """Return the tokens of sample `number`, int [S + 1]; each epoch has another order."""
+    def sample(self, number: int) -> tuple[np.ndarray, list[int]]:
+        """Return the tokens of sample `number`, int [S + 1], and where in it documents of the .idx end.
+
+        Each epoch has another order.
+        """
         epoch, place = divmod(number, self._per_epoch)
         start = self._first + self._order(epoch)(place) * self._length
         size, at = self._dtype.itemsize * (self._length + 1), self._dtype.itemsize * start
-        return np.frombuffer(self._file.read(at, size), self._dtype)
+        ends = [] if self._starts is None else self._starts.between(start, start + self._length + 1)
+        tokens_S = np.frombuffer(self._file.read(at, size), self._dtype)
+        return tokens_S, [end - start - 1 for end in ends]
 
 
 class SampleOrder(Dataset[dict[str, torch.Tensor]]):
@@ -94,6 +101,7 @@ class SampleOrder(Dataset[dict[str, torch.Tensor]]):
         name: of the set; with the seed and the SHA-256 it selects the order.
         share: the first and the last of the source's documents, as shares of their number.
         eod: the token that ends a document, for items of `document_items`; None: no such items.
+        indexed: the paths of sources whose .idx has further ends of documents.
 
     Raises:
         UserError: if a weight is too small for a sample in each period.
@@ -110,10 +118,11 @@ class SampleOrder(Dataset[dict[str, torch.Tensor]]):
         vocab_size: int,
         eod: int | None,
         seed: int,
+        indexed: Collection[str] = (),
     ) -> None:
         self._num_samples, self._vocab_size, self._eod = num_samples, vocab_size, eod
         self._sources = [
-            _Source(path, share, sequence_length, f"{seed} {name} {identity}")
+            _Source(path, share, sequence_length, f"{seed} {name} {identity}", path in indexed)
             for path, identity, _ in sources
         ]
         self._turns_P = np.zeros(PERIOD if len(sources) > 1 else 1, dtype=np.int16)
@@ -149,11 +158,12 @@ class SampleOrder(Dataset[dict[str, torch.Tensor]]):
         turn = int(self._turns_P[place])
         source = self._sources[turn]
         number = period * int(self._per_period[turn]) + int(self._numbers_P[place])
-        tokens_S = source.tokens(number).astype(np.int64)
+        found_S, ends = source.sample(number)
+        tokens_S = found_S.astype(np.int64)
         if tokens_S.min() < 0 or tokens_S.max() >= self._vocab_size:
             wrong = tokens_S[(tokens_S < 0) | (tokens_S >= self._vocab_size)][0]
             raise UserError(
                 f"data: sample {index} of {source.path} holds no token id: {wrong}, the vocabulary has "
                 f"{self._vocab_size}; {REMEDY}"
             )
-        return sample_items(torch.from_numpy(tokens_S), self._eod)
+        return sample_items(torch.from_numpy(tokens_S), self._eod, ends)

@@ -31,6 +31,7 @@ import zstandard
 from megamoe.data import remote
 from megamoe.data.documents import Document, Reader, Selection, Skipped
 from megamoe.data.tables import ARROW, PARQUET, TableReader, row_groups
+from megamoe.data.token_files import read_tokens
 from megamoe.errors import UserError
 from megamoe.io import read_plain
 from megamoe.object_storage import is_url, without_credentials
@@ -288,7 +289,8 @@ class _FileReader:
         return self._tap.num_bytes
 
     def documents(self) -> Iterator[Document | Skipped]:
-        """Yield each line's text of JSON lines, each sample's of a tar, otherwise the whole text.
+        """Yield each line's text of JSON lines, each sample's of a tar, the token ids of a .bin, otherwise
+        the whole text.
 
         A `.json` is JSON lines, as Megatron-LM's tools read them, if its first line is an object with the
         key.
@@ -301,6 +303,8 @@ class _FileReader:
         with _decompressed(source, self._tap) as stream:
             if source.kind == ".jsonl":
                 yield from _read_json_lines(source, stream, selection)
+            elif source.kind == ".bin":
+                yield from read_tokens(stream, source.name, selection)
             elif source.kind == ".tar":
                 yield from _read_tar(source, stream, selection)
             elif source.kind == ".json" and _holds(first := stream.readline(), selection.column):

@@ -13,13 +13,14 @@ import hashlib
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from megamoe.data.plain_text import unknown_ids, without_special
 from megamoe.data.special import NOTHING_RESERVED, SpecialTokens, check_special, expand
 from megamoe.errors import UserError
 
@@ -39,6 +40,7 @@ class Tokenizer(ABC):
         eod: id of the end-of-document token, which `encode` never returns and `decode` leaves out.
         fingerprint: sha256 (hex) of what defines the mapping.
         special: the reserved tokens, which `encode` never returns and `decode` leaves out.
+        unknown: ids of the unknown token, which `encode` returns although `special` may list it.
         eod_text: how the end-of-document token is spelled in a rendered conversation.
         named: further texts of a chat template by their names, such as `bos_token`.
         chat_template: the template (Jinja) of conversations that the tokenizer brings; None: it has none.
@@ -49,6 +51,7 @@ class Tokenizer(ABC):
     eod: int
     fingerprint: str
     special: SpecialTokens = NOTHING_RESERVED
+    unknown: Collection[int] = ()
     eod_text: str = END_OF_DOCUMENT
     named: Mapping[str, str] = MappingProxyType({})
     chat_template: str | None = None
@@ -78,6 +81,21 @@ class Tokenizer(ABC):
         )
 
     @property
+    def unreachable(self) -> set[int]:
+        """The ids of the end of a document and of the reserved tokens, to which no text is encoded."""
+        return {self.eod, *set(self.special.ids.values()).difference(self.unknown)}
+
+    def check_text_only(self, tokens_N: np.ndarray) -> None:
+        """Raise a UserError if the tokens of a text, int [N], hold an id that no text may have."""
+        wrong_N = tokens_N[np.isin(tokens_N, list(self.unreachable))]
+        if wrong_N.size:
+            name = next(text for text, number in self.marks.items() if number == wrong_N[0])
+            raise UserError(
+                f"tokenizer {self.name!r} encodes a text to the special token {name} (id {wrong_N[0]}), "
+                "which would act as one; take a tokenizer.json, or remove it from the text"
+            )
+
+    @property
     def marks(self) -> dict[str, int]:
         """The ids of the end of a document and of the reserved tokens, by their texts."""
         return {self.eod_text: self.eod, **self.special.ids}
@@ -89,9 +107,8 @@ class Tokenizer(ABC):
         """
         tokens: list[int] = []
         spans: list[tuple[int, int]] = []
-        longest_first = sorted(self.marks, key=len, reverse=True)
         first = 0
-        for piece in re.split(f"({'|'.join(map(re.escape, longest_first))})", text):
+        for piece in self._divided(text):
             if piece in self.marks:
                 tokens.append(self.marks[piece])
                 spans.append((first, first + len(piece)))
@@ -101,6 +118,11 @@ class Tokenizer(ABC):
                 spans += [(first + start, first + end) for start, end in inside]
             first += len(piece)
         return tokens, spans
+
+    def _divided(self, text: str) -> list[str]:
+        """Return the pieces of a text: each text of `marks` in it, and what stands between them."""
+        longest_first = sorted(self.marks, key=len, reverse=True)
+        return re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
 
 
 class ByteTokenizer(Tokenizer):
@@ -136,50 +158,66 @@ class ByteTokenizer(Tokenizer):
 class JsonTokenizer(Tokenizer):
     """A `tokenizer.json` of the Hugging Face `tokenizers` library."""
 
+    _backend: Any  # decodes, and encodes text with special tokens
+    _plain: Any  # encodes text
+
     def __init__(self, path: Path) -> None:
         from tokenizers import Tokenizer as Backend
 
         self.name = str(path)
         self.fingerprint = _sha256_of([path])
-        self._backend = Backend.from_file(str(path))
-        self._backend.no_truncation()  # the file may turn both on, for the batches of another model
-        self._backend.no_padding()
-        self._backend.encode_special_tokens = True
-        vocabulary = self._backend.get_vocab(with_added_tokens=True)
-        known = [vocabulary[name] for name in END_OF_DOCUMENT_NAMES if name in vocabulary]
+        backend = Backend.from_file(str(path))
+        vocabulary = backend.get_vocab(with_added_tokens=True)
+        known = [name for name in END_OF_DOCUMENT_NAMES if name in vocabulary]
         if not known:
             raise UserError(
                 f"tokenizer {self.name!r} has no end-of-document token, expected one of "
                 f"{', '.join(END_OF_DOCUMENT_NAMES)}; add it as a special token"
             )
-        self.eod = known[0]
-        self.eod_text = next(name for name in END_OF_DOCUMENT_NAMES if name in vocabulary)
+        self.eod_text = known[0]
+        self.eod = vocabulary[self.eod_text]
         self.vocab_size = max(vocabulary.values()) + 1
-        self.special = _reserved(self._backend.get_added_tokens_decoder(), self.eod)
+        self.special = _reserved(backend.get_added_tokens_decoder(), self.eod)
+        self._set_backend(backend)
+
+    def _set_backend(self, backend: Any) -> None:
+        """Encode and decode by a `tokenizers.Tokenizer`; eod and special are known."""
+        self._backend = backend
+        self._plain = without_special(backend, {self.eod, *self.special.ids.values()})
+        self.unknown = unknown_ids(backend)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._backend.encode(text, add_special_tokens=False).ids)
+        return list(self._plain.encode(text, add_special_tokens=False).ids)
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        return [one.ids for one in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        return [one.ids for one in self._plain.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._backend.encode(text, add_special_tokens=False)
+        found = self._plain.encode(text, add_special_tokens=False)
         return list(found.ids), list(found.offsets)
 
     def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
         self._backend.encode_special_tokens = False
         try:
-            return self.encode_with_spans(text)
+            found = self._backend.encode(text, add_special_tokens=False)
         finally:
             self._backend.encode_special_tokens = True
+        if self._plain is not self._backend:  # its normalization may make a mark of other characters
+            marks = sum(piece in self.marks for piece in self._divided(text))
+            special_N = np.isin(found.ids, list(self.unreachable))
+            if special_N.sum() > marks:
+                self.check_text_only(np.array(found.ids)[special_N])
+        return list(found.ids), list(found.offsets)
 
     def decode(self, tokens: list[int]) -> str:
         return str(self._backend.decode(tokens, skip_special_tokens=True))
 
 
-class FolderTokenizer(Tokenizer):
-    """A Hugging Face folder, read by transformers' AutoTokenizer from local files only."""
+class FolderTokenizer(JsonTokenizer):
+    """A Hugging Face folder, read by transformers' AutoTokenizer from local files only.
+
+    Few have no tokenizer of the `tokenizers` library. Text that spells a special token is refused with these.
+    """
 
     def __init__(self, path: Path) -> None:
         from transformers import AutoTokenizer
@@ -188,49 +226,49 @@ class FolderTokenizer(Tokenizer):
         self.fingerprint = _sha256_of(
             sorted(file for file in path.iterdir() if file.is_file() and file.suffix in FOLDER_FILE_ENDINGS)
         )
-        self._backend: Any = AutoTokenizer.from_pretrained(
+        self._whole: Any = AutoTokenizer.from_pretrained(
             str(path), local_files_only=True, trust_remote_code=False, split_special_tokens=True
         )
-        if self._backend.eos_token_id is None:
+        if self._whole.eos_token_id is None:
             raise UserError(
                 f"tokenizer {self.name!r} has no end-of-document token; "
                 "set eos_token in its tokenizer_config.json"
             )
-        self.eod = int(self._backend.eos_token_id)
-        self.vocab_size = max(self._backend.get_vocab().values()) + 1
-        self.special = _reserved(self._backend.added_tokens_decoder, self.eod)
-        self.eod_text = str(self._backend.eos_token)
-        named = self._backend.special_tokens_map
+        self.eod = int(self._whole.eos_token_id)
+        self.vocab_size = max(self._whole.get_vocab().values()) + 1
+        self.special = _reserved(self._whole.added_tokens_decoder, self.eod)
+        self.eod_text = str(self._whole.eos_token)
+        named = self._whole.special_tokens_map
         self.named = {name: text for name, text in named.items() if isinstance(text, str)}
-        template = self._backend.chat_template
+        template = self._whole.chat_template
         self.chat_template = template.get("default") if isinstance(template, dict) else template
+        if self._whole.is_fast:
+            self._set_backend(self._whole.backend_tokenizer)
+        elif self._whole.unk_token_id is not None:
+            self.unknown = {self._whole.unk_token_id}
 
     def encode(self, text: str) -> list[int]:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        if self._whole.is_fast:
+            return super().encode_batch(texts)
         # verbose=False: documents longer than a model's context are the normal case here.
-        encoded = self._backend(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        encoded = self._whole(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)
+        for ids in encoded["input_ids"]:
+            self.check_text_only(np.array(ids))
         return [list(ids) for ids in encoded["input_ids"]]
 
     def encode_with_spans(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        if not self._backend.is_fast:
-            return super().encode_with_spans(text)
-        return self._with_spans(text, split_special_tokens=True)
+        kind = JsonTokenizer if self._whole.is_fast else Tokenizer
+        return kind.encode_with_spans(self, text)
 
     def encode_marked(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        if not self._backend.is_fast:
-            return super().encode_marked(text)
-        return self._with_spans(text, split_special_tokens=False)
-
-    def _with_spans(self, text: str, **options: bool) -> tuple[list[int], list[tuple[int, int]]]:
-        found = self._backend(
-            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False, **options
-        )
-        return list(found["input_ids"]), [(start, end) for start, end in found["offset_mapping"]]
+        kind = JsonTokenizer if self._whole.is_fast else Tokenizer
+        return kind.encode_marked(self, text)
 
     def decode(self, tokens: list[int]) -> str:
-        return str(self._backend.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+        return str(self._whole.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 class SentencePieceTokenizer(Tokenizer):
@@ -247,7 +285,7 @@ class SentencePieceTokenizer(Tokenizer):
         if self.eod < 0:
             raise UserError(f"tokenizer {self.name!r} has no </s> to end a document; train it with an eos_id")
         self.eod_text = self._backend.id_to_piece(self.eod)
-        # Control symbols are never the result of encoding text; user-defined symbols are.
+        # No text is encoded to a control symbol, such as that of eos_id; to user-defined symbols it is.
         ids = [number for number in range(self.vocab_size) if self._backend.is_control(number)]
         self.special = SpecialTokens({self._backend.id_to_piece(i): i for i in ids if i != self.eod})
 

@@ -38,7 +38,7 @@ class ScanCache:
 
     def of(self, path: Path, wanted: Iterable[str], find: Callable[[], Results]) -> Results:
         """Return at least the `wanted` results for `path`: the stored ones if the file has not changed,
-        otherwise those of `find()`.
+        otherwise these and those of `find()`.
 
         Raises:
             UserError: if the file cannot be read, or changes while it is read.
@@ -48,7 +48,7 @@ class ScanCache:
         if known is not None and set(wanted) <= known.keys():
             return known
         begun = time.time()
-        results = find()
+        results = {**(known or {}), **find()}
         if _state(path) != state:
             raise UserError(f"data file {str(path)!r} changed while it was read; start again")
         if max(state["changed_ns"], state["modified_ns"]) < (begun - SETTLED_S) * 1e9:

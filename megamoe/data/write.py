@@ -44,7 +44,11 @@ class Encoded(NamedTuple):
 
 
 def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, dtype: type[np.number]) -> Encoded:
-    """Return the tokens and lengths of documents, end-of-document tokens included."""
+    """Return the tokens and lengths of documents, end-of-document tokens included.
+
+    Raises:
+        UserError: if a text is encoded to the end of a document, or to a reserved token.
+    """
     texts = [document for document in documents if isinstance(document, str)]
     encoded = iter(tokenizer.encode_batch(texts))
     arrays = [next(encoded) if isinstance(document, str) else document for document in documents]
@@ -53,6 +57,8 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, dtype:
     joined = np.full(ends[-1], tokenizer.eod, dtype=dtype)
     for end, length, tokens in zip(ends.tolist(), lengths.tolist(), arrays, strict=True):
         joined[end - length : end - 1] = tokens
+    if texts:
+        tokenizer.check_text_only(np.delete(joined, ends - 1))
     return Encoded(joined, lengths)
 
 

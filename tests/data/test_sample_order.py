@@ -99,11 +99,11 @@ def test_blend_takes_turns_like_megatron_core(tmp_path: Path, monkeypatch: pytes
     assert [dataset[PERIOD + index]["tokens"].shape for index in (0, PERIOD - 1)] == [(8,)] * 2
     numbers: list[tuple[str, int]] = []
 
-    def noted(source: object, number: int) -> np.ndarray:
+    def noted(source: object, number: int) -> tuple[np.ndarray, list[int]]:
         numbers.append((Path(source.path).stem, number))  # type: ignore[attr-defined]
-        return np.zeros(9, dtype=np.int64)
+        return np.zeros(9, dtype=np.int64), []
 
-    monkeypatch.setattr(sample_order._Source, "tokens", noted)
+    monkeypatch.setattr(sample_order._Source, "sample", noted)
     for index in [*range(99), *range(PERIOD - 99, PERIOD + 99)]:
         dataset[index]
     for name in "abc":

@@ -23,7 +23,7 @@ from megamoe.data.shuffle import scattered, shuffle_parts
 from megamoe.data.write import LOCK, TextCounts, locked_folder, reference_of, write_card, write_tokens
 from megamoe.errors import UserError
 
-VERSION = 1  # part of a part's key
+VERSION = 2  # part of a part's key
 
 
 def _part(prefix: str, tokenizer: str, rank: int, world_size: int) -> Part:
