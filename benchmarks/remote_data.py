@@ -6,7 +6,8 @@
 Writes random tokens into a folder, which stands for a bucket (file://), and fetches all blocks. Then, in each
 round and in turn, from the disk and from the blocks: samples alone, for both orders, and training steps that
 read their samples themselves (data.workers=0). Printed are medians, and the ratio of the rounds; the CPU time
-too, which other processes of the machine disturb less.
+too, which other processes of the machine disturb less. A process compares a block with its checksum when it
+first reads it; what that takes is printed first.
 """
 
 import statistics
@@ -27,6 +28,7 @@ from common.machine import settle_process  # noqa: E402
 from common.rounds import Ratio, in_turn  # noqa: E402
 from megamoe.config import load_config  # noqa: E402
 from megamoe.config.schema import DataConfig, SourceConfig  # noqa: E402
+from megamoe.data.blocks import BLOCK_BYTES  # noqa: E402
 from megamoe.data.byte_files import open_bytes  # noqa: E402
 from megamoe.data.card import DataFiles  # noqa: E402
 from megamoe.data.datasets import build_datasets, resolve_vocabulary  # noqa: E402
@@ -52,6 +54,7 @@ def main() -> int:
         prefix, cache = Path(folder).resolve() / "corpus", Path(folder).resolve() / "blocks"
         write(prefix, arguments.tokens)
         places = {"disk": str(prefix), "blocks": f"file://{prefix}"}
+        report_blocks(places["blocks"], cache, arguments.rounds)
         for order in ("documents", "samples"):
             runs = {name: reading(place, cache, order) for name, place in places.items()}
             report(f"a sample, order {order}", runs, arguments.rounds, 1e6 / SAMPLES, "us")
@@ -79,15 +82,35 @@ def write(prefix: Path, tokens: int) -> None:
     write_card(TextCounts(documents=int(counts_V[tokenizer.eod])), tokenizer, "bytes", files, counts_V)
 
 
+def config_of(place: str, cache: Path) -> DataConfig:
+    """Return the configuration of the data at a place."""
+    sources, split = [SourceConfig(place)], [1.0, 0.0, 0.0]
+    return DataConfig(sources=sources, split=split, sequence_length=2048, remote_cache=str(cache))
+
+
+def report_blocks(url: str, cache: Path, rounds: int) -> None:
+    """Fetch all blocks; then print what two reads of a byte of each take a new reader."""
+    path = DataFiles(Path(localized(config_of(url, cache)).sources[0].path)).bin
+    first: list[float] = []
+    second: list[float] = []
+    for number in range(rounds + 1):
+        tokens = open_bytes(path)
+        for times in (first, second):
+            for at in range(0, tokens.size, BLOCK_BYTES):
+                begin = time.perf_counter()
+                tokens.read(at, 1)
+                if number:  # before, they are fetched
+                    times.append(time.perf_counter() - begin)
+    first_s, second_s = statistics.median(first), statistics.median(second)
+    print(
+        f"a block of {BLOCK_BYTES:,} bytes: first read {first_s * 1e3:.2f} ms, second {second_s * 1e6:.1f} us"
+    )
+
+
 def reading(place: str, cache: Path, order: str) -> Callable[[int], Times]:
     """Return what reads the next samples and returns the seconds; all blocks are fetched before."""
-    sources, split = [SourceConfig(place)], [1.0, 0.0, 0.0]
-    named = DataConfig(sources=sources, split=split, sequence_length=2048, remote_cache=str(cache))
-    named.order = order  # type: ignore[assignment]
-    data = localized(named)
-    tokens = open_bytes(DataFiles(Path(data.sources[0].path)).bin)
-    for at in range(0, tokens.size, 1 << 20):
-        tokens.read(at, 1)
+    data = localized(config_of(place, cache))
+    data.order = order  # type: ignore[assignment]
     vocabulary = resolve_vocabulary(data, None)
     dataset = build_datasets(data, vocabulary, seed=1, train_samples=10 * SAMPLES, validation_samples=0).train
     return lambda number: seconds(lambda: [dataset[number * 7 + each] for each in range(SAMPLES)], 1)

@@ -1,19 +1,21 @@
-"""Reads files named by a user: plain files only, with a bound on their size; replaces files as a whole.
+"""Reads files named by a user: plain files only, of bounded size, JSON of bounded depth; replaces files.
 
-A pipe would block the reader, and a device such as /dev/zero never ends.
+A pipe would block the reader, a device such as /dev/zero never ends, and deep JSON exceeds Python's stack.
 """
 
 import errno
+import json
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 # Files of a run, in its folder.
 METRICS_FILE, CONFIG_FILE, SUMMARY_FILE = "metrics.jsonl", "config.yaml", "summary.json"
 TEMPORARY = ".tmp"  # the end of the name of a file that is not in place yet
+DEEPEST = 100  # levels of objects and lists in JSON
 
 
 def open_plain(path: Path) -> BinaryIO:
@@ -42,10 +44,50 @@ def read_plain(path: Path, largest: int) -> bytes:
     """
     with open_plain(path) as file:
         size = os.fstat(file.fileno()).st_size  # 0 for the kernel's virtual files
-        content = file.read(largest + 1) if size <= largest else b""
+        content = file.read(size + 1) if size <= largest else b""
+        while size <= largest >= len(content) and (more := file.read(1 << 16)):
+            content += more
     if max(size, len(content)) > largest:
         raise ValueError(f"larger than {largest:,} bytes")
     return content
+
+
+def read_json(path: Path, largest: int, *, unique: bool = False) -> Any:
+    """Return what the JSON in a plain file says; raises what `read_plain` and `parse_json` do."""
+    return parse_json(read_plain(path, largest), unique=unique)
+
+
+def parse_json(text: str | bytes, *, unique: bool = False) -> Any:
+    """Return what JSON text says, NaN and infinities too. unique: no object may have a key twice.
+
+    Raises:
+        ValueError: if it is no JSON, or has more than DEEPEST levels.
+    """
+    too_deep = ValueError(f"nested too deeply: more than {DEEPEST} levels")
+    try:
+        content = json.loads(text, object_pairs_hook=_unique if unique else None)
+    except RecursionError:
+        raise too_deep from None
+    level = [content]
+    for _ in range(DEEPEST + 1):
+        level = [each for each in level if isinstance(each, dict | list)]
+        if not level:
+            return content
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    raise too_deep
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {max(names, key=names.count)!r} stands twice")
+    return content
+
+
+def real(path: Path) -> Path:
+    """Return the path without links; in a loop of links, where `Path.resolve` raises, as far as they lead."""
+    return Path(os.path.realpath(path))
 
 
 @contextmanager
@@ -87,5 +129,8 @@ def sync(path: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """Return what `open_plain` or `read_plain` raised, in a few words."""
+    """Return in a few words what a reader of this file, or pydantic of what it has read, raised."""
+    if callable(errors := getattr(error, "errors", None)):  # without an import of pydantic, which takes 0.1 s
+        first = errors(include_url=False)[0]
+        return f"{'.'.join(map(str, first['loc'])) or 'file'}: {first['msg']}"
     return str((isinstance(error, OSError) and error.strerror) or error)

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from megamoe.errors import UserError
+from megamoe.io import real
 
 ENTRY_POINT_GROUP = "megamoe.plugins"
 BUILTIN_PACKAGES = (
@@ -287,7 +288,7 @@ def load_plugin(reference: str) -> str:
 
 def configured_path(path: Path) -> str:
     """Return a file's path for a configuration: relative in the working directory, absolute elsewhere."""
-    path, here = path.resolve(), Path.cwd()
+    path, here = real(path), Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
@@ -352,7 +353,7 @@ def _failure(error: BaseException, file: str | None, named: str = "") -> str:
 def _find_file(reference: str) -> Path:
     with suppress(OSError):  # a name that is too long
         if Path(reference).is_file():
-            return Path(reference).resolve()
+            return real(Path(reference))
     where = "" if Path(reference).is_absolute() else f" in {Path.cwd()}, nor beside a YAML that names it"
     raise UserError(f"plugins: no file {reference!r}{where}; expected a path to a .py file")
 

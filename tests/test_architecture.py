@@ -29,7 +29,7 @@ CORE = {
     "host_memory": set(),
     "redaction": set(),
     "object_storage": {"redaction"},
-    "registry": {"errors"},
+    "registry": {"errors", "io"},
     "compat": {"errors"},
     "config": {"errors", "registry", "io", "object_storage"},
     "kernels": {"compat"},

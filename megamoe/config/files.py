@@ -24,7 +24,7 @@ from megamoe.config.parts import DEFAULTS
 from megamoe.config.renamed import read_old_names
 from megamoe.config.yaml_text import parse_yaml, problem_of
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import read_plain, real, reason
 
 LARGEST_FILE = 1 << 20  # bytes of YAML
 MOST_FILES = 20  # of one run
@@ -44,7 +44,7 @@ def read_run(path: Path, option: str = "--config") -> dict[str, Any]:
 
 def _read(path: Path, above: list[Path], count: list[int], option: str) -> dict[str, Any]:
     """Return a file merged over its bases; above: the files that build on it; count: [files read so far]."""
-    place = path.resolve()
+    place = real(path)
     if place in above:
         raise UserError(f"{option}: {above[-1]}: base: {path} is based on this file itself; leave it out")
     count[0] += 1

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megamoe.io import TEMPORARY, read_plain, replace_file
+from megamoe.io import TEMPORARY, read_json, replace_file
 
 BLOCKS, STATE = ".blocks", "blocks.json"
 STALE_S = 3600.0  # a temporary file of this age is a killed process'
@@ -125,9 +125,9 @@ class BlockCache:
         self._root.mkdir(parents=True, exist_ok=True)
         with locked(self._root / ".lock"):
             try:
-                content = json.loads(read_plain(self._state, 1 << 12))
+                content = read_json(self._state, 1 << 12)
                 state = {"most": int(content["most"]), "used": int(content["used"])}
-            except (OSError, ValueError, TypeError, KeyError):
+            except (OSError, ValueError, TypeError, KeyError, OverflowError):
                 state = {"most": 0, "used": sum(size for _, size, _ in self._found())}
             yield state
             replace_file(self._state, json.dumps(state).encode())
@@ -143,7 +143,8 @@ class BlockCache:
                 with suppress(OSError):
                     status = os.stat(path)
                     if not name.endswith(TEMPORARY):
-                        found.append((status.st_mtime_ns, status.st_size, path))
+                        used_ns = max(status.st_atime_ns, status.st_mtime_ns)  # `touch` sets the first
+                        found.append((used_ns, status.st_size, path))
                     elif status.st_mtime < time.time() - STALE_S:
                         os.unlink(path)
         return found
@@ -159,6 +160,12 @@ class BlockCache:
                 os.unlink(path)
             used -= size
         return used
+
+
+def touch(handle: int, status: os.stat_result) -> None:
+    """Note that an open block is used now; the time of its content stays."""
+    with suppress(OSError):
+        os.utime(handle, ns=(time.time_ns(), status.st_mtime_ns))
 
 
 def _place(path: Path, block: bytes) -> None:

@@ -6,7 +6,8 @@ NAME.remote           its URL, size, blocks and their checksums, as JSON
 NAME.blocks/00000012  a block; it appears in one move, when it is complete, checked and on the disk
 NAME.locks            byte i is locked by the process that fetches block i
 
-All processes of a machine share the blocks. A block that is damaged, half there or deleted is fetched again.
+All processes of a machine share the blocks. Each compares a block with its checksum when it first reads it,
+and again when the file has changed. A block that is damaged, half there or deleted is fetched again.
 `block_cache.py` keeps them within a limit.
 """
 
@@ -14,17 +15,20 @@ import fcntl
 import hashlib
 import json
 import os
+import stat
 import threading
 import time
 from contextlib import AbstractContextManager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from megamoe.data.block_cache import BLOCKS, BlockCache, locked_byte
+from pydantic import Field, TypeAdapter
+
+from megamoe.data.block_cache import BLOCKS, BlockCache, locked_byte, touch
 from megamoe.data.remote import told
-from megamoe.errors import UserError
-from megamoe.io import read_plain, replace_file
+from megamoe.errors import UserError, printable
+from megamoe.io import read_plain, reason, replace_file
 from megamoe.object_storage import WAITS_S, attempt, open_system, without_credentials
 
 BLOCK_BYTES = 8 << 20
@@ -34,7 +38,8 @@ TOUCH_S = 60.0  # how exactly the time of a block's last use is known
 FILL_STREAMS = 4  # blocks that are fetched ahead at a time
 REMOTE, LOCKS, FILLING = ".remote", ".locks", ".filling"
 TAGS, TIMES = ("ETag", "etag", "md5Hash"), ("LastModified", "last_modified", "mtime", "created")
-MOST_BYTES_OF_STUB = 1 << 28
+MOST_BYTES_OF_STUB, MOST_BLOCK_BYTES = 1 << 28, 1 << 30
+Count = Annotated[int, Field(ge=0, le=(1 << 63) - 1)]  # a number in a file, which may say anything
 
 
 def block_sums(path: Path, size: int) -> tuple[str, str]:
@@ -43,8 +48,13 @@ def block_sums(path: Path, size: int) -> tuple[str, str]:
     with open(path, "rb", buffering=0) as file:
         while block := _read_fully(file, size):
             whole.update(block)
-            each.append(hashlib.sha256(block).hexdigest()[:DIGITS])
+            each.append(digest_of(block))
     return whole.hexdigest(), "".join(each)
+
+
+def digest_of(block: bytes) -> str:
+    """Return the first DIGITS of a block's SHA-256."""
+    return hashlib.sha256(block).hexdigest()[:DIGITS]
 
 
 def _read_fully(file: Any, size: int) -> bytes:
@@ -59,15 +69,25 @@ class Stub:
     """What stands for a file in object storage.
 
     state: of the object (`state_of`). root: the folder of all local copies, relative to the stub's. sums: as
-    `block_sums`; empty: a block is checked by its length, and by the object's state after it was fetched.
+    `block_sums`; empty: a block is checked by its length, and by the object's state after it was fetched, and
+    its checksum is kept behind it.
     """
 
     url: str
-    size: int
+    size: Count
     state: str
-    root: str
-    block_bytes: int = BLOCK_BYTES
+    root: Annotated[str, Field(pattern=r"^\.\.(/\.\.)*$")]
+    block_bytes: Annotated[int, Field(ge=1, le=MOST_BLOCK_BYTES)] = BLOCK_BYTES
     sums: str = ""
+
+    @property
+    def num_blocks(self) -> int:
+        """Return into how many blocks the file is divided."""
+        return -(-self.size // self.block_bytes)
+
+    def sum_of(self, number: int) -> str:
+        """Return the checksum of a block; empty if it is not known."""
+        return self.sums[number * DIGITS : (number + 1) * DIGITS]
 
     def save(self, path: Path) -> None:
         """Write what stands for the file `path`."""
@@ -82,12 +102,15 @@ class Stub:
         """
         place = _beside(path, REMOTE)
         try:
-            return cls(**json.loads(read_plain(place, MOST_BYTES_OF_STUB)))
+            stub = TypeAdapter(cls).validate_json(read_plain(place, MOST_BYTES_OF_STUB), strict=True)
+            if stub.sums and len(stub.sums) != DIGITS * stub.num_blocks:
+                raise ValueError(f"sums: {len(stub.sums)} digits, expected {DIGITS * stub.num_blocks}")
+            return stub
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, TypeError) as error:
+        except (OSError, ValueError) as error:
             raise UserError(
-                f"data: {place} is damaged ({error}); delete its folder, and start again"
+                f"data: {place} is damaged ({printable(reason(error))}); delete its folder, and start again"
             ) from None
 
 
@@ -123,6 +146,7 @@ class StoredBytes:
         self._cache = BlockCache(path.parent / stub.root)
         self._system: tuple[int, Any, str] = (-1, None, "")  # of which process
         self._fills_in = -1  # the process that fetches ahead, or has
+        self._checked: dict[int, int] = {}  # of each block that was compared: when it was written, in ns
 
     def read(self, at: int, size: int) -> bytes:
         """Return `size` bytes from byte `at` on."""
@@ -148,24 +172,35 @@ class StoredBytes:
                     if self._fills_in != os.getpid():
                         self._fill()
                     block = self._fetch(number)
-                    self._cache.add(Path(f"{self._prefix}{number:08}"), block)
+                    self._keep(number, block)
                     found = block[inside : inside + count]
         return found
 
+    def _keep(self, number: int, block: bytes, *, evicts: bool = True) -> bool:
+        trailer = b"" if self._stub.sums else digest_of(block).encode()
+        return self._cache.add(Path(f"{self._prefix}{number:08}"), block + trailer, evicts=evicts)
+
     def _kept(self, number: int, inside: int, count: int) -> bytes | None:
-        """Return bytes of a block on the disk; None if it is not there as a whole."""
+        """Return bytes of a block on the disk; None if it is not there as a whole, or damaged.
+
+        A count of 0 asks for its length alone.
+        """
         path = f"{self._prefix}{number:08}"
         try:
-            handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe would wait
         except OSError:
             return None
         try:
             status = os.fstat(handle)
-            if status.st_size == self._length(number):
-                if status.st_mtime < time.time() - TOUCH_S:
-                    with suppress(OSError):
-                        os.utime(handle)
-                content = os.pread(handle, count, inside)
+            trailer = 0 if self._stub.sums else DIGITS
+            if stat.S_ISREG(status.st_mode) and status.st_size == self._length(number) + trailer:
+                if max(status.st_atime, status.st_mtime) < time.time() - TOUCH_S:
+                    touch(handle, status)
+                if count == 0 or self._checked.get(number) == status.st_mtime_ns:
+                    content = os.pread(handle, count, inside)
+                else:
+                    content = self._compared(number, handle)[inside : inside + count]
+                    self._checked[number] = status.st_mtime_ns
                 if len(content) == count:
                     return content
         except OSError:
@@ -175,6 +210,16 @@ class StoredBytes:
         with suppress(OSError):
             os.unlink(path)
         return None
+
+    def _compared(self, number: int, handle: int) -> bytes:
+        """Return a block on the disk; OSError if it is not what its checksum says."""
+        length = self._length(number)
+        with open(handle, "rb", buffering=0, closefd=False) as file:
+            content = _read_fully(file, length + DIGITS)
+        expected = self._stub.sum_of(number) or content[length:].decode("ascii", "replace")
+        if digest_of(content[:length]) != expected:
+            raise OSError("damaged")
+        return content[:length]
 
     def _locked(self, number: int) -> AbstractContextManager[None]:
         """Let other processes and threads wait that need the same block. Without locks, all fetch it."""
@@ -190,12 +235,10 @@ class StoredBytes:
             if len(content) != length:
                 raise OSError(f"{len(content):,} of {length:,} bytes arrived")
             if self._stub.sums:
-                return content, hashlib.sha256(content).hexdigest()[:DIGITS]
+                return content, digest_of(content)
             return content, state_of(system.info(path))
 
-        expected, found = self._stub.state, ""
-        if self._stub.sums:
-            expected = self._stub.sums[number * DIGITS : (number + 1) * DIGITS]
+        expected, found = self._stub.sum_of(number) or self._stub.state, ""
         for _ in range(2):  # it may have been damaged on the way
             with told(self.name, "data"):
                 block, found = attempt(
@@ -231,7 +274,7 @@ class StoredBytes:
         threading.Thread(target=self._fetch_all, args=(handle,), name="data ahead", daemon=True).start()
 
     def _fetch_all(self, lock: int) -> None:
-        ahead = iter(range(-(-self.size // self._stub.block_bytes)))  # the threads take turns
+        ahead = iter(range(self._stub.num_blocks))  # the threads take turns
 
         def fetch() -> None:
             # A failure is told by the read that needs the block.
@@ -257,4 +300,4 @@ class StoredBytes:
         with self._locked(number):
             if self._kept(number, 0, 0) is not None:
                 return True
-            return self._cache.add(Path(f"{self._prefix}{number:08}"), self._fetch(number), evicts=False)
+            return self._keep(number, self._fetch(number), evicts=False)

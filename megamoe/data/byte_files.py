@@ -6,6 +6,7 @@ from typing import Protocol
 
 from megamoe.data.blocks import StoredBytes, Stub
 from megamoe.errors import UserError
+from megamoe.io import open_plain, reason
 
 REMEDY = "prepare it again under another name, or put it back, and go on with --resume"
 
@@ -32,7 +33,7 @@ class LocalBytes:
 
     def __init__(self, path: Path) -> None:
         self.name = str(path)
-        self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (as long as the dataset)
+        self._file = open_plain(path)  # as long as the dataset
         self.size = os.fstat(self._file.fileno()).st_size
 
     def read(self, at: int, size: int) -> bytes:
@@ -60,8 +61,8 @@ def open_bytes(path: Path) -> ByteFile:
         if stub is None:
             raise UserError(f"data file {str(path)!r} cannot be read: {error.strerror}") from None
         return StoredBytes(path, stub)
-    except OSError as error:
-        raise UserError(f"data file {str(path)!r} cannot be read: {error.strerror}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"data file {str(path)!r} cannot be read: {reason(error)}") from None
 
 
 def is_stored(path: Path) -> bool:

@@ -9,14 +9,15 @@ import hashlib
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
+from megamoe.data.blocks import MOST_BLOCK_BYTES, Count
 from megamoe.data.byte_files import size_of
 from megamoe.data.index_file import REMEDY, read_header
-from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.errors import UserError, printable
+from megamoe.io import read_json, reason
 
 CHECKSUM = "checksum"  # the card's key with the SHA-256 of everything else in it
 PAIRS = ".pairs.json"  # the end of the name of the card of prepared pairs
@@ -53,8 +54,8 @@ class TokenizerCard:
     """
 
     reference: str
-    vocab_size: int
-    eod: int
+    vocab_size: Count
+    eod: Count
     fingerprint: str
     special: dict[str, int] = field(default_factory=dict)
 
@@ -67,16 +68,16 @@ class SourceCard:
     """
 
     name: str
-    size: int
+    size: Count
     sha256: str
-    documents: int
+    documents: Count
 
 
 @dataclass(frozen=True)
 class FileCard:
     """A file of the dataset, with its size in bytes and its SHA-256."""
 
-    size: int
+    size: Count
     sha256: str
 
 
@@ -88,7 +89,7 @@ class BlockedCard(FileCard):
     other; empty in a card from before they were noted.
     """
 
-    block_bytes: int = 0
+    block_bytes: Annotated[int, Field(ge=0, le=MOST_BLOCK_BYTES)] = 0
     block_sums: str = ""
 
 
@@ -108,18 +109,18 @@ class DataCard:
     """
 
     megamoe: str
-    documents: int
-    empty_documents: int  # skipped
-    tokens: int
-    text_bytes: int  # of the documents, as UTF-8
+    documents: Count
+    empty_documents: Count  # skipped
+    tokens: Count
+    text_bytes: Count  # of the documents, as UTF-8
     dtype: str  # of a token in the .bin
     tokenizer: TokenizerCard
-    num_sources: int
+    num_sources: Count
     sources_sha256: str  # over the sources' sha256, in order
     sources: list[SourceCard]
     bin: BlockedCard
     idx: FileCard
-    largest_token: int | None = None  # id that occurs; None: the card is from before it was noted
+    largest_token: Count | None = None  # id that occurs; None: the card is from before it was noted
     skipped: dict[str, int] = field(default_factory=dict)  # by reason, beside the empty ones
     shuffled: int | None = None  # the seed that the documents were shuffled by
     steps: list[StepCard] = field(default_factory=list)  # of the pipeline that gave the documents, if one did
@@ -160,21 +161,13 @@ def load_checked(path: Path, kind: type[Card]) -> Card:
         UserError: if it cannot be read, has not the fields of `kind`, or does not fit its checksum.
     """
     name = f"data card {str(path)!r}"
-    if not path.is_file():
-        raise UserError(f"{name} cannot be read: not a file")
     try:
-        text = read_plain(path, LARGEST_CARD)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{name} cannot be read: {reason(error)}") from error
-    try:
-        content = json.loads(text)
+        content = read_json(path, LARGEST_CARD)
         card: Card = TypeAdapter(kind).validate_python(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "file"
-        raise UserError(f"{name} is broken: {where}: {first['msg']}; prepare the data again") from error
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} is broken: no JSON; prepare the data again") from error
+        raise UserError(f"{name} is broken: {printable(reason(error))}; prepare the data again") from error
+    except (OSError, ValueError) as error:
+        raise UserError(f"{name} cannot be read: {reason(error)}; prepare the data again") from error
     if not fits_checksum(content):
         raise UserError(
             f"{name} is damaged: its content does not fit its {CHECKSUM!r}; prepare the data again, or, "

@@ -29,7 +29,7 @@ from megamoe.data.card import DataFiles
 from megamoe.data.ranks import first_ranks, in_thread, raise_any_error, rank
 from megamoe.data.verify import ScanCache, scan
 from megamoe.errors import UserError
-from megamoe.io import TEMPORARY, read_plain, replace_file, replacing
+from megamoe.io import TEMPORARY, read_json, replace_file, replacing
 
 VERSION = 1  # version of the entries' format; it is part of the key
 VERSIONS = {"entry": VERSION, "megatron_core": version("megatron-core")}
@@ -79,12 +79,12 @@ class IndexCache:
 
     def _problem(self, record: Path, key: str, paths: dict[str, Path]) -> str | None:
         try:
-            content = json.loads(read_plain(record, MOST_BYTES_OF_RECORD))
+            content = read_json(record, MOST_BYTES_OF_RECORD)
             files = {name: (int(facts["size"]), facts["sha256"]) for name, facts in content["files"].items()}
             found_key = content["key"]
         except FileNotFoundError:
             return f"{record} is missing"
-        except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError, AttributeError):
             return f"{record} is damaged"
         if found_key != key or files.keys() != paths.keys():
             return f"{record} belongs to other data"

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from megamoe.errors import UserError
+from megamoe.io import open_plain, reason
 
 HEADER = struct.Struct("<9sQBQQ")
 MAGIC = b"MMIDIDX\x00\x00"
@@ -51,7 +52,7 @@ def read_header(idx: Path) -> tuple[IndexHeader, int]:
     """
     broken = f"data index {str(idx)!r} is"
     try:
-        with open(idx, "rb") as file:
+        with open_plain(idx) as file:
             content = file.read(HEADER.size)
             if len(content) < HEADER.size:
                 raise UserError(f"{broken} truncated: {len(content)} bytes; {REMEDY}")
@@ -71,8 +72,10 @@ def read_header(idx: Path) -> tuple[IndexHeader, int]:
             last_length = int.from_bytes(file.read(4), "little")
             file.seek(header.boundaries_at - 8)
             last_pointer = int.from_bytes(file.read(8), "little")
-    except OSError as error:
-        raise UserError(f"{broken} not readable: {error.strerror}") from error
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{broken} not readable: {reason(error)}") from error
     return header, last_pointer + last_length * header.token_bytes
 
 
@@ -126,7 +129,7 @@ def tokens_before(idx: Path, sequence: int) -> int:
     header, end = read_header(idx)
     if sequence == header.num_sequences:
         return end // header.token_bytes
-    with open(idx, "rb") as file:
+    with open_plain(idx) as file:
         file.seek(header.pointers_at + 8 * sequence)
         return int.from_bytes(file.read(8), "little") // header.token_bytes
 
@@ -194,7 +197,7 @@ def _check_boundaries(idx: Path, header: IndexHeader, broken: str) -> None:
 def _chunks(idx: Path, place: int, count: int, dtype: str, broken: str) -> Iterator[np.ndarray]:
     """Yield the `count` numbers from byte `place` on, at most CHUNK at a time."""
     try:
-        with open(idx, "rb") as file:
+        with open_plain(idx) as file:
             file.seek(place)
             for first in range(0, count, CHUNK):
                 size = min(CHUNK, count - first) * np.dtype(dtype).itemsize
@@ -202,5 +205,7 @@ def _chunks(idx: Path, place: int, count: int, dtype: str, broken: str) -> Itera
                 if len(content) < size:
                     raise UserError(f"{broken} it was truncated while it was read; {REMEDY}")
                 yield np.frombuffer(content, dtype)
-    except OSError as error:
-        raise UserError(f"{broken} not readable: {error.strerror}") from error
+    except UserError:
+        raise
+    except (OSError, ValueError) as error:
+        raise UserError(f"{broken} not readable: {reason(error)}") from error

@@ -25,7 +25,7 @@ from megamoe.data.index_file import read_lengths, write_index
 from megamoe.data.sources import Source
 from megamoe.data.write import start_worker
 from megamoe.errors import UserError
-from megamoe.io import read_plain, replace_file, sync
+from megamoe.io import read_json, replace_file, sync
 
 FOLDER = "parts"
 RECORDS = f"{FOLDER}/*.json"
@@ -64,7 +64,7 @@ class Part:
     def read(self) -> Record | None:
         """Return the record of a finished part: `size` of its .bin in bytes, and `facts`."""
         try:
-            record: Record = json.loads(read_plain(self._record, LARGEST_RECORD))
+            record: Record = read_json(self._record, LARGEST_RECORD)
             return record if record["key"] == self.key else None
         except (OSError, ValueError, KeyError, TypeError):
             return None

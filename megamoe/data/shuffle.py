@@ -22,7 +22,7 @@ import numpy as np
 from megamoe.data.card import DataFiles
 from megamoe.data.index_file import read_lengths, write_index
 from megamoe.data.parts import FOLDER, Part, summed_counts
-from megamoe.io import read_plain, replace_file, sync
+from megamoe.io import read_json, replace_file, sync
 
 BUCKET_BYTES = 1 << 27
 MOST_BUCKETS = 4096
@@ -219,6 +219,6 @@ def _keep(state: _State, buckets: Path) -> None:
 
 def _read(buckets: Path) -> _State | None:
     try:
-        return _State(**json.loads(read_plain(buckets / STATE, LARGEST_STATE)))
+        return _State(**read_json(buckets / STATE, LARGEST_STATE))
     except (OSError, ValueError, TypeError):
         return None

@@ -13,7 +13,6 @@ import gzip
 import hashlib
 import io
 import itertools
-import json
 import lzma
 import os
 import string
@@ -33,7 +32,7 @@ from megamoe.data.documents import Document, Reader, Selection, Skipped
 from megamoe.data.tables import ARROW, PARQUET, TableReader, row_groups
 from megamoe.data.token_files import read_tokens
 from megamoe.errors import UserError
-from megamoe.io import read_plain
+from megamoe.io import parse_json, read_json, real
 from megamoe.object_storage import is_url, without_credentials
 
 COMPRESSED = (".gz", ".zst", ".xz")
@@ -77,7 +76,7 @@ class Source:
         if self.url:
             return [self.name, self.groups, self.extent, self.state]
         status = self.path.stat()
-        return [str(self.path.resolve()), self.groups, status.st_size, status.st_mtime_ns]
+        return [str(real(self.path)), self.groups, status.st_size, status.st_mtime_ns]
 
     def open(self) -> IO[bytes] | io.RawIOBase:
         """Open the whole file for reading.
@@ -169,7 +168,7 @@ def find_sources(inputs: list[str], stdlib: bool, unit: int | None = None) -> li
         sources += _standard_library()
     seen: set[str] = set()
     for source in sources:
-        identity = source.url or str(source.path.resolve())
+        identity = source.url or str(real(source.path))
         if identity in seen:
             raise UserError(f"input {source.name!r} is given twice; name each file once")
         seen.add(identity)
@@ -243,7 +242,7 @@ def _saved_dataset(folder: Path) -> list[Path] | None:
     if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
         return None
     try:
-        state = json.loads(read_plain(folder / "state.json", LARGEST_STATE))
+        state = read_json(folder / "state.json", LARGEST_STATE)
         return [folder / os.path.basename(entry["filename"]) for entry in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
@@ -353,8 +352,8 @@ def _decompressed(source: Source, tap: Tap) -> Iterator[IO[bytes]]:
 def _holds(line: bytes, key: str) -> bool:
     """Whether a line is a JSON object that has the key."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line)
+    except ValueError:
         return False
     return isinstance(record, dict) and key in record
 
@@ -369,8 +368,8 @@ def _read_json_lines(source: Source, stream: Iterable[bytes], selection: Selecti
 def _of_json(text: str, place: str, selection: Selection, remedy: str) -> Document:
     """Return the document of a JSON object."""
     try:
-        record = json.loads(text)
-    except (ValueError, RecursionError) as error:
+        record = parse_json(text)
+    except ValueError as error:
         raise UserError(f"{place}: not JSON: {error}; {remedy}") from error
     key, kind = selection.column, str if selection.ids is None else list
     if not isinstance(record, dict) or not isinstance(record.get(key), kind):

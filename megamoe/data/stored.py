@@ -18,14 +18,16 @@ from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.block_cache import NO_SPACE, BlockCache, locked
 from megamoe.data.blocks import BLOCK_BYTES, DIGITS, Stub, state_of
-from megamoe.data.card import LABELLED, LARGEST_CARD, fits_checksum
+from megamoe.data.card import LABELLED, LARGEST_CARD, BlockedCard, FileCard, fits_checksum
 from megamoe.data.remote import told
 from megamoe.data.tokenizers import is_bytes
-from megamoe.errors import UserError
-from megamoe.io import TEMPORARY, read_plain, replace_file, sync
+from megamoe.errors import UserError, printable
+from megamoe.io import TEMPORARY, read_json, read_plain, reason, replace_file, sync
 from megamoe.object_storage import WAITS_S, attempt, has_credentials, is_url, open_system, without_credentials
 
 KEY = "data.remote_cache"
@@ -157,22 +159,31 @@ class _Fetching:
         cards = {ending: self._card(ending) for ending in self._objects if ending.endswith(".json")}
         for ending, info in self._objects.items():
             if ending.endswith(".idx"):
-                card = cards.get(ending.removesuffix(".idx") + ".card.json", {})
-                self._file(ending, info["size"], (card.get("idx") or {}).get("sha256"))
+                card = cards.get(ending.removesuffix(".idx") + ".card.json")
+                self._file(ending, info["size"], card["idx"].sha256 if card else None)
             elif ending.endswith(".bin"):
                 self._stub(ending, info, cards, root)
         for card in cards.values():
             self._tokenizer(card.get("tokenizer"))
 
     def _card(self, ending: str) -> dict[str, Any]:
+        """Fetch a card; return its content, in which what is read of files is checked."""
         local = self._file(ending, self._objects[ending]["size"])
         try:
-            content = json.loads(read_plain(local, LARGEST_CARD))
+            content = read_json(local, LARGEST_CARD)
+            kinds = {
+                "idx": FileCard,
+                **{key: BlockedCard for of, key in CARDS.values() if ending.endswith(of)},
+            }
             if isinstance(content, dict) and fits_checksum(content):
-                return content
-        except (OSError, ValueError, RecursionError):
-            pass
-        raise UserError(f"data card {self._url + ending!r} is damaged; upload the right file")
+                return content | {
+                    key: TypeAdapter[FileCard](kind).validate_python(content.get(key) or kind(0, ""))
+                    for key, kind in kinds.items()
+                }
+            problem = "its content does not fit its checksum"
+        except (OSError, ValueError) as error:
+            problem = printable(reason(error))
+        raise UserError(f"data card {self._url + ending!r} is damaged: {problem}; upload the right file")
 
     def _file(self, ending: str, size: int, expected: str | None = None) -> Path:
         """Fetch a file whole; expected: its SHA-256, if its card says it."""
@@ -215,16 +226,15 @@ class _Fetching:
     def _stub(self, ending: str, info: dict[str, Any], cards: dict[str, dict[str, Any]], root: Path) -> None:
         large = max((each for each in CARDS if ending.endswith(each)), key=len)
         card, key = CARDS[large]
-        found = cards.get(ending.removesuffix(large) + card, {}).get(key) or {}
-        size, sums = found.get("block_bytes") or BLOCK_BYTES, found.get("block_sums") or ""
-        blocks = -(-int(info["size"]) // size)
-        if sums and len(sums) != DIGITS * blocks:
+        found: BlockedCard = cards.get(ending.removesuffix(large) + card, {}).get(key) or BlockedCard(0, "")
+        place, sums = os.path.relpath(root, self._folder), found.block_sums
+        size = found.block_bytes or BLOCK_BYTES
+        stub = Stub(f"{self._url}{ending}", int(info["size"]), state_of(info), place, size, sums)
+        if sums and len(sums) != DIGITS * stub.num_blocks:
             raise UserError(
                 f"data file {self._url + ending!r} has {info['size']} bytes, and its card checksums of "
-                f"{len(sums) // DIGITS} blocks, expected {blocks}; upload the right files"
+                f"{len(sums) // DIGITS} blocks, expected {stub.num_blocks}; upload the right files"
             )
-        place = os.path.relpath(root, self._folder)
-        stub = Stub(f"{self._url}{ending}", int(info["size"]), state_of(info), place, size, sums)
         stub.save(self._folder / f"{self._name}{ending}")
 
     def _tokenizer(self, card: Any) -> None:

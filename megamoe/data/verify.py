@@ -19,7 +19,7 @@ from megamoe.data.card import DataCard, DataFiles, check_files, load_card
 from megamoe.data.index_file import REMEDY, check_arithmetic, read_header
 from megamoe.data.ranks import once_per_machine, rank
 from megamoe.errors import UserError
-from megamoe.io import read_plain, replace_file
+from megamoe.io import open_plain, read_json, real, reason, replace_file
 from megamoe.object_storage import is_url
 
 CHUNK_BYTES = 1 << 22
@@ -60,7 +60,7 @@ class ScanCache:
         return self._read(path, _state(path)) is not None
 
     def _place(self, path: Path) -> Path | None:
-        name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:16]
+        name = hashlib.sha256(os.fsencode(real(path))).hexdigest()[:16]
         return self._folder and self._folder / f"{path.name}.{name}.json"
 
     def _read(self, path: Path, state: Results) -> Results | None:
@@ -68,10 +68,10 @@ class ScanCache:
         if place is None:
             return None
         try:
-            content = json.loads(read_plain(place, MOST_BYTES_OF_RESULTS))
+            content = read_json(place, MOST_BYTES_OF_RESULTS)
             if content["checksum"] == _checksum(state, content["facts"]):
                 return dict(content["facts"])
-        except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        except (OSError, ValueError, TypeError, KeyError):
             pass  # missing or damaged: the file is read again
         return None
 
@@ -91,7 +91,7 @@ def _state(path: Path) -> Results:
     except OSError as error:
         raise unreadable(path, error) from error
     return {
-        "path": str(path.resolve()),
+        "path": str(real(path)),
         "size": status.st_size,
         "inode": status.st_ino,
         "modified_ns": status.st_mtime_ns,
@@ -103,9 +103,9 @@ def _checksum(state: Results, results: Results) -> str:
     return hashlib.sha256(json.dumps([state, results], sort_keys=True).encode()).hexdigest()
 
 
-def unreadable(path: Path, error: OSError) -> UserError:
+def unreadable(path: Path, error: Exception) -> UserError:
     """Return the error for a data file that cannot be read."""
-    return UserError(f"data file {str(path)!r} cannot be read: {error.strerror or error}")
+    return UserError(f"data file {str(path)!r} cannot be read: {reason(error)}")
 
 
 def scan(
@@ -128,7 +128,7 @@ def scan(
     memory = memoryview(bytearray(CHUNK_BYTES))
     buffer = np.frombuffer(memory, np.uint8)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with open_plain(path) as file:
             while size := _fill(file, memory):
                 if stop is not None and stop.is_set():
                     raise UserError(f"data file {str(path)!r}: reading was interrupted")
@@ -138,7 +138,7 @@ def scan(
                     numbers_N = buffer[: size - size % np.dtype(dtype).itemsize].view(dtype)
                     smallest.append(int(numbers_N.min(initial=0)) if dtype[0] == "i" else 0)
                     largest.append(int(numbers_N.max(initial=0)))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
     results: Results = {"sha256": digest.hexdigest()} if hashed else {}
     if dtype is not None:
@@ -278,7 +278,7 @@ def _outside(path: Path, token: str, vocab_size: int) -> UserError:
 def _first_outside(path: Path, dtype: str, vocab_size: int) -> str:
     """Return the first token id outside of the vocabulary, and its position, as text."""
     first = 0
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         while (tokens_N := np.frombuffer(file.read(CHUNK_BYTES), dtype)).size:
             wrong_N = np.flatnonzero((tokens_N < 0) | (tokens_N >= vocab_size))
             if wrong_N.size:

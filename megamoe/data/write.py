@@ -34,6 +34,7 @@ from megamoe.data.documents import Document
 from megamoe.data.index_file import read_lengths, token_dtype, write_index
 from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
+from megamoe.io import real
 
 
 class Encoded(NamedTuple):
@@ -234,7 +235,7 @@ def reference_of(tokenizer: Tokenizer, folder: Path, made: Path, published: Path
     if is_bytes(tokenizer.name):
         return tokenizer.name
     path = published if Path(tokenizer.name) == made else Path(tokenizer.name)
-    path, folder = path.resolve(), folder.resolve()
+    path, folder = real(path), real(folder)
     return str(path.relative_to(folder) if path.is_relative_to(folder) else path)
 
 

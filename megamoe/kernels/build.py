@@ -7,6 +7,7 @@ import atexit
 import hashlib
 import os
 import shutil
+import stat
 import subprocess
 import tempfile
 from collections.abc import Sequence
@@ -28,10 +29,13 @@ def cached(name: str, parts: Sequence[str], command: Sequence[str], timeout_s: f
     digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
     folder = _folder()
     path = folder / f"{name}-{digest}.so"
-    if not _is_ours(path):
+    if not _is_whole(path):
         with tempfile.TemporaryDirectory(prefix=".", dir=folder) as own:
             fresh = Path(own) / path.name
             run([*command, "-o", str(fresh)], timeout_s)
+            digest = hashlib.sha256(fresh.read_bytes()).hexdigest()
+            with fresh.open("ab") as file:  # the loader reads what the headers name alone
+                file.write(digest.encode())
             fresh.chmod(0o700)
             fresh.replace(path)
     return path
@@ -65,6 +69,14 @@ def _folder() -> Path:
     folder = Path(tempfile.mkdtemp(prefix="megamoe-kernels-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
+
+
+def _is_whole(path: Path) -> bool:
+    """Return whether a library is there as it was built: our plain file, which ends with its SHA-256."""
+    if not (_is_ours(path) and stat.S_ISREG(path.lstat().st_mode)):
+        return False
+    content = path.read_bytes()
+    return hashlib.sha256(content[:-64]).hexdigest().encode() == content[-64:]
 
 
 def _is_ours(path: Path) -> bool:

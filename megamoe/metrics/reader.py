@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megamoe.errors import UserError
-from megamoe.io import open_plain, reason
+from megamoe.io import open_plain, parse_json, reason
 from megamoe.metrics import names
 from megamoe.metrics.formats import NON_FINITE
 
@@ -128,8 +128,8 @@ def _count_lines(path: Path, end: int) -> int:
 
 def _parse(text: bytes) -> dict[str, Any] | None:
     try:
-        record = json.loads(text.decode("utf-8").replace(*names.OLD_AND_NEW_MTP))
-    except (ValueError, RecursionError):
+        record = parse_json(text.decode("utf-8").replace(*names.OLD_AND_NEW_MTP))
+    except ValueError:
         return None
     step = record.get(names.STEP) if isinstance(record, dict) else None
     if type(step) is not int or not 0 <= step < LARGEST_STEP:
@@ -251,8 +251,5 @@ def _in_range(value: Any) -> Any:
 
 
 def _shown(value: Any) -> str:
-    try:
-        text = json.dumps(value)
-    except RecursionError:
-        return "nested too deeply"
+    text = json.dumps(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megamoe.errors import UserError
+from megamoe.io import read_json
 from megamoe.parallel.consensus import gather_from_ranks
 
 
@@ -111,7 +112,7 @@ def _open(path: Path) -> IO[str]:
     return file
 
 
-LAUNCH = "launch.json"
+LAUNCH, LARGEST_LAUNCH = "launch.json", 1 << 24
 Mark = list[str | int]
 
 
@@ -140,7 +141,7 @@ class Launch:
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
             return None
         try:
-            launch = cls(**json.loads((folder / LAUNCH).read_text(encoding="utf-8")))
+            launch = cls(**read_json(folder / LAUNCH, LARGEST_LAUNCH))
         except (OSError, ValueError, TypeError):
             return None
         return launch if launch.run_id == _run_id() and _agent() in launch.agents else None

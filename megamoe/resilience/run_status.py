@@ -19,11 +19,12 @@ from types import TracebackType
 from typing import Any, Literal
 
 from megamoe.errors import is_lost_contact
-from megamoe.io import replace_file
+from megamoe.io import read_json, replace_file
 from megamoe.resilience.error_reporting import explain
 from megamoe.resilience.heartbeat import silence_s, tick
 
 HEARTBEAT, LAUNCHES, FAILURES, ENVIRONMENT = "heartbeat.json", "launches.jsonl", "failures", "environment"
+LARGEST_HEARTBEAT = 1 << 20
 STACKS = "stacks"  # the watchdog's folder
 INTERVAL_S = 10.0
 State = Literal["running", "finished", "stopped", "failed"]
@@ -111,7 +112,7 @@ class RunStatus:
 def stopped_at(folder: Path) -> tuple[int, int] | None:
     """Return at which step the last launch was stopped, and the run's steps; None if it was not stopped."""
     try:
-        beat = json.loads((folder / HEARTBEAT).read_bytes())
+        beat = read_json(folder / HEARTBEAT, LARGEST_HEARTBEAT)
         return (int(beat["step"]), int(beat["steps"])) if beat["state"] == "stopped" else None
     except (OSError, ValueError, KeyError, TypeError):
         return None

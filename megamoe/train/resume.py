@@ -16,6 +16,7 @@ from megamoe.config.groups import LayerKind, kinds
 from megamoe.config.model_schema import ModelConfig, RotaryConfig
 from megamoe.config.shapes import expert_activation, moe_layer_numbers, stacks
 from megamoe.errors import UserError, printable
+from megamoe.io import real
 from megamoe.model.size import part_shapes
 from megamoe.registry import plugin_digests
 
@@ -273,7 +274,7 @@ def check_init(config: RunConfig, vocabulary: int, run_folder: Path) -> None:
             "a dense FFN; say checkpoint.init.experts=cut or copy, or leave them out"
         )
     meta = read_meta(path, "checkpoint.init.path")
-    if path.resolve().is_relative_to(run_folder.resolve()):
+    if real(path).is_relative_to(real(run_folder)):
         raise UserError(
             f"checkpoint.init.path: {path} lies in this run's own folder, which a new run empties; "
             "set name=... to another one, or go on with --resume"

@@ -13,7 +13,7 @@ from megamoe.checkpoint.format.folder import candidates
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
-from megamoe.io import CONFIG_FILE, SUMMARY_FILE, replace_file
+from megamoe.io import CONFIG_FILE, SUMMARY_FILE, real, replace_file
 from megamoe.resilience.processes import LAUNCH, Launch, Mark, mark
 
 
@@ -92,7 +92,7 @@ def _choose(config: RunConfig) -> RunFolder:
     if found and (resume == "auto" or (launch is not None and mark(found[0]) != launch.latest)):
         return RunFolder(path, found, continues=True, restarted=launch is not None)
     explicit = () if resume in ("auto", "never") else (Path(resume),)
-    if explicit and explicit[0].resolve().is_relative_to(checkpoints.resolve()):
+    if explicit and real(explicit[0]).is_relative_to(real(checkpoints)):
         return RunFolder(path, explicit, continues=True, restarted=launch is not None)
     if launch is not None:
         return RunFolder(path, explicit, continues=False, restarted=True)
@@ -106,7 +106,7 @@ def _choose(config: RunConfig) -> RunFolder:
                 f"run folder {path} exists: add --resume to go on with it, overwrite=true to begin anew, "
                 "or name=... for another one"
             )
-    if explicit and explicit[0].resolve().is_relative_to(path.resolve()):
+    if explicit and real(explicit[0]).is_relative_to(real(path)):
         raise UserError(
             f"checkpoint.resume: {explicit[0]} lies in the run folder {path}, which overwrite=true would "
             "delete; set name=... to another one"

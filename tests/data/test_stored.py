@@ -20,7 +20,7 @@ from megamoe.config.schema import DataConfig
 from megamoe.data import block_cache, blocks, stored, write
 from megamoe.data.block_cache import BlockCache, locked, locked_byte
 from megamoe.data.byte_files import ByteFile, open_bytes
-from megamoe.data.card import DataFiles
+from megamoe.data.card import DataFiles, save_checked
 from megamoe.data.datasets import Datasets
 from megamoe.data.stored import _Fetching, beside, local_copy, localized
 from megamoe.data.verify import verify_sources
@@ -212,6 +212,94 @@ def test_what_is_wrong_on_the_disk_is_fetched_again(tmp_path: Path, corpus: str,
     (cache / block_cache.STATE).write_text("nonsense")
     assert file.read(0, 3 * BLOCK) == content[: 3 * BLOCK]
     assert all(path.stat().st_size == BLOCK for path in kept(cache))
+
+
+@pytest.mark.parametrize("has_card", [True, False])
+@pytest.mark.parametrize("damage", ["zeros", "pipe", "folder"])
+def test_a_block_of_the_right_length_is_compared_when_it_is_first_read(
+    tmp_path: Path, corpus: str, no_filling: None, damage: str, has_card: bool
+) -> None:
+    if not has_card:
+        Path(corpus + ".card.json").unlink()
+    cache, content = tmp_path / "cache", Path(corpus + ".bin").read_bytes()
+    first = opened(corpus, cache)
+    assert first.read(0, 2 * BLOCK) == content[: 2 * BLOCK]
+    block = kept(cache)[1]
+    size = block.stat().st_size
+    if damage == "zeros":
+        block.write_bytes(bytes(size))
+    else:
+        block.unlink()
+        (os.mkfifo if damage == "pipe" else os.mkdir)(block)
+    # After a start, and by a process that has read the block before.
+    for file in (opened(corpus, cache), first):
+        assert file.read(BLOCK + 3, 9) == content[BLOCK + 3 : BLOCK + 12]
+    assert damage == "folder" or block.stat().st_size == size
+    assert file.read(0, len(content)) == content
+
+
+def test_a_block_is_compared_once(
+    tmp_path: Path, corpus: str, no_filling: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(corpus, tmp_path / "cache").read(0, BLOCK)
+    (block,), hashed = kept(tmp_path / "cache"), list[int]()
+    os.utime(block, (1e9, 1e9))  # so that each use is noted
+    digest_of = blocks.digest_of
+    monkeypatch.setattr(
+        blocks, "digest_of", lambda content: hashed.append(len(content)) or digest_of(content)
+    )
+    file = opened(corpus, tmp_path / "cache")
+    for _ in range(3):
+        file.read(0, 3)
+        os.utime(block, ns=(10**18, block.stat().st_mtime_ns))
+    assert hashed == [BLOCK]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"block_bytes": 0}, "block_bytes: Input should be greater than or equal to 1"),
+        ({"block_bytes": "64"}, "block_bytes: Input should be a valid integer"),
+        ({"block_bytes": 10**30}, "block_bytes: "),
+        ({"block_bytes": True}, "block_bytes: Input should be a valid integer"),
+        ({"size": -1}, "size: Input should be greater than or equal to 0"),
+        ({"size": 10**20}, "size: "),
+        ({"sums": "0" * 17}, "sums: 17 digits, expected "),
+        ({"sums": [1]}, "sums: Input should be a valid string"),
+        ({"root": "/"}, "root: String should match pattern"),
+        ({"url": None}, "url: Input should be a valid string"),
+        (None, "file: "),
+    ],
+)
+def test_a_damaged_stub_is_one_line(tmp_path: Path, corpus: str, change: Any, words: str) -> None:
+    path = DataFiles(local_copy(f"file://{corpus}", tmp_path / "cache")).bin
+    stub = path.with_name(path.name + blocks.REMOTE)
+    stub.write_text(json.dumps(None if change is None else json.loads(stub.read_text()) | change))
+    with pytest.raises(UserError, match=r"\.bin\.remote is damaged \(.*; delete its folder") as error:
+        open_bytes(path)
+    assert words in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("block_bytes", value) for value in (-1, "x", 10**30, 1.5, [])),
+        *(("block_sums", value) for value in (7, ["0"], "0" * 17)),
+        *(("sha256", 7), ("size", "x"), ("size", -1), (None, []), (None, "x")),
+    ],
+)
+def test_a_signed_card_that_says_nonsense_is_one_line(
+    tmp_path: Path, corpus: str, key: str | None, value: Any
+) -> None:
+    path = Path(corpus + ".card.json")
+    card = json.loads(path.read_text())
+    card["bin"] = card["bin"] | {key: value} if key else value or [1]
+    save_checked(card, path)
+    on_a_disk = [config(corpus)] if (key, type(value)) != ("block_sums", str) else []
+    for data in (remote(corpus, cache=tmp_path / "cache"), *on_a_disk):
+        with pytest.raises(UserError) as error:
+            build(localized(data))
+        assert "card" in str(error.value) and "\n" not in str(error.value)
 
 
 def test_a_network_that_comes_back_and_one_that_does_not(

@@ -89,6 +89,19 @@ def test_a_file_that_others_may_write_is_built_anew(cache: Path, compiler: Calla
     assert kernels._built() == path and builds(asked) == 3 and not path.is_symlink()
 
 
+@pytest.mark.parametrize("damage", ["a bit", "a pipe"])
+def test_a_damaged_file_is_built_anew(cache: Path, compiler: Callable[[str], Path], damage: str) -> None:
+    asked = compiler(f'exec {GCC} "$@"')
+    path = kernels._built()
+    content = path.read_bytes()
+    if damage == "a pipe":  # whose opening would wait
+        path.unlink()
+        os.mkfifo(path, 0o700)
+    else:
+        path.write_bytes(content[:-999] + bytes([content[-999] ^ 1]) + content[-998:])
+    assert kernels._built() == path and builds(asked) == 2 and find_library()[0] is not None
+
+
 def test_a_folder_that_others_may_write_is_not_used(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.mkdir(parents=True)
     cache.chmod(0o777)

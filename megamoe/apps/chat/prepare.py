@@ -5,7 +5,6 @@ As in `megamoe/data/prepare.py`, everything is written in a hidden folder and re
 last. What is written does not depend on the number of workers.
 """
 
-import json
 import os
 import re
 from collections import Counter, deque
@@ -38,12 +37,13 @@ from megamoe.data.write import (
     write_card,
 )
 from megamoe.errors import UserError
-from megamoe.io import sync
+from megamoe.io import parse_json, sync
 
 Learn = Literal["all", "last"]
 BadLines = Literal["error", "skip"]
 BATCH = 256  # conversations that a worker gets at a time
 MOST_WORKERS = 512
+LONGEST = 1 << 23  # characters of a conversation; no model reads as many tokens
 MOST_SHOWN = 5  # marks that a warning names
 MARK = re.compile(r"<\|\w+\|>|</?s>")
 
@@ -148,9 +148,13 @@ def check_texts(messages: object, tokenizer: Tokenizer) -> None:
     """Check every text of plain data, tool calls and names included.
 
     Raises:
-        UserError: if one has no UTF-8 form, or spells a special token: it would end a turn, or begin one.
+        UserError: if one has no UTF-8 form, or spells a special token: it would end a turn, or begin one; if
+            they are too long: the places of so many tokens take gigabytes.
     """
-    for text in _texts(messages):
+    texts = list(_texts(messages))
+    if (length := sum(map(len, texts))) > LONGEST:
+        raise UserError(f"the messages have {length:,} characters, expected at most {LONGEST:,}")
+    for text in texts:
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
@@ -294,9 +298,9 @@ def _encode_lines(lines: list[tuple[str, str]], work: _Work, tokenizer: Tokenize
 
 def _encode_line(line: str, work: _Work, tokenizer: Tokenizer) -> Encoded:
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        raise UserError("not JSON; write an object a line") from None
+        record = parse_json(line)
+    except ValueError as error:
+        raise UserError(f"not JSON ({error}); write an object a line") from None
     encoded = encode_conversation(conversation_of(record), work.template, tokenizer, work.learn)
     if not encoded.learned_S.any():
         raise UserError("nothing of it is learned: every weight is 0, or that of the last answer")

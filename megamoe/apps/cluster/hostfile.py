@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megamoe.errors import UserError, printable
+from megamoe.io import read_plain, reason
 
+LARGEST = 1 << 24
 LINE = re.compile(r"(\S+)\s+slots=([0-9]{1,4})(\s+#.*)?")
 SSH_S = 10  # for a machine to answer
 TRIALS = 64  # of ssh at the same time
@@ -46,11 +48,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
         UserError: if the file cannot be read or has a line that is not `NAME slots=N`.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        lines = read_plain(path, LARGEST).decode("utf-8").splitlines()
+    except (OSError, ValueError) as error:
         raise UserError(
-            f"--hostfile {path}: {reason}; name a file with lines such as 'node1 slots=8'"
+            f"--hostfile {path}: {reason(error)}; name a file with lines such as 'node1 slots=8'"
         ) from None
     found: dict[str, int] = {}
     for number, line in enumerate(map(str.strip, lines), start=1):

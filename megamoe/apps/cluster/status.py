@@ -1,6 +1,5 @@
 """How a run is, from the files in its folder alone: `tools/status.py` shows it."""
 
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Any, Literal
 
 from megamoe.checkpoint.format.folder import candidates
 from megamoe.errors import UserError, printable
-from megamoe.io import METRICS_FILE, open_plain, read_plain
+from megamoe.io import METRICS_FILE, open_plain, parse_json, read_plain
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_duration
 from megamoe.resilience.run_status import FAILURES, HEARTBEAT, INTERVAL_S, LAUNCHES, STACKS
@@ -198,8 +197,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _parse(text: bytes) -> dict[str, Any]:
     try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
+        found = parse_json(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 

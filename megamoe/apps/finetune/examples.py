@@ -12,7 +12,7 @@ from megamoe.apps.finetune.label_files import ENDING, LABELS, LARGEST, Line
 from megamoe.apps.finetune.objectives.labelled import Labelled
 from megamoe.apps.finetune.task import SET_NAME, VALID, Task
 from megamoe.errors import UserError, printable
-from megamoe.io import read_plain, reason, replace_file
+from megamoe.io import parse_json, read_plain, reason, replace_file
 from megamoe.registry import get_part
 
 SEPARATORS = {".tsv": "\t", ".csv": ","}
@@ -132,8 +132,8 @@ def _objects(path: str, content: str) -> list[Line]:
         if text.strip():
             where = f"{path!r}, line {number}"
             try:
-                content_of_line = json.loads(text)
-            except (ValueError, RecursionError):
+                content_of_line = parse_json(text)
+            except ValueError:
                 raise UserError(f"{where}: no JSON; expected an object a line") from None
             if "\\u" in text and not _is_unicode(content_of_line):
                 raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no text")

@@ -7,7 +7,6 @@ none.
 """
 
 import hashlib
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from megamoe.data.card import LABELLED, LABELS, FileCard, load_checked
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import parse_json, read_plain, reason
 
 ENDING = LABELLED
 LARGEST = 4 << 30  # bytes of a file of examples
@@ -123,6 +122,6 @@ def read_lines(path: str) -> list[Line]:
 
 def _parsed(where: str, line: str) -> Line:
     try:
-        return Line(where, json.loads(line))
-    except (ValueError, RecursionError):
+        return Line(where, parse_json(line))
+    except ValueError:
         raise UserError(f"{where}: no JSON; {REMEDY}") from None

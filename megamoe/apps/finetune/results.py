@@ -25,7 +25,7 @@ from megamoe.apps.finetune.examples import TEST, TRAIN, Examples, Row, labels_of
 from megamoe.apps.finetune.label_files import ENDING
 from megamoe.apps.finetune.task import VALID, Task
 from megamoe.errors import UserError, printable
-from megamoe.io import read_plain, replace_file
+from megamoe.io import read_json, replace_file
 
 IDENTITY, RESULTS, SCORES, PREDICTIONS = "finetune.json", "results.json", "scores.json", "predictions"
 LARGEST = 1 << 26  # bytes of a file of results
@@ -219,8 +219,8 @@ def _plain(value: Any) -> Any:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_plain(path, LARGEST))
-    except (OSError, ValueError, RecursionError):
+        found = read_json(path, LARGEST)
+    except (OSError, ValueError):
         found = None
     if not isinstance(found, dict):
         raise UserError(f"{path} is broken: no JSON object; delete it, and it is made anew")

@@ -24,7 +24,7 @@ from megamoe.apps.command import CONTROLS, check_positive, check_writable, model
 from megamoe.errors import UserError
 from megamoe.io import read_plain, reason
 
-MOST_BYTES = 1 << 28
+MOST_BYTES, LONGEST = 1 << 28, 1 << 23  # of a file; characters of a prompt
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -72,6 +72,8 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         if not found:
             raise UserError(f"--file: {options.file} has no prompt; expected one on each line")
         prompts += found
+    if any(len(prompt) > LONGEST for prompt in prompts):
+        raise UserError(f"a prompt has more than {LONGEST:,} characters; shorten it")
     if not prompts and not options.chat:
         raise UserError("there is no prompt; give --prompt TEXT or --file FILE")
     return prompts

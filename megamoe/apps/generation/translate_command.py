@@ -21,7 +21,7 @@ from typing import Any
 
 from megamoe.apps.command import CONTROLS, check_positive, check_writable, model_parser, run_tool, write_text
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import read_plain, real, reason
 
 MOST_BYTES = 1 << 28
 STDIN = Path("-")
@@ -133,7 +133,7 @@ def _check(options: argparse.Namespace) -> None:
     for name in ("output", "write_references", "json"):
         option, path = _spelling(name), getattr(options, name)
         check_writable(option, path)
-        if path is not None and (other := written.setdefault(path.resolve(), option)) != option:
+        if path is not None and (other := written.setdefault(real(path), option)) != option:
             raise UserError(f"{option}: {path} is also the file of {other}; name another one")
     if options.input == STDIN and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--input: -, but only one of several ranks has the standard input; name a file")

@@ -20,7 +20,7 @@ from megamoe.data.special import PAD_NAMES, SpecialTokens
 from megamoe.data.stored import localized
 from megamoe.data.tokenizers import END_OF_DOCUMENT_NAMES, is_bytes, load_tokenizer
 from megamoe.errors import UserError, printable
-from megamoe.io import read_plain, reason
+from megamoe.io import read_plain, real, reason
 
 CONFIG, GENERATION = "config.json", "generation_config.json"
 WEIGHTS, WEIGHTS_INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -151,7 +151,7 @@ def checked_link(path: Path) -> Path:
     Raises:
         UserError: if it is a link out of the folder, and not from a snapshot to its repository's blobs.
     """
-    folder, target = path.parent.resolve(), path.resolve()
+    folder, target = real(path.parent), real(path)
     places = [folder]
     if folder.parent.name == SNAPSHOTS:
         places.append(folder.parent.parent / BLOBS)
@@ -215,7 +215,7 @@ def tokenizer_files(config: RunConfig) -> dict[str, bytes]:
         return {}
     try:
         content = read_plain(path, LARGEST_FILE)
-        added = json.loads(content).get("added_tokens", [])
+        added = parse_json(content).get("added_tokens", [])
         known = {token["content"] for token in added}
     except (OSError, ValueError, AttributeError, TypeError, KeyError):
         return {}

@@ -1,12 +1,11 @@
 """The list of published pages: which studies were run, at what size, and what their claims came to."""
 
-import json
 from pathlib import Path
 
 from megamoe.apps.lab.page import PAGE, RESULTS, SIGNS, markdown_table
 from megamoe.apps.lab.study import load_study
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason, replace_file
+from megamoe.io import read_json, reason, replace_file
 
 LARGEST = 1 << 28  # bytes of a page's results
 HEAD = """# Results of the studies
@@ -35,7 +34,7 @@ def write_index(folder: Path, studies: list[Path]) -> Path:
     for path in studies:
         name, study = path.stem, load_study(path)
         try:
-            found = json.loads(read_plain(folder / name / RESULTS, LARGEST))
+            found = read_json(folder / name / RESULTS, LARGEST)
             first = [f"[{name}]({name}/{PAGE})", f"{found['size']}, {len(found['seeds'])} seeds"]
             first.append(found["made"]["date"])
             for claim in found["claims"]:

@@ -1,6 +1,5 @@
 """The numbers of a study's rows and seeds, read from what its tasks have written."""
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from megamoe.apps.lab.study import Curve, Measure
 from megamoe.apps.lab.tasks import RESULT, Task, Tasks
 from megamoe.apps.report.run_statistics import Rows, Run, moe_layers, read_run, series
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import read_json, reason
 from megamoe.metrics import names
 from megamoe.metrics.formats import NON_FINITE
 from megamoe.metrics.recorder import METRICS_FILE
@@ -283,8 +282,8 @@ FACTS = {
 
 def _json(path: Path) -> Any:
     try:
-        return json.loads(read_plain(path, LARGEST_RESULT))
-    except (OSError, ValueError, RecursionError) as error:
+        return read_json(path, LARGEST_RESULT)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"{path}: {reason(error)}; delete the task's record beside it, and run again"
         ) from None

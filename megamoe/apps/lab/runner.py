@@ -22,7 +22,15 @@ from megamoe.apps.command import LAUNCHER
 from megamoe.apps.lab.tasks import Task
 from megamoe.compat.glibc import signal_at_parents_end
 from megamoe.errors import ExitCode, UserError
-from megamoe.io import METRICS_FILE, SUMMARY_FILE, read_plain, reason, replace_file
+from megamoe.io import (
+    METRICS_FILE,
+    SUMMARY_FILE,
+    open_plain,
+    parse_json,
+    read_json,
+    reason,
+    replace_file,
+)
 from megamoe.metrics.formats import format_duration
 
 LARGEST_RECORD = 1 << 20  # bytes
@@ -81,7 +89,7 @@ class Runner:
         if not path.exists():
             return None
         try:
-            found = TaskRecord(**json.loads(read_plain(path, LARGEST_RECORD)))
+            found = TaskRecord(**read_json(path, LARGEST_RECORD))
         except (OSError, ValueError, TypeError) as error:
             raise UserError(f"{path}: {reason(error)}; delete it, and the task is run again") from None
         if found.identity != task.identity:
@@ -312,7 +320,7 @@ def _saved_step(task: Task) -> int:
 def _last_step(path: Path) -> int:
     """Return the step of the last whole record; 0 without any. One of many experts is longer than a tail."""
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             size, tail = os.fstat(file.fileno()).st_size, MOST_TAIL
             while True:
                 file.seek(max(0, size - tail))
@@ -329,7 +337,7 @@ def _last_step(path: Path) -> int:
 def _step_in(line: bytes) -> int | None:
     """Return the step of a record; None of a line that is cut off."""
     try:
-        return int(json.loads(line)["step"])
+        return int(parse_json(line)["step"])
     except (ValueError, KeyError, TypeError):
         return None
 
@@ -351,7 +359,7 @@ def _outcome(task: Task, code: int, log: Path) -> tuple[str, str]:
 def _steps_in(summary: Path) -> int:
     """Return the steps of a run by its summary, for one of epochs; 0 of a stage, which has none."""
     try:
-        return int(json.loads(read_plain(summary, LARGEST_RECORD))["steps"])
+        return int(read_json(summary, LARGEST_RECORD)["steps"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
@@ -360,7 +368,7 @@ def _problem(log: Path, code: int) -> str:
     """Return the last line of a task's output that tells of an error, else how it ended."""
     ended = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
     try:
-        with log.open("rb") as file:
+        with open_plain(log) as file:
             file.seek(max(0, log.stat().st_size - MOST_TAIL))
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:

@@ -23,7 +23,7 @@ from megamoe.config.load import apply_override
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import read_json, read_plain, reason
 from megamoe.metrics.names import of_validation_set
 
 COMMANDS = ("-m", "megamoe.cli")
@@ -180,7 +180,7 @@ def _record(output: Path, name: str) -> Path:
 
 def _identity_in(record: Path) -> str | None:
     try:
-        found: str = json.loads(read_plain(record, LARGEST_FILE))["identity"]
+        found: str = read_json(record, LARGEST_FILE)["identity"]
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return found

@@ -18,7 +18,7 @@ from megamoe.apps.lab.plan import Plan, digest
 from megamoe.apps.lab.runner import LARGEST_RECORD, Runner, locked, steps_of
 from megamoe.apps.lab.tasks import Task, planned_tasks, tuning_tasks
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason, replace_file
+from megamoe.io import read_json, reason, replace_file
 
 TUNED = "tuned.json"
 
@@ -115,7 +115,7 @@ def _kept(folder: Path) -> dict[str, Choice]:
     if not path.exists():
         return {}
     try:
-        found = {row: Choice(**it) for row, it in json.loads(read_plain(path, LARGEST_RECORD)).items()}
+        found = {row: Choice(**it) for row, it in read_json(path, LARGEST_RECORD).items()}
         values_of(found)
     except (OSError, ValueError, TypeError, AttributeError, IndexError) as error:
         raise UserError(f"{path}: {reason(error)}; delete it, and the values are chosen again") from None

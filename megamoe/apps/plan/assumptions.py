@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import read_json, reason
 
 Case = Literal["pessimistic", "likely", "optimistic"]
 CASES: tuple[Case, ...] = ("pessimistic", "likely", "optimistic")
@@ -129,8 +129,8 @@ def read(path: str) -> tuple[Rate, ...]:
         UserError: for a file that is not such a list, naming the row.
     """
     try:
-        found: Any = json.loads(read_plain(Path(path), MOST_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found: Any = read_json(Path(path), MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise UserError(f"--assumptions: {path} cannot be read: {reason(error)}") from None
     if isinstance(found, dict) and found.get("rehearsal"):
         raise UserError(f"--assumptions: {path}: a rehearsal at small sizes; expected a check of a GPU")

@@ -9,13 +9,12 @@ of a token's experts varies.
 """
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
 from megamoe.apps.command import parser_of, run_tool
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import read_json, reason
 
 MOST_BYTES = 1 << 20  # of a file of published numbers
 KEYS = ("total", "unit", "without_embedding", "explained", "source")
@@ -79,8 +78,8 @@ def _row(path: Path, vocab_size: int | None, published: dict[str, dict[str, Any]
 
 def _published(path: Path) -> dict[str, dict[str, Any]]:
     try:
-        found = json.loads(read_plain(path, MOST_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise UserError(f"--published: {path}: {reason(error)}; expected JSON") from None
     if not isinstance(found, dict):
         raise UserError(f"--published: {path}: expected a mapping of names")

@@ -1,6 +1,5 @@
 """GPUs by name or from a file of rates, and the time of collectives."""
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 from megamoe.apps.plan.assumptions import ASSUMED, Assumptions
 from megamoe.apps.plan.counter import CollectiveKey, CollectiveTotal
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import read_json, reason
 from megamoe.metrics.gpus import GPUS, Gpu
 
 __all__ = ["ASSUMED", "GPUS", "RANKS_OF_A_NODE", "Assumptions", "Gpu"]
@@ -30,8 +29,8 @@ def gpu_of(name: str) -> Gpu:
     if name in GPUS:
         return GPUS[name]
     try:
-        found: Any = json.loads(read_plain(Path(name), MOST_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found: Any = read_json(Path(name), MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise UserError(
             f"--gpu: found {name!r}, expected one of {', '.join(GPUS)}, or a JSON file: {reason(error)}"
         ) from None

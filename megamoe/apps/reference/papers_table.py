@@ -17,7 +17,7 @@ from typing import Any
 
 from megamoe.apps.command import check_writable, parser_of, run_tool, write_text
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import read_json, reason
 
 MOST_BYTES = 1 << 28
 SCORES = ("BLEU", "chrF", "chrF++")
@@ -62,8 +62,8 @@ def _run(options: argparse.Namespace) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_plain(path, MOST_BYTES).decode("utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        found = read_json(path, MOST_BYTES)
+    except (OSError, ValueError) as error:
         raise UserError(f"{path}: {reason(error)}; expected JSON of finetune.py or translate.py") from None
     if not isinstance(found, dict) or not ({"sets", "seeds"} <= found.keys() or "scores" in found):
         raise UserError(f"{path}: neither a results.json of finetune.py nor of translate.py --score --json")

@@ -17,6 +17,7 @@ from megamoe.apps.report.live import LiveServer
 from megamoe.apps.report.page import REPORT_FILE, write_page, write_report
 from megamoe.apps.report.run_statistics import comparison_table, read_run
 from megamoe.errors import UserError
+from megamoe.io import real
 
 COMPARISON_FILE = "comparison.html"
 DEFAULT_PORT = 8765
@@ -107,7 +108,7 @@ def _check_options(options: argparse.Namespace, runs: int) -> None:
 
 def _write(folders: list[Path], output: Path | None) -> None:
     runs = [read_run(folder) for folder in folders]
-    page = output or folders[0].resolve().parent / COMPARISON_FILE
+    page = output or real(folders[0]).parent / COMPARISON_FILE
     for folder in folders:
         if not os.access(folder, os.W_OK):
             raise UserError(f"{folder}: the report cannot be written into it; make it writable")

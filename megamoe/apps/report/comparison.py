@@ -13,6 +13,7 @@ from megamoe.apps.report.palette import nth_curve
 from megamoe.apps.report.panels import Colour, Curve, Panel, Section, clipped, smooth, spike_limits, thin
 from megamoe.apps.report.run_statistics import Run, further_sets, series
 from megamoe.apps.report.sections import BALANCE, GATE, OPTIMISATION, RANKS, SPEED, WIDTH, axis, flat_limits
+from megamoe.io import real
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_number, readable
 from megamoe.metrics.names import GRAD_NORM, TFLOPS_PER_RANK, TOKENS_PER_S
@@ -37,9 +38,7 @@ def labels_of(runs: list[Run]) -> list[str]:
     """Return the runs' names, or the ends of their paths where two have the same name."""
     names = [run.name for run in runs]
     return [
-        readable(
-            name if names.count(name) == 1 else str(run.folder.resolve())[-LONGEST_LABEL:], LONGEST_LABEL
-        )
+        readable(name if names.count(name) == 1 else str(real(run.folder))[-LONGEST_LABEL:], LONGEST_LABEL)
         for name, run in zip(names, runs, strict=True)
     ]
 

@@ -21,7 +21,7 @@ from typing import Any
 from megamoe.apps.report.page import document, live_main
 from megamoe.apps.report.run_statistics import Record, read_run
 from megamoe.errors import UserError
-from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE
+from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, real
 
 ADDRESS = "127.0.0.1"
 REFRESH_S = 3.0
@@ -61,7 +61,7 @@ class LiveRuns:
 
     def title(self) -> str:
         """Return the title of the page."""
-        return ", ".join(folder.resolve().name for folder in self._folders)
+        return ", ".join(real(folder).name for folder in self._folders)
 
 
 def _state(folder: Path) -> tuple[Any, ...]:

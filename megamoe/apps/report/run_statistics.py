@@ -1,6 +1,5 @@
 """Summary statistics of a run, computed from its metrics, and the table that compares runs."""
 
-import json
 import math
 import stat
 import statistics
@@ -15,7 +14,7 @@ import yaml
 
 from megamoe.config.yaml_text import parse_yaml
 from megamoe.errors import UserError
-from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_plain, reason
+from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_json, read_plain, real, reason
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_number, readable
 from megamoe.metrics.reader import Record
@@ -44,7 +43,7 @@ class Run:
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        return real(self.folder).name
 
     @cached_property
     def statistics(self) -> "RunStatistics":
@@ -151,14 +150,13 @@ def _leaves(tree: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 def _read_summary(path: Path) -> dict[str, Any]:
     try:
-        summary = json.loads(read_plain(path, LARGEST_SUMMARY).decode("utf-8"))
+        summary = read_json(path, LARGEST_SUMMARY)
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); make it readable") from None
-    except (ValueError, RecursionError) as error:
-        problem = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UserError(f"{path}: no valid JSON ({problem}); remove the file to go without it") from None
+    except ValueError as error:
+        raise UserError(f"{path}: no valid JSON ({error}); remove the file to go without it") from None
     if not isinstance(summary, dict):
         return {}
     for key in ("parameters_total", "parameters_active", "steps"):

@@ -30,7 +30,7 @@ from megamoe.config import to_dict
 from megamoe.config.groups import routed_by_layer
 from megamoe.config.shapes import moe_layer_numbers, routed_experts
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason, replace_file
+from megamoe.io import read_json, read_plain, reason, replace_file
 from megamoe.train.resolved import ResolvedRun
 
 META = "routing.json"
@@ -121,12 +121,12 @@ def check_folder(key: str, folder: Path, expected: dict[str, Any]) -> bool:
     if not folder.exists():
         return False
     try:
-        found = json.loads(read_plain(path, 1 << 24))
+        found = read_json(path, 1 << 24)
         if not isinstance(found, dict):
             raise ValueError("no JSON object")
     except FileNotFoundError:
         return False
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{key}: {path}: {reason(error)}; expected the description of a record") from error
     for name, value in expected.items():
         recorded = found.get(name, BEFORE.get(name))

@@ -23,6 +23,7 @@ from megamoe.apps.routing_record.record import (
 from megamoe.config.groups import routed_by_layer
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
+from megamoe.io import real
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe import checked
 from megamoe.moe.part import Selector, StepContext
@@ -67,7 +68,7 @@ class RunRouting:
         """
         self.begun_after = first_step
         if self.record is not None:
-            if self.replay is not None and self.record.resolve() == self.replay.resolve():
+            if self.replay is not None and real(self.record) == real(self.replay):
                 raise UserError(f"{RECORD}: {self.record} is also {REPLAY}; record into another folder")
             if first_step == 0 and not may_replace and any(recorded(self.record)):
                 raise UserError(

@@ -18,6 +18,7 @@ from typing import Any
 from megamoe.apps.translation.pairs import Counts, Pair, normalize_language
 from megamoe.data.card import SourceCard
 from megamoe.errors import UserError
+from megamoe.io import real
 
 ENDINGS = (".po", ".mo")
 CATALOGUE_FOLDER = "LC_MESSAGES"
@@ -70,7 +71,7 @@ def _in_item(item: str) -> list[CatalogueFile]:
     path = Path(item)
     if path.is_dir():
         inside = [file for file in path.rglob("*") if file.suffix in ENDINGS and file.is_file()]
-        root = path.resolve().name
+        root = real(path).name
         return _catalogues(
             item, root, {PurePosixPath(file.relative_to(path).as_posix()): file for file in inside}
         )

@@ -2,7 +2,6 @@
 
 import difflib
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from megamoe.data.card import SourceCard
 from megamoe.data.sources import Source, Tap, read_lines
 from megamoe.errors import UserError
+from megamoe.io import parse_json
 
 SPLITS = ("train", "valid", "test")
 SPLIT_MARK = "{split}"
@@ -188,7 +188,7 @@ def read_json_lines(path: str, keys: Iterable[str], counts: Counts) -> Iterator[
         if not line.strip():
             continue
         try:
-            record = json.loads(line)
+            record = parse_json(line)
         except ValueError as error:
             raise UserError(f"{path}:{number}: not JSON: {error}; write an object a line") from error
         if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in names):

@@ -57,6 +57,7 @@ from megamoe.data.write import (
     write_tokens,
 )
 from megamoe.errors import UserError
+from megamoe.io import real
 
 TRAIN, SENTENCEPIECE = "train", "sentencepiece"
 TRAINED = {TRAIN: "tokenizer.json", SENTENCEPIECE: "tokenizer.model"}  # the file of each kind
@@ -188,7 +189,7 @@ def _check(preparation: PairPreparation, output: Path) -> None:
                 "as it is; choose another --output"
             ) from error
     is_file = preparation.tokenizer not in (*TRAINED, ByteTokenizer.name)
-    if is_file and Path(preparation.tokenizer).resolve().is_relative_to(output.resolve()):
+    if is_file and real(Path(preparation.tokenizer)).is_relative_to(real(output)):
         raise UserError(
             f"tokenizer {preparation.tokenizer!r} lies in the output folder, which is replaced; copy it to "
             "another place and name that"

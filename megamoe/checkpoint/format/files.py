@@ -1,7 +1,6 @@
 """The files of a checkpoint: names, safe reading and writing, a SHA-256 of each for `sha256sum --check`."""
 
 import hashlib
-import json
 import mmap
 import os
 import re
@@ -11,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from megamoe import io
 from megamoe.errors import UserError, printable
 from megamoe.io import reason, replace_file
 
@@ -19,7 +19,6 @@ INDEX = "index.json"
 SUMS = "SHA256SUMS"
 FORMAT = 2
 LARGEST_JSON = 1 << 30  # bytes; the index of thousands of ranks has some hundred million
-MAX_DEPTH = 50  # levels of JSON
 
 
 def shard_file(rank: int) -> str:
@@ -38,10 +37,7 @@ def read_bytes(path: Path) -> bytes:
     """
     if not is_plain(path):
         raise ValueError("not a plain file")
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size > LARGEST_JSON:
-            raise ValueError(f"larger than {LARGEST_JSON >> 20} MiB")
-        return file.read()
+    return io.read_plain(path, LARGEST_JSON)
 
 
 def is_plain(path: Path) -> bool:
@@ -70,32 +66,10 @@ def parse_json(text: bytes) -> dict[str, Any]:
     Raises:
         ValueError: if the text is not a JSON object, is nested too deeply, or has a key twice.
     """
-    try:
-        content = json.loads(text.decode("utf-8"), object_pairs_hook=_unique)
-        _check_depth(content)
-    except RecursionError:
-        raise ValueError("nested too deeply") from None
+    content = io.parse_json(text.decode("utf-8"), unique=True)
     if not isinstance(content, dict):
         raise ValueError("expected a JSON object")
     return content
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in pairs:
-        if name in found:
-            raise ValueError(f"the key {name} appears twice")
-        found[name] = value
-    return found
-
-
-def _check_depth(content: Any, left: int = MAX_DEPTH) -> None:
-    if left == 0:
-        raise RecursionError
-    if isinstance(content, dict | list):
-        for value in content.values() if isinstance(content, dict) else content:
-            if isinstance(value, dict | list):
-                _check_depth(value, left - 1)
 
 
 def damaged(path: Path, problem: object) -> UserError:
@@ -112,7 +86,7 @@ BLOCK = 1 << 24  # bytes hashed at a time; other threads can run meanwhile
 def sha256(path: Path) -> str:
     """Return the SHA-256 of a file's content, in hexadecimal."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
+    with io.open_plain(path) as file:
         if os.fstat(file.fileno()).st_size:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
                 for at in range(0, len(view), BLOCK):

@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, damaged, parse_json, read_bytes, read_json
 from megamoe.config.renamed import with_new_names
 from megamoe.errors import UserError, printable
+from megamoe.io import reason
 from megamoe.parallel.chunks import Chunk, first_overlap, most_chunks
 
 LARGEST = (1 << 63) - 1  # the largest size of a tensor, and the largest count
@@ -149,7 +150,7 @@ def read_meta(path: Path, key: str = "checkpoint.resume") -> Meta:
     try:
         meta = _META.validate_python(content, strict=True)
     except ValidationError as error:
-        raise damaged(path / META, _first_problem(error)) from None
+        raise damaged(path / META, reason(error)) from None
     return {**meta, "config": with_new_names(meta["config"])}
 
 
@@ -164,12 +165,8 @@ def read_index(path: Path) -> Index:
         text = read_bytes(path / INDEX)
         parse_json(text)  # pydantic does not see keys that appear twice
         index = _INDEX.validate_json(text, strict=True)
-    except ValidationError as error:
-        raise damaged(path / INDEX, _first_problem(error)) from None
-    except OSError as error:
-        raise damaged(path / INDEX, error.strerror) from None
-    except ValueError as error:
-        raise damaged(path / INDEX, error) from None
+    except (OSError, ValueError) as error:
+        raise damaged(path / INDEX, reason(error)) from None
     shards = sum(1 for _ in path.glob("shard_*.safetensors"))
     for name, tensor in index["tensors"].items():
         problem = _chunk_problem(tensor, shards)
@@ -234,8 +231,3 @@ def _chunk_problem(tensor: TensorMeta, shards: int) -> str | None:
         return f"chunks of {filled} elements for shape {shape}"
     pair = first_overlap(Chunk(tuple(offsets), tuple(sizes)) for _, offsets, sizes in tensor["chunks"])
     return f"chunks at {[*pair[0].offsets]} and {[*pair[1].offsets]} overlap" if pair else None
-
-
-def _first_problem(error: ValidationError) -> str:
-    first = error.errors()[0]
-    return f"{printable('.'.join(map(str, first['loc'])), 120)}: {first['msg']}"

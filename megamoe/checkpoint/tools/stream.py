@@ -33,7 +33,7 @@ from megamoe.checkpoint.format.reader import (
 )
 from megamoe.checkpoint.tools.verify import refuse_damaged
 from megamoe.errors import UserError
-from megamoe.io import read_plain, sync
+from megamoe.io import read_json, real, sync
 from megamoe.parallel.chunks import LocalChunk, Shape, chunks_of_range
 from megamoe.resilience.processes import Process
 
@@ -82,7 +82,7 @@ def new_tree(path: Path, source: Path) -> Iterator[Path]:
     """As `new_folder`, without checksums."""
     if os.path.lexists(path):
         raise UserError(f"{path} exists; name a folder that does not")
-    if path.resolve().is_relative_to(source.resolve()):
+    if real(path).is_relative_to(real(source)):
         raise UserError(f"{path} lies in {source}, which would no longer be as it was saved; name another")
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_left(path.parent)
@@ -112,11 +112,11 @@ def _is_left(folder: Path) -> bool:
     Where that cannot be known (another machine's process, or none named), return whether the folder is old.
     """
     try:
-        owner = Process(**json.loads(read_plain(folder / OWNER, LARGEST_OWNER)))
+        owner = Process(**read_json(folder / OWNER, LARGEST_OWNER))
         if owner.machine == Process.of(os.getpid()).machine:
             return not owner.is_alive()
         return age_s(folder) > OLD_S
-    except (OSError, ValueError, TypeError, RecursionError):
+    except (OSError, ValueError, TypeError):
         return folder.is_dir() and age_s(folder) > OLD_S
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
+from megamoe.io import parse_json, read_plain, reason
 from megamoe.parallel.exchange import with_nodes
 from megamoe.parallel.layout import Layout
 
@@ -79,19 +79,13 @@ def read_deepspeed_config(path: str | None) -> dict[str, Any]:
     if path is None:
         return {}
     try:
-        content = json.loads(
-            read_plain(Path(path), LARGEST_FILE).decode("utf-8"), object_pairs_hook=_without_repeats
-        )
-    except json.JSONDecodeError as error:
-        raise UserError(f"parallel.deepspeed: {path} is not valid JSON: {error}") from None
-    except UnicodeDecodeError:
-        raise UserError(f"parallel.deepspeed: {path} is not valid JSON: not UTF-8 text") from None
-    except _RepeatedKeyError as error:
-        raise UserError(f"parallel.deepspeed: {path}: the key {error} stands twice") from None
-    except RecursionError:
-        raise UserError(f"parallel.deepspeed: {path} is not valid JSON: nested too deeply") from None
+        text = read_plain(Path(path), LARGEST_FILE)
     except (OSError, ValueError) as error:
         raise UserError(f"parallel.deepspeed: cannot read {path!r}: {reason(error)}") from None
+    try:
+        content = parse_json(text, unique=True)
+    except ValueError as error:
+        raise UserError(f"parallel.deepspeed: {path} is not valid JSON: {error}") from None
     if not isinstance(content, dict):
         raise UserError(f"parallel.deepspeed: {path} must hold a JSON object")
     for section in SECTIONS:
@@ -108,18 +102,6 @@ def read_deepspeed_config(path: str | None) -> dict[str, Any]:
     # As DeepSpeed does: "auto", which other trainers fill in, is its default.
     content |= {"zero_optimization": {k: v for k, v in section.items() if v != "auto"}} if section else {}
     return content
-
-
-class _RepeatedKeyError(Exception):
-    """A key occurs twice; the message is its name."""
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise _RepeatedKeyError(short(next(name for name in names if names.count(name) > 1)))
-    return found
 
 
 def _check_stage_and_offload(where: str, section: dict[str, Any]) -> None:

@@ -114,6 +114,27 @@ def test_half_a_surrogate_pair_outside_of_the_content(folder: Path, place: str) 
         )
 
 
+def test_what_would_take_the_stack_or_the_memory_is_one_line(
+    folder: Path, tmp_path: Path, refused: Refused
+) -> None:
+    tools: Any = []
+    for _ in range(300):
+        tools = [{"type": tools}]
+    lines = {"deep": {"messages": [USER, ANSWER], "tools": tools}}
+    lines["long"] = {"messages": [{**USER, "content": "a" * (9 << 20)}, ANSWER]}
+    for name, words in (("deep", "nested too deeply"), ("long", "characters, expected at most 8,388,608")):
+        file = write_lines(tmp_path / f"{name}.jsonl", [lines[name]])
+        options = [
+            "--tokenizer",
+            folder / "tokenizer.json",
+            "--template",
+            "chatml",
+            "--output",
+            tmp_path / name,
+        ]
+        assert words in refused("prepare_chat", file, *options)
+
+
 def test_a_bad_line_is_named_and_nothing_is_left(folder: Path, tmp_path: Path, refused: Refused) -> None:
     """Or it is left out, and counted by its reason."""
     good = {"messages": [USER, ANSWER]}

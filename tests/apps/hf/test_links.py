@@ -63,3 +63,11 @@ def test_a_tokenizer_has_a_bound_on_its_size(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(folder_module, "LARGEST_FILE", 20)
     with pytest.raises(UserError, match="tokenizer.json"):
         read_other_files(tmp_path)
+
+
+def test_a_link_to_itself_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "config.json").symlink_to("config.json")
+    with pytest.raises(
+        UserError, match=r"config.json: missing or damaged \(Too many levels of symbolic links\)"
+    ):
+        read_object(tmp_path / "config.json")
