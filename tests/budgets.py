@@ -31,7 +31,7 @@ OTHER_CODE = (".cpp", ".h", ".js", ".css")
 NOT_READ = ("docs/lab/", "docs/log", "docs/LOG.md")  # what studies write, and the log
 TABLES = ("core", "applications", "other")
 # The sums of the first version, for a tree without git's history.
-MOST = {"core": 31_942, "package": 53_368, "other": 69_152}
+MOST = {"core": 32_002, "package": 53_469, "other": 69_275}
 
 
 @cache

@@ -86,6 +86,18 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         help="take the rows of a table that fulfil it, such as \"language == 'en' and score >= 0.5\"",
     )
     parser.add_argument(
+        "--other-files",
+        choices=("refuse", "text", "skip"),
+        default="refuse",
+        help="with unknown endings, and .md in folders: an error (default), plain text, or left out",
+    )
+    parser.add_argument(
+        "--bad-lines",
+        choices=("error", "skip"),
+        default="error",
+        help="a line of JSON that is no document is an error (default), or is left out and counted",
+    )
+    parser.add_argument(
         "--member", default="txt", metavar="ENDING", help="of a document's file in a tar (default txt)"
     )
 

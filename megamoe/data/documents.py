@@ -6,6 +6,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from megamoe.errors import UserError
+
 Document = str | np.ndarray  # text, or the ids of its tokens, int [tokens]
 
 
@@ -24,7 +26,8 @@ class Selection:
     key: the column of the text, or the key of JSON lines. ids: the column of ready tokens instead.
     where: conditions on the rows of tables (`tables.condition_of`). member: the ending of a document's file
     in a tar. vocab_size, eod: of the tokenizer; not known while one is trained. raw_ids: the dtype of token
-    ids in a .bin without a header.
+    ids in a .bin without a header. bad_lines: `skip` leaves lines, and JSON in a
+    tar, out that are no document.
     """
 
     key: str = "text"
@@ -34,6 +37,13 @@ class Selection:
     vocab_size: int = 0
     eod: int = -1
     raw_ids: str | None = None
+    bad_lines: str = "error"
+
+    def bad_line(self, error: UserError) -> Skipped:
+        """Return what is left out where a line is no document, or raise the error that says why."""
+        if self.bad_lines == "error":
+            raise UserError(f"{error}; or leave such lines out with --bad-lines skip") from None
+        return Skipped("bad line")
 
     @property
     def column(self) -> str:

@@ -61,6 +61,8 @@ class Preparation:
     raw_ids: str | None = None  # the dtype of token ids in a .bin without a header
     where: list[str] = field(default_factory=list)  # conditions on the rows of tables
     member: str = "txt"  # the ending of a document's file in a tar
+    other_files: str = "refuse"  # those with unknown endings; or text, or skip
+    bad_lines: str = "error"  # or skip: JSON lines that are no document
     workers: int = 1
     max_documents: int | None = None
     shuffle_files: int | None = None  # seed; a split then cuts through all kinds of files
@@ -72,7 +74,8 @@ class Preparation:
         """Return which documents are taken; tokenizer: the one that ready tokens must fit."""
         limits = (0, -1) if tokenizer is None else (tokenizer.vocab_size, tokenizer.eod)
         where = tuple(self.where)
-        return Selection(self.key, self.ids_column, where, self.member, *limits, self.raw_ids)
+        options = (self.raw_ids, self.bad_lines)
+        return Selection(self.key, self.ids_column, where, self.member, *limits, *options)
 
 
 def prepare(preparation: Preparation) -> DataCard:
@@ -87,7 +90,7 @@ def prepare(preparation: Preparation) -> DataCard:
     files = DataFiles(Path(preparation.output))
     condition_of(tuple(preparation.where))  # before anything is read
     unit = None if preparation.max_documents else PART_BYTES
-    sources = find_sources(preparation.inputs, preparation.stdlib, unit)
+    sources = find_sources(preparation.inputs, preparation.stdlib, unit, preparation.other_files)
     if preparation.shuffle_files is not None:
         random.Random(preparation.shuffle_files).shuffle(sources)
     try:
@@ -220,7 +223,7 @@ def _parts(
             *(PARTS_VERSION, tokenizer.fingerprint, tokenizer.eod, tokenizer.vocab_size),
             *(asdict(preparation.selection(tokenizer)), preparation.shuffle_documents),
             preparation.max_documents,
-            [source.identity() for source in group],
+            [(*source.identity(), source.is_left_out) for source in group],
         ]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         parts.append(Part(DataFiles(folder / f"{number:05}"), group, key))

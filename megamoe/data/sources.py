@@ -1,6 +1,7 @@
 """Reading documents: files, folders, globs and URLs of text, JSON lines, tables and tars; Python's library.
 
-Text, JSON lines and tars may end in .gz, .zst or .xz. Tables (parquet, Arrow) are in `tables.py`.
+Text, JSON lines and tars may end in .gz, .zst or .xz. Tables (parquet, Arrow) are in `tables.py`. Endings are
+compared without regard to case.
 
 Design choices: the order is fixed (as given; sorted within a folder or glob); nothing is skipped
 silently: unreadable text is a UserError with the file and the line, and what is left out is counted by its
@@ -21,7 +22,7 @@ import tarfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -31,12 +32,16 @@ from megamoe.data import remote
 from megamoe.data.documents import Document, Reader, Selection, Skipped
 from megamoe.data.tables import ARROW, PARQUET, TableReader, row_groups
 from megamoe.data.token_files import read_tokens
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 from megamoe.io import parse_json, read_json, real
 from megamoe.object_storage import is_url, without_credentials
 
 COMPRESSED = (".gz", ".zst", ".xz")
 TABLES = (*PARQUET, *ARROW)
+JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
+# What a folder's files may be, and what else a file may be that is named itself.
+OF_FOLDERS = (*JSON_LINES, ".json", *TABLES, ".tar", ".bin", ".txt", ".text")
+OF_NAMES = (*OF_FOLDERS, ".md", "")
 CHUNK_BYTES = 1 << 20
 BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError)
 LARGEST_STATE = 1 << 24  # bytes of a saved dataset's list of files
@@ -50,7 +55,8 @@ class Source:
 
     path: of a local file; of a file behind a `url` only its name is used. groups: the first row group of a
     parquet file and the one after the last. extent: the bytes that they, or the remote file, have. state:
-    of a remote file, what changes with its content.
+    of a remote file, what changes with its content. is_left_out: its ending is unknown, and such files are
+    counted alone.
     """
 
     name: str
@@ -59,12 +65,19 @@ class Source:
     groups: tuple[int, int] | None = None
     extent: int | None = None
     state: str = ""
+    is_left_out: bool = False
+
+    @property
+    def compression(self) -> str:
+        """Return the ending of a compressed file in lower case, or an empty one."""
+        ending = self.path.suffix.lower()
+        return ending if ending in COMPRESSED else ""
 
     @property
     def kind(self) -> str:
-        """Return the ending that says how it is read, without that of a compression."""
-        plain = self.path.with_suffix("") if self.path.suffix in COMPRESSED else self.path
-        return plain.suffix
+        """Return the ending that says how it is read, in lower case, without that of a compression."""
+        kind = (self.path.with_suffix("") if self.compression else self.path).suffix.lower()
+        return ".jsonl" if kind in JSON_LINES else kind
 
     @property
     def size(self) -> int:
@@ -150,20 +163,25 @@ def _decompressed_zstd(chunks: Iterator[bytes]) -> Iterator[bytes]:
         raise EOFError("the compressed file ends before its end marker")
 
 
-def find_sources(inputs: list[str], stdlib: bool, unit: int | None = None) -> list[Source]:
+def find_sources(
+    inputs: list[str], stdlib: bool, unit: int | None = None, other_files: str = "text"
+) -> list[Source]:
     """Return the files that `inputs` (files, folders, globs, URLs) name, in order, then those of the standard
     library.
 
-    unit: bytes; larger parquet files are divided into row groups of at least so many together.
+    unit: bytes; larger parquet files are divided into row groups of at least so many together. other_files:
+    files with unknown endings are plain text, or left out (`skip`), or an error (`refuse`).
 
     Raises:
-        UserError: if an input does not exist, matches nothing, cannot be read, or names a file a second time.
+        UserError: if an input does not exist, matches nothing, cannot be read, or names a file a second time;
+            for files with unknown endings.
     """
     if not inputs and not stdlib:
         raise UserError("no input: name files, folders, globs or URLs of text, or --stdlib")
     sources: list[Source] = []
     for item in inputs:
-        sources += _behind_url(item) if is_url(item) else map(_local, _files_of(item))
+        found = _behind_url(item) if is_url(item) else list(map(_local, _files_of(item)))
+        sources += _with_known_endings(item, found, other_files)
     if stdlib:
         sources += _standard_library()
     seen: set[str] = set()
@@ -173,6 +191,23 @@ def find_sources(inputs: list[str], stdlib: bool, unit: int | None = None) -> li
             raise UserError(f"input {source.name!r} is given twice; name each file once")
         seen.add(identity)
     return [part for source in sources for part in _divided(source, unit)]
+
+
+def _with_known_endings(item: str, sources: list[Source], other_files: str) -> list[Source]:
+    """Return the sources of an input; raise a UserError for unknown endings, or mark these as left out."""
+    # A glob such as *.md names its files too.
+    ending = Path(item).suffix
+    is_named = not Path(item).is_dir() and not glob.has_magic(ending) and (ending or not glob.has_magic(item))
+    known = OF_NAMES if is_named else OF_FOLDERS
+    unknown = [source for source in sources if source.kind not in known]
+    if unknown and other_files == "refuse":
+        names = ", ".join(source.name for source in unknown)
+        raise UserError(
+            f"input {item!r}: {len(unknown)} files with unknown endings ({printable(names)}), expected "
+            f"{', '.join(filter(None, known))}; name the wanted files, or add --other-files skip, or text"
+        )
+    skip = unknown if other_files == "skip" else []
+    return [replace(source, is_left_out=source in skip) for source in sources]
 
 
 def _local(path: Path) -> Source:
@@ -267,9 +302,9 @@ def open_source(source: Source, selection: Selection, advance: Callable[[int], A
     if source.kind in TABLES:
         groups = range(*source.groups) if source.groups is not None else None
         return TableReader(_opened(source), source.name, groups, source.size, selection, advance)
-    if selection.where:
+    if selection.where and not source.is_left_out:
         raise UserError(f"{source.name}: --where is for parquet and Arrow files only")
-    if selection.ids is not None and source.kind != ".jsonl":
+    if selection.ids is not None and source.kind != ".jsonl" and not source.is_left_out:
         raise UserError(f"{source.name}: --ids-column is for parquet, Arrow and JSON lines only")
     try:
         return _FileReader(source, Tap(source, advance), selection)
@@ -299,6 +334,9 @@ class _FileReader:
                 missing key; naming the file, if it cannot be read or decompressed.
         """
         source, selection = self._source, self._selection
+        if source.is_left_out:
+            yield Skipped("file with an unknown ending")
+            return
         with _decompressed(source, self._tap) as stream:
             if source.kind == ".jsonl":
                 yield from _read_json_lines(source, stream, selection)
@@ -336,12 +374,12 @@ def read_lines(source: Source, tap: Tap) -> Iterator[str]:
 def _decompressed(source: Source, tap: Tap) -> Iterator[IO[bytes]]:
     """Raise a UserError if the file cannot be read or decompressed inside the block."""
     chunks = tap.chunks()
-    if source.path.suffix == ".zst":
+    if source.compression == ".zst":
         chunks = _decompressed_zstd(chunks)
     stream: IO[bytes] = io.BufferedReader(_Chunks(chunks), CHUNK_BYTES)
-    if source.path.suffix == ".gz":
+    if source.compression == ".gz":
         stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK_BYTES)
-    elif source.path.suffix == ".xz":
+    elif source.compression == ".xz":
         stream = io.BufferedReader(lzma.LZMAFile(stream), CHUNK_BYTES)  # noqa: SIM115
     try:
         yield stream
@@ -358,22 +396,34 @@ def _holds(line: bytes, key: str) -> bool:
     return isinstance(record, dict) and key in record
 
 
-def _read_json_lines(source: Source, stream: Iterable[bytes], selection: Selection) -> Iterator[Document]:
+def _read_json_lines(
+    source: Source, stream: Iterable[bytes], selection: Selection
+) -> Iterator[Document | Skipped]:
     for number, line in enumerate(stream, start=1):
-        text = _decode(source, line, first_line=number)
-        if text.strip(string.whitespace):
-            yield _of_json(text, f"{source.name}:{number}", selection, "write an object a line")
+        if not line.strip(string.whitespace.encode()):
+            continue
+        try:
+            text = _decode(source, line, first_line=number)
+            if not text.strip(string.whitespace):
+                continue
+            document = _of_json(text, f"{source.name}:{number}", selection, "write an object a line")
+        except UserError as error:
+            yield selection.bad_line(error)
+        else:
+            yield document
 
 
-def _of_json(text: str, place: str, selection: Selection, remedy: str) -> Document:
-    """Return the document of a JSON object."""
+def _of_json(text: str, place: str, selection: Selection, remedy: str) -> Document | Skipped:
+    """Return the document of a JSON object, or that it is null."""
     try:
         record = parse_json(text)
     except ValueError as error:
         raise UserError(f"{place}: not JSON: {error}; {remedy}") from error
     key, kind = selection.column, str if selection.ids is None else list
+    if isinstance(record, dict) and record.get(key, "") is None:
+        return Skipped("null")
     if not isinstance(record, dict) or not isinstance(record.get(key), kind):
-        found = f"keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
+        found = f"keys {printable(', '.join(record))}" if isinstance(record, dict) else type(record).__name__
         what, option = ("text", "--key") if selection.ids is None else ("token ids", "--ids-column")
         raise UserError(f"{place}: no {what} under {key!r} (found {found}); give {option}")
     try:
@@ -410,11 +460,15 @@ def _read_tar(source: Source, stream: IO[bytes], selection: Selection) -> Iterat
             assert content is not None, "a plain file"
             has_document = True
             place = f"{source.name}:{member.name}"
-            text = _decode(Source(place, source.path), content.read(), first_line=1)
-            if ending == "json" or ending.endswith(".json"):
-                yield _of_json(text, place, selection, "expected an object")
-            else:
-                yield text
+            try:
+                document: Document | Skipped = _decode(
+                    Source(place, source.path), content.read(), first_line=1
+                )
+                if ending == "json" or ending.endswith(".json"):
+                    document = _of_json(str(document), place, selection, "expected an object")
+            except UserError as error:
+                document = selection.bad_line(error)
+            yield document
     if not has_document:
         yield Skipped(f"sample without {wanted}")
     tail.check()

@@ -59,17 +59,17 @@ def json_lines(*texts: str, key: str = "text") -> bytes:
 
 def test_folder_is_read_in_sorted_order_one_document_a_file(tmp_path: Path) -> None:
     (tmp_path / "in" / "sub").mkdir(parents=True)
-    for name, text in {"b.txt": "bé\r\n", "sub/a.md": "deep", "a.txt": "first", ".hidden": "no"}.items():
+    for name, text in {"b.txt": "bé\r\n", "sub/a.txt": "deep", "a.txt": "first", ".hidden": "no"}.items():
         (tmp_path / "in" / name).write_bytes(text.encode())
     run(tmp_path / "out", tmp_path / "in")
     assert documents_of(tmp_path / "out") == ["first", "bé\r\n", "deep"]
 
 
 def test_files_keep_the_order_given_and_globs_are_sorted(tmp_path: Path) -> None:
-    for name in ("z.txt", "b.log", "a.log"):
+    for name in ("z.txt", "b.md", "a.md"):
         (tmp_path / name).write_text(name)
-    run(tmp_path / "out", tmp_path / "z.txt", tmp_path / "*.log")
-    assert documents_of(tmp_path / "out") == ["z.txt", "a.log", "b.log"]
+    run(tmp_path / "out", tmp_path / "z.txt", tmp_path / "*.md")
+    assert documents_of(tmp_path / "out") == ["z.txt", "a.md", "b.md"]
 
 
 @pytest.mark.parametrize(

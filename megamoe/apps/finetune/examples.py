@@ -2,8 +2,9 @@
 
 import csv
 import glob
+import io
 import json
-import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -151,28 +152,37 @@ def _is_unicode(content: Any) -> bool:
 
 def _table(path: str, content: str, separator: str) -> list[Line]:
     """Return the rows of a table with a head line; cells of a .tsv have no quotes."""
-    # Not splitlines: a text may hold characters that only Unicode takes for ends of lines.
-    rows = re.split(r"(?<=\n)", content)
-    if separator == "\t":
-        table = csv.reader(rows, delimiter=separator, quoting=csv.QUOTE_NONE)
-    else:
-        table = csv.reader(rows, delimiter=separator)
     head: list[str] | None = None
-    lines = []
+    lines: list[Line] = []
+    number = 0
     try:
-        for cells in table:
+        for number, cells in _cells(content, separator):
             if not cells:
                 continue
             if head is None:
                 head = cells
                 continue
-            where = f"{path!r}, line {table.line_num}"
+            where = f"{path!r}, line {number}"
             if len(cells) != len(head):
                 raise UserError(f"{where}: {len(cells)} cells, expected {len(head)} as in the first line")
             lines.append(Line(where, dict(zip(head, cells, strict=True))))
     except csv.Error as error:
-        raise UserError(f"{path!r}, line {table.line_num}: {error}") from None
+        raise UserError(f"{path!r}, line {number + 1}: {error}") from None
     return lines
+
+
+def _cells(content: str, separator: str) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the last line and the cells of each row. Lines end in LF, CR LF, or all in CR."""
+    # Not splitlines: a text may hold characters that only Unicode takes for ends of lines.
+    if separator == "\t":
+        for number, line in enumerate(content.split("\n" if "\n" in content else "\r"), 1):
+            plain = line.removesuffix("\r")
+            yield number, plain.split("\t") if plain else []
+        return
+    csv.field_size_limit(LARGEST)
+    rows = csv.reader(io.StringIO(content, newline=""), delimiter=separator)
+    for cells in rows:
+        yield rows.line_num, cells
 
 
 def _row(task: Task, line: Line) -> Row:

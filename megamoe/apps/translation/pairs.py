@@ -4,13 +4,13 @@ import difflib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megamoe.data.card import SourceCard
 from megamoe.data.sources import Source, Tap, read_lines
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 from megamoe.io import parse_json
 
 SPLITS = ("train", "valid", "test")
@@ -86,11 +86,13 @@ class Counts:
     """What was read and what was left out, for the card, and the warnings to print.
 
     sources: the files that were read to their ends; their `documents` are the pairs, or lines, in them.
+    bad_lines: `skip` leaves lines out that are no pair.
     """
 
     left_out: Counter[str] = field(default_factory=Counter)  # by reason
     warnings: list[str] = field(default_factory=list)
     sources: list[SourceCard] = field(default_factory=list)
+    bad_lines: str = "error"
 
 
 COLUMNS = 2
@@ -164,16 +166,14 @@ def read_tsv(language: str, path: str, counts: Counts) -> Iterator[Pair]:
         UserError: if the file cannot be read, is empty, or if a line has not two columns.
     """
     language = check_language(language)
-    number = 0
-    for number, line in enumerate(_lines(path, counts), start=1):
+
+    def parsed(line: str) -> Sequence[str]:
         columns = line.split("\t")
         if len(columns) != COLUMNS:
-            raise UserError(
-                f"{path}:{number}: {len(columns)} columns, expected {COLUMNS}: source, a tab, target"
-            )
-        yield from _pair(columns[0], columns[1], language, counts)
-    if not number:
-        raise UserError(f"{path}: empty; expected lines of source, a tab, target")
+            raise ValueError(f"{len(columns)} columns, expected {COLUMNS}: source, a tab, target")
+        return (*columns, language)
+
+    yield from _pairs_of_lines(path, parsed, counts, "lines of source, a tab, target")
 
 
 def read_json_lines(path: str, keys: Iterable[str], counts: Counts) -> Iterator[Pair]:
@@ -183,26 +183,46 @@ def read_json_lines(path: str, keys: Iterable[str], counts: Counts) -> Iterator[
         UserError: if the file cannot be read, is empty, or if a line is not such an object.
     """
     names = list(keys)
-    number = 0
-    for number, line in enumerate(_lines(path, counts), start=1):
+
+    def parsed(line: str) -> Sequence[str] | None:
         if not line.strip():
-            continue
+            return None
         try:
             record = parse_json(line)
         except ValueError as error:
-            raise UserError(f"{path}:{number}: not JSON: {error}; write an object a line") from error
+            raise ValueError(f"not JSON: {error}; write an object a line") from error
         if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in names):
-            found = f"keys {', '.join(record)}" if isinstance(record, dict) else type(record).__name__
-            raise UserError(
-                f"{path}:{number}: expected texts under {', '.join(names)}, found {found}; give --keys"
+            found = (
+                f"keys {printable(', '.join(record))}" if isinstance(record, dict) else type(record).__name__
             )
+            raise ValueError(f"expected texts under {', '.join(names)}, found {found}; give --keys")
         source, target, language = (record[name] for name in names)
         normal = normalize_language(language)
         if normal is None:
-            raise UserError(f"{path}:{number}: language {language!r}: expected a code such as de or pt_BR")
-        yield from _pair(source, target, normal, counts)
+            raise ValueError(f"language {language!r}: expected a code such as de or pt_BR")
+        return source, target, normal
+
+    yield from _pairs_of_lines(path, parsed, counts, "a JSON object a line")
+
+
+def _pairs_of_lines(
+    path: str, parsed: Callable[[str], Sequence[str] | None], counts: Counts, expected: str
+) -> Iterator[Pair]:
+    """Yield the pair of each line: source, target and language, or None. A ValueError tells of a bad line."""
+    number = 0
+    for number, line in enumerate(_lines(path, counts), start=1):
+        try:
+            pair = parsed(line)
+        except ValueError as error:
+            if counts.bad_lines == "error":
+                more = "or leave such lines out with --bad-lines skip"
+                raise UserError(f"{path}:{number}: {error}; {more}") from error
+            counts.left_out["bad line"] += 1
+        else:
+            if pair is not None:
+                yield from _pair(pair[0], pair[1], pair[2], counts)
     if not number:
-        raise UserError(f"{path}: empty; expected a JSON object a line")
+        raise UserError(f"{path}: empty; expected {expected}")
 
 
 def check_language(code: str) -> str:

@@ -77,6 +77,7 @@ class PairPreparation:
     tsv: list[list[str]] = field(default_factory=list)  # of [language, file]
     jsonl: list[str] = field(default_factory=list)
     keys: list[str] = field(default_factory=lambda: ["source", "target", "language"])
+    bad_lines: str = "error"  # or skip: lines of tsv and jsonl that are no pair
     source_language: str = "en"
     languages: list[str] = field(default_factory=list)  # empty: all
     min_words: int = 1
@@ -137,7 +138,7 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
     """
     output = Path(preparation.output)
     _check(preparation, output)
-    counts = Counts()
+    counts = Counts(bad_lines=preparation.bad_lines)
     source_language = check_language(preparation.source_language)
     pairs = keep_pairs(
         _read(preparation, counts),

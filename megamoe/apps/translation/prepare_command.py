@@ -96,6 +96,11 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
         help="tokens that a trained tokenizer, or bytes, reserves beside the languages' tags such as <2de> "
         "(default pad,mask,sentinels)",
     )
+    add(
+        "--bad-lines",
+        choices=("error", "skip"),
+        help="a line of --tsv or --jsonl that is no pair is an error (default), or is left out and counted",
+    )
     add("--skip-broken", action="store_true", help="leave broken catalogues out, with a warning")
     add("--overwrite", action="store_true", help="replace a folder of prepared pairs")
 

@@ -162,3 +162,15 @@ def test_missing_libraries_are_named_with_the_command(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("path", sorted((ROOT / "examples/tasks").glob("*.yaml")), ids=lambda path: path.stem)
 def test_the_examples_are_task_files(path: Path) -> None:
     assert load_task(path, []).name == path.stem
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"])
+@pytest.mark.parametrize(("name", "mark"), [("de.tsv", "\t"), ("de.csv", ",")])
+def test_long_cells_and_every_end_of_line(tmp_path: Path, name: str, mark: str, end: str) -> None:
+    text = "a" * 140_000
+    (tmp_path / name).write_bytes(
+        end.join([f"label{mark}text", f"no{mark}{text}", f"yes{mark}b", ""]).encode()
+    )
+    path = make_task(tmp_path, "classification", test={"de": str(tmp_path / name)})
+    rows = read_examples(load_task(path, [])).sets["test.de"]
+    assert [row["text"] for row in rows] == [text, "b"]

@@ -14,12 +14,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megamoe.apps.translation import prepare as prepare_module
 from megamoe.apps.translation import prepare_command as prepare_pairs
 from megamoe.apps.translation.card import load_pair_card
+from megamoe.apps.translation.pairs import KEYS, Counts, read_json_lines, read_tsv
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.verify import verify_in_full
 from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.data.write import lengths_of
+from megamoe.errors import UserError
 from tests.support.data.catalogue_files import entry, write_package, write_po
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -361,3 +363,14 @@ def test_broken_catalogues_are_left_out_on_demand(tmp_path: Path, capsys: pytest
     printed = capsys.readouterr()
     assert printed.err.startswith("warning: left out: ") and "fr.po: broken" in printed.err
     assert "1 broken catalogues" in printed.out
+
+
+def test_bad_lines_are_left_out(tmp_path: Path) -> None:
+    (tmp_path / "de.tsv").write_text("one\ttwo\nthree\n")
+    (tmp_path / "de.jsonl").write_text('{"source": null}\n{\n')
+    counts = Counts(bad_lines="skip")
+    assert len(list(read_tsv("de", str(tmp_path / "de.tsv"), counts))) == 1
+    assert not list(read_json_lines(str(tmp_path / "de.jsonl"), KEYS, counts))
+    assert counts.left_out == {"bad line": 3}
+    with pytest.raises(UserError, match=r"de\.tsv:2: 1 columns.*--bad-lines skip"):
+        list(read_tsv("de", str(tmp_path / "de.tsv"), Counts()))

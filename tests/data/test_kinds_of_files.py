@@ -1,0 +1,59 @@
+"""Which files of an input are documents: endings in any case, unknown ones, null, and lines that are none."""
+
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from megamoe.data.card import DataCard
+from megamoe.data.prepare import Preparation, prepare
+from megamoe.errors import UserError
+
+LINES = b'{"text": "a"}\n{"text": "b"}\n'
+
+
+def run(output: Path, *inputs: Path, **options: object) -> DataCard:
+    return prepare(Preparation(str(output), [str(path) for path in inputs], progress=False, **options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["x.ndjson", "X.JSONL", "x.JsonLines"])
+def test_json_lines_by_any_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(LINES)
+    card = run(tmp_path / "out", tmp_path / name)
+    assert (card.documents, card.text_bytes) == (2, 2)
+
+
+def test_unknown_endings(tmp_path: Path) -> None:
+    clone = tmp_path / "clone"
+    clone.mkdir()
+    for name in ("README.md", "LICENSE", "code.py"):
+        (clone / name).write_text("# A")
+    (clone / "part.JSONL").write_bytes(LINES)
+    with pytest.raises(UserError, match=r"3 files with unknown endings .*README\.md.*--other-files skip"):
+        run(tmp_path / "out", clone)
+    with pytest.raises(UserError, match=r"1 files with unknown endings .*code\.py"):
+        run(tmp_path / "out", clone / "code.py")
+    assert not list(tmp_path.glob("*out*"))
+    card = run(tmp_path / "skip", clone, other_files="skip")
+    assert (card.documents, card.skipped) == (2, {"file with an unknown ending": 3})
+    assert run(tmp_path / "text", clone, other_files="text").documents == 5
+    # Named itself, also by a glob, plain text without an ending or with .md is text.
+    assert run(tmp_path / "named", clone / "*.md", clone / "LICENSE").documents == 2
+
+
+def test_null_and_bad_lines(tmp_path: Path) -> None:
+    bad = [b"{", b'{"other": 1}', b'{"text": 1}', b'{"text": "\\ud800"}', b'{"text": "\xff"}']
+    (tmp_path / "in.jsonl").write_bytes(b'{"text": null}\n' + LINES)
+    card = run(tmp_path / "null", tmp_path / "in.jsonl")
+    assert (card.documents, card.skipped) == (2, {"null": 1})
+    with (tmp_path / "in.jsonl").open("ab") as file:
+        file.write(b"\n".join(bad) + b"\n" + LINES)
+    with pytest.raises(UserError, match=r"in\.jsonl:4: not JSON: .*--bad-lines skip"):
+        run(tmp_path / "out", tmp_path / "in.jsonl")
+    with tarfile.open(tmp_path / "in.tar", "w") as tar:
+        for number, line in enumerate((*bad, LINES.splitlines()[0])):
+            (tmp_path / "member").write_bytes(line)
+            tar.add(tmp_path / "member", f"{number}.json")
+    for name, documents in (("in.jsonl", 4), ("in.tar", 1)):
+        card = run(tmp_path / f"out-{name}", tmp_path / name, bad_lines="skip", member="json")
+        assert (card.documents, card.skipped["bad line"]) == (documents, len(bad))
