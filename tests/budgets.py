@@ -3,7 +3,7 @@
     python tests/budgets.py            the lines of each package beside its budget
     python tests/budgets.py --lower    lower the budgets to what is there; never raises one
 
-A line of code is not blank, no comment and not of a docstring. `lines.toml` has the budgets. A number may
+A line of code is not blank, no comment and not of a docstring. `line_budgets.toml` has the budgets. A number may
 rise where others fall by as much: `test_architecture.py` compares the sums with those of all earlier versions
 of the file.
 """
@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FILE = ROOT / "tests" / "lines.toml"
+FILE = ROOT / "tests" / "line_budgets.toml"
 NO_CODE = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -54,7 +54,7 @@ def lines_of_code(path: Path) -> int:
 
 
 def files_of(name: str) -> list[Path]:
-    """The files of a row of lines.toml: of a folder, or `megamoe/*.py`, the files beside the packages."""
+    """The files of a row of line_budgets.toml: of a folder, or `megamoe/*.py`, the files beside the packages."""
     if name.endswith("*.py"):
         return sorted(ROOT.glob(name))
     suffixes = (".md",) if name == "docs" else (".py", *OTHER_CODE)
@@ -74,7 +74,7 @@ def _lines(path: Path) -> int:
 
 
 def budgets(text: str | None = None) -> dict[str, dict[str, int]]:
-    """The tables of lines.toml, or of another version's text."""
+    """The tables of line_budgets.toml, or of another version's text."""
     parsed = tomllib.loads(FILE.read_text(encoding="utf-8") if text is None else text)
     return {table: parsed[table] for table in TABLES}
 
