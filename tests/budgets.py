@@ -3,9 +3,9 @@
     python tests/budgets.py            the lines of each package beside its budget
     python tests/budgets.py --lower    lower the budgets to what is there; never raises one
 
-A line of code is not blank, no comment and not of a docstring. `line_budgets.toml` has the budgets. A number may
-rise where others fall by as much: `test_architecture.py` compares the sums with those of all earlier versions
-of the file.
+A line of code is not blank, no comment and not of a docstring. `line_budgets.toml` has the budgets. A number
+may rise where others fall by as much: `test_architecture.py` compares the sums with those of all earlier
+versions of the file.
 """
 
 import ast
@@ -54,7 +54,7 @@ def lines_of_code(path: Path) -> int:
 
 
 def files_of(name: str) -> list[Path]:
-    """The files of a row of line_budgets.toml: of a folder, or `megamoe/*.py`, the files beside the packages."""
+    """The files of a row: of a folder, or `megamoe/*.py`, the files beside the packages."""
     if name.endswith("*.py"):
         return sorted(ROOT.glob(name))
     suffixes = (".md",) if name == "docs" else (".py", *OTHER_CODE)

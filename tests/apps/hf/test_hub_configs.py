@@ -341,7 +341,8 @@ def test_keys_of_every_configuration_of_transformers_are_known() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_kimi_k2_with_its_scaling_and_a_tokenizer_is_opened(tmp_path: Path) -> None:
     """transformers has no class of this name, and cannot read its config.json beside the tokenizer."""
-    scaling = {**KIMI_K2["rope_scaling"], "original_max_position_embeddings": 64}
+    yarn: Any = KIMI_K2["rope_scaling"]
+    scaling = {**yarn, "original_max_position_embeddings": 64}
     make("kimi_k2", tmp_path / "hf", rope_parameters=None, rope_theta=50000.0)
     content = json.loads((tmp_path / "hf/config.json").read_text())
     del content["rope_parameters"]
