@@ -12,6 +12,8 @@ from megamoe.io import DEEPEST, read_json, real, replacing
 PACKAGE = Path(__file__).parents[1] / "megamoe"
 # What parses text of megamoe's own alone, and the two bounded readers.
 PARSERS = {
+    *("apps/chat/sandbox.py", "apps/chat/conversation.py", "apps/chat/rendering.py", "apps/lab/command.py"),
+    "data/plain_text.py",
     *("io.py", "config/yaml_text.py", "apps/datatrove/steps.py", "apps/plan/assumptions.py"),
     *("apps/cluster/preflight.py", "apps/routing_record/record.py", "parallel/rank_consistency.py"),
     *("parallel/zero/deepspeed_config.py", "train/resolved.py"),

@@ -73,7 +73,7 @@ def test_the_description_of_a_slurm_job_has_no_secret_and_one_reader(tmp_path: P
     arguments = " ".join(given for given, _ in ARGUMENTS)
     script = f"""
     set -euo pipefail
-    source {ROOT}/examples/slurm/common.sh
+    source '{ROOT}/examples/slurm/common.sh'
     open_logs {arguments}
     cat "$MEGAMOE_ENVIRONMENT"
     stat -c %a "$MEGAMOE_ENVIRONMENT"

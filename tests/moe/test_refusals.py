@@ -56,7 +56,7 @@ SCORERS: Rows = {
         ("{reference_every: -1}" + DRAWN, "reference_every"),
         ("{}, losses: {grpo: {}}", "the selector is 'top_k'.* set selector: sample"),
         ("{}, selector: sample", "moe.losses lacks one .* add grpo"),
-        ("{}" + SIGMOID + DRAWN, "the score function is .*'sigmoid'.* set score_function: softmax"),
+        ("{}" + SIGMOID + DRAWN, "the score function is .*'sigmoid'.* set score_function: {name: softmax"),
         (
             "{}, score_function: {temperature: 2.0}" + DRAWN,
             "the score function is 'softmax', .*set score_function: {name: softmax, temperature: 1.0}",
@@ -110,7 +110,10 @@ MASKS: Rows = {
 }
 SCORE_FUNCTIONS: Rows = {
     "score_function relu": [
-        ("{}", "the selector is 'top_k', .*without an expert, .* weight 0; set selector: above$"),
+        (
+            "{}",
+            "the selector is 'top_k', .*without an expert, .* weight 0; set selector: {name: above, at_least: 0}$",
+        ),
         (
             "{}, selector: {name: above, at_least: 1}",
             "the selector is 'above', .*set selector: {name: above, at_least: 0}$",
@@ -233,7 +236,7 @@ LOSSES: Rows = {
     ],
     "loss cosine_balance": [
         ("{temperature: 0.0}, scorer: cosine", "temperature must be positive"),
-        ("{}", "the scorer is 'linear', expected one that gives cosine_TE, .*set scorer: cosine"),
+        ("{}", "the scorer is 'linear', expected one that gives cosine_TE, .*set scorer: {name: cosine"),
         (
             "{}, scorer: {name: cosine, normalise: false}",
             "the scorer is 'cosine', expected .* cosine_TE, .* set scorer: {name: cosine, normalise: true}",

@@ -149,7 +149,7 @@ def test_refusals(labels: Path, overrides: list[str], options: dict[str, Any], m
         ("train.jsonl", '\n{"text": "a"', "line 2: no JSON"),
         ("valid.jsonl", '{"text": "a", "label": "c"}', "valid.jsonl', line 1: the label .?c.? is not in"),
         ("valid.jsonl", '{"text": " ", "label": "unused"}', "line 1: the text is empty"),
-        ("labels.json", "[", "labels.json' is broken: no JSON"),
+        ("labels.json", "[", "labels.json' cannot be read"),
         ("labels.json", '{"labels": ["a", "a"]}', "2 labels, of which 1 differ"),
         (
             "labels.json",

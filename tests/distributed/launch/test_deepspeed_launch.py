@@ -55,7 +55,7 @@ def main(*arguments: str) -> Any:
         ("node1 slots=8\nnode1 slots=8\n", "hostfile:2: node1 is there twice; give each machine one line"),
         ("# nothing\n", "hostfile: no machine; expected lines such as 'node1 slots=8'"),
         ("\0\n", "hostfile:1: found '\\x00', expected"),
-        (b"\xff\xfe", "--hostfile hostfile: not UTF-8; name a file"),
+        (b"\xff\xfe", "--hostfile hostfile: 'utf-8' codec can't decode byte 0xff"),
         (None, "--hostfile hostfile: No such file or directory; name a file"),
     ],
 )
