@@ -112,7 +112,7 @@ SCORE_FUNCTIONS: Rows = {
     "score_function relu": [
         (
             "{}",
-            "the selector is 'top_k', .*without an expert, .* weight 0; set selector: {name: above, at_least: 0}$",
+            "the selector is 'top_k', .* weight 0; set selector: {name: above, at_least: 0}$",
         ),
         (
             "{}, selector: {name: above, at_least: 1}",

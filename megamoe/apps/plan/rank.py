@@ -230,7 +230,9 @@ def _count_dispatches(config: RunConfig, run: ResolvedRun, model: Any, load: flo
     for number, layer in model.moe_layers():
         moe = of_layer[number].moe
         spread = mean_nodes(moe, run.plan.layout.nodes, mean_choices(moe))
-        layer.dispatcher = CountedDispatch(layer.dispatcher, load, parts, spread)
+        layer.dispatcher = layer.computation.dispatcher = CountedDispatch(
+            layer.dispatcher, load, parts, spread
+        )
 
 
 def _offloaded(run: ResolvedRun, counter: CostCounter) -> dict[str, int]:

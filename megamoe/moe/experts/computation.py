@@ -36,7 +36,7 @@ class ExpertComputation:
                 "weights to the experts; set it to false, or parallel.exchange to direct or by_node"
             )
         self._experts: Any = experts
-        self._dispatcher = dispatcher
+        self.dispatcher = dispatcher
         self._recomputes, self._weighs_inside, self._reads_counts = recomputes, weighs_inside, reads_counts
         self._delays = not recomputes and not isinstance(dispatcher, LocalDispatch)
 
@@ -50,9 +50,9 @@ class ExpertComputation:
         """Return the experts' outputs of the rows of `Dispatcher.finish`, [N, H]; state: of the dispatch."""
         options: dict[str, Any] = {}
         if self._weighs_inside:
-            options["weight_N"] = self._dispatcher.row_weights(state)
+            options["weight_N"] = self.dispatcher.row_weights(state)
         if self._reads_counts:
-            host_E = self._dispatcher.host_counts(state)
+            host_E = self.dispatcher.host_counts(state)
             # Where nothing is exchanged, this is the layer's one wait for the device.
             options["host_E"] = counts_E.cpu() if host_E is None else host_E
         inputs = rows_NH, counts_E, dropout, delayed
@@ -65,5 +65,5 @@ class ExpertComputation:
 
     def combine(self, rows_NH: Tensor, state: Any) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, [T, H]."""
-        dispatcher = self._dispatcher
+        dispatcher = self.dispatcher
         return (dispatcher.add_up if self._weighs_inside else dispatcher.combine)(rows_NH, state)
