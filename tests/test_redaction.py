@@ -78,11 +78,14 @@ def test_the_description_of_a_slurm_job_has_no_secret_and_one_reader(tmp_path: P
     cat "$MEGAMOE_ENVIRONMENT"
     stat -c %a "$MEGAMOE_ENVIRONMENT"
     """
+    python = tmp_path / "python"  # common.sh splits MEGAMOE_PYTHON at spaces, which this one's path may have
+    python.write_text(f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
+    python.chmod(0o755)
     job = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]", "NCCL_DEBUG": "INFO", "OMP_NUM_THREADS": "3"}
     found = subprocess.run(
         ["bash", "-c", script],
         cwd=tmp_path,
-        env={**os.environ, **job, **SECRETS, "MEGAMOE_PYTHON": sys.executable},
+        env={**os.environ, **job, **SECRETS, "MEGAMOE_PYTHON": str(python)},
         text=True,
         capture_output=True,
         check=True,

@@ -95,11 +95,6 @@ def test_a_scorer_that_gives_noise_goes_with_load(twins: None) -> None:
     assert gradient is not None and gradient.any()
 
 
-def test_messages_suggest_plugins_parts_too(twins: None) -> None:
-    with pytest.raises(UserError, match="gives noise_std_TE, .*set scorer: noisy$"):
-        check_parts(moe_config(losses={"load": 0.1}), 1)
-
-
 def test_a_capability_without_provider_is_reported(own_registry: None) -> None:
     @register("loss", "own_wish")
     class OwnWish(Part):

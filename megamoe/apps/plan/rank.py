@@ -227,12 +227,10 @@ def _check_load(load: float, expert: int) -> None:
 def _count_dispatches(config: RunConfig, run: ResolvedRun, model: Any, load: float, parts: Parts) -> None:
     """Let every MoE layer dispatch under a given load, see `CountedDispatch`."""
     of_layer = config_by_layer(config)
-    for number, layer in model.moe_layers():
-        moe = of_layer[number].moe
+    for layer, moe in ((layer, of_layer[number].moe) for number, layer in model.moe_layers()):
         spread = mean_nodes(moe, run.plan.layout.nodes, mean_choices(moe))
-        layer.dispatcher = layer.computation.dispatcher = CountedDispatch(
-            layer.dispatcher, load, parts, spread
-        )
+        counted = CountedDispatch(layer.dispatcher, load, parts, spread)
+        layer.dispatcher = layer.computation.dispatcher = counted
 
 
 def _offloaded(run: ResolvedRun, counter: CostCounter) -> dict[str, int]:

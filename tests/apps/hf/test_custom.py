@@ -295,27 +295,17 @@ def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) 
     assert 0 < errors[0] < 1.5 * errors[1] < 0.1, errors
 
 
-def test_losses_of_accumulated_batches_are_divided_by_all_their_labels(tmp_path: Path) -> None:
-    """transformers' Trainer passes the number of labels of all accumulated batches."""
-    saved(tmp_path / "step_00000001", "switch", NO_CAPACITY)
-    export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom", report=lambda line: None)
-    model = loaded(tmp_path / "out")
-    tokens_BS = torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
-    labels_BS = tokens_BS.where(torch.arange(LENGTH) % 3 > 0, -100)
-    counted = (labels_BS[:, 1:] != -100).sum()
-    whole = model(tokens_BS, labels=labels_BS).loss
-    halves = [
-        model(tokens_BS[b : b + 1], labels=labels_BS[b : b + 1], num_items_in_batch=counted).loss
-        for b in (0, 1)
-    ]
-    torch.testing.assert_close(sum(halves), whole)
-
-
-def test_it_has_a_backbone_and_takes_another_embedding(tmp_path: Path) -> None:
+def test_it_suits_the_trainers_of_others(tmp_path: Path) -> None:
+    """Losses of accumulated batches are divided by all their labels, whose number transformers' Trainer passes;
+    it has a backbone, and takes another embedding.
+    """
     saved(tmp_path / "step_00000001", "switch", NO_CAPACITY, "model.tie_embeddings=false")
     export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom", report=lambda line: None)
-    model = loaded(tmp_path / "out")
-    tokens_BS = torch.arange(LENGTH)[None] % WORDS
+    model, tokens_BS = loaded(tmp_path / "out"), torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
+    labels_BS = tokens_BS.where(torch.arange(LENGTH) % 3 > 0, -100)
+    count = {"num_items_in_batch": (labels_BS[:, 1:] != -100).sum()}
+    halves = [model(tokens_BS[b, None], labels=labels_BS[b, None], **count).loss for b in (0, 1)]
+    torch.testing.assert_close(sum(halves), model(tokens_BS, labels=labels_BS).loss)
     hidden_BSH = model.base_model(tokens_BS).last_hidden_state
     torch.testing.assert_close(model(tokens_BS).logits, model.model.output_layer(hidden_BSH))
     words = torch.nn.Embedding(WORDS, 32)
