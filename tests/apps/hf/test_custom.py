@@ -296,7 +296,7 @@ def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) 
 
 
 def test_it_suits_the_trainers_of_others(tmp_path: Path) -> None:
-    """Losses of accumulated batches are divided by all their labels, whose number transformers' Trainer passes;
+    """Losses of accumulated batches are divided by all their labels, as Trainer asks;
     it has a backbone, and takes another embedding.
     """
     saved(tmp_path / "step_00000001", "switch", NO_CAPACITY, "model.tie_embeddings=false")
