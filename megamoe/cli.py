@@ -15,7 +15,7 @@ COMMANDS = {
         "megamoe.apps.routing_analysis.command",
         "What the routers of trained models do: ten analyses of checkpoints, as JSON and figures",
     ),
-    "checkpoint": ("megamoe.checkpoint.command", "Inspect, verify, convert, average and prune checkpoints"),
+    "checkpoint": ("megamoe.apps.checkpoints.command", "Inspect, verify, convert, average and prune checkpoints"),
     "convert": (
         "megamoe.apps.hf.command",
         "Convert models between Hugging Face folders and checkpoints of ours",
@@ -73,7 +73,7 @@ COMMANDS = {
         "megamoe.apps.chat.prepare_command",
         "Turn conversations into the files that chat tuning reads",
     ),
-    "prepare-data": ("megamoe.data.command", "Turn text into the .bin/.idx files that pretraining reads"),
+    "prepare-data": ("megamoe.apps.prepare.command", "Turn text into the .bin/.idx files of pretraining"),
     "prepare-pairs": (
         "megamoe.apps.translation.prepare_command",
         "Turn parallel text into pairs for translation, a multilingual corpus and a classification task",

@@ -16,10 +16,10 @@ FAULTS_OF_STUDIES = (
         "prune-renamed",
         "a checkpoint that was renamed stays, and does not count",
         "checkpoints.md",
-        "megamoe/checkpoint/tools/prune.py",
+        "megamoe/apps/checkpoints/prune.py",
         "if path not in broken and has_run_name(path)]",
         "if path not in broken]",
-        ("tests/checkpoint/tools/test_prune.py",),
+        ("tests/apps/checkpoints/test_prune.py",),
     ),
     Fault(
         "lab-stopped",

@@ -56,26 +56,28 @@ CORE = {
 # What each application may import of the core and of other applications.
 MODELS = SHARDING | {"data", "model", "objectives", "checkpoint", "train", "validation", "resilience"}
 APPS = {
-    "apps.chat": {"apps.command"} | FOUNDATION | {"data", "objectives", "megamoe"},
+    "apps.chat": {"apps.command", "apps.prepare"} | FOUNDATION | {"data", "objectives", "megamoe"},
+    "apps.checkpoints": SHARDING | {"apps.command", "checkpoint", "resilience"},
     "apps.command": FOUNDATION | {"compat", "resilience"},
     "apps.cluster": MODELS | {"apps.command", "metrics"},
-    "apps.datatrove": FOUNDATION | {"data"},
+    "apps.datatrove": FOUNDATION | {"apps.prepare", "data"},
     "apps.evaluation": {"apps.command"} | MODELS | {"apps.routing_record", "metrics"},
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
     "apps.generation": {"apps.command"} | MODELS | {"apps.chat", "apps.evaluation", "apps.translation"},
     "apps.hf": FOUNDATION
-    | {"apps.chat", "apps.command", "checkpoint", "compat", "data", "parallel", "validation"},
+    | {"apps.chat", "apps.checkpoints", "apps.command", "checkpoint", "compat", "data", "parallel", "validation"},
     "apps.lab": FOUNDATION
     | {"apps.command", "apps.finetune", "apps.report", "compat", "metrics", "train", "validation", "megamoe"},
     "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
     "apps.plan": {"apps.command"} | MODELS | {"metrics"},
+    "apps.prepare": {"apps.command"} | FOUNDATION | {"compat", "data", "megamoe"},
     "apps.reference": FOUNDATION | {"apps.command", "metrics"},
     "apps.report": {"apps.command"} | FOUNDATION | {"metrics"},
     "apps.routing_analysis": {"apps.command"} | MODELS | {"apps.evaluation", "apps.report", "metrics"},
     "apps.routing_record": FOUNDATION | {"data", "model", "moe", "parallel", "train"},
     "apps.show_batch": {"apps.command"} | MODELS,
-    "apps.width": {"apps.command"} | MODELS | {"metrics"},
-    "apps.translation": {"apps.command"} | FOUNDATION | {"data", "objectives", "megamoe"},
+    "apps.width": {"apps.command", "apps.prepare"} | MODELS | {"metrics"},
+    "apps.translation": {"apps.command", "apps.prepare"} | FOUNDATION | {"data", "objectives", "megamoe"},
 }
 MAY_IMPORT = CORE | APPS
 # Each vendor's modules, and the packages that may import them.
@@ -91,7 +93,7 @@ VENDORS = {
     "triton": {"kernels", "compat"},
     "lm_eval": {"apps.lm_eval"},
     "datatrove": {"apps.datatrove"},
-    "pyarrow": {"data"},
+    "pyarrow": {"apps.prepare"},
     "fsspec": {"object_storage", "data", "checkpoint"},
     "sklearn": {"apps.finetune"},
     "scipy": {"apps.finetune", "apps.lab"},

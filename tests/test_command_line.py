@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from megamoe.apps.prepare.new_tokenizers import train_bpe
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.config import dump_yaml
-from megamoe.data.prepare import Preparation, prepare
-from megamoe.data.tokenizers import train_bpe
 from tests.support.tiny import ROOT, tiny, tool
 
 Command = Callable[..., int]

@@ -9,8 +9,8 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as Backend
 
+from megamoe.apps.prepare.write import encode_documents
 from megamoe.data.tokenizers import Tokenizer, load_tokenizer
-from megamoe.data.write import encode_documents
 from megamoe.errors import UserError
 
 SPECIAL = ["<pad>", "</s>", "<unk>", "<mask>"]
@@ -121,7 +121,8 @@ def test_unigram_spells_the_token_by_its_characters(tmp_path: Path) -> None:
 
 
 def test_byte_level_bpe_is_the_library_s_own(tmp_path: Path) -> None:
-    from megamoe.data.tokenizers import JsonTokenizer, train_bpe
+    from megamoe.apps.prepare.new_tokenizers import train_bpe
+    from megamoe.data.tokenizers import JsonTokenizer
 
     train_bpe(["one two </s> <pad>"] * 9, 290, tmp_path / "t.json", special=["<pad>"])
     tokenizer = JsonTokenizer(tmp_path / "t.json")

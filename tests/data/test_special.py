@@ -6,17 +6,12 @@ import pytest
 import sentencepiece
 import tokenizers
 
+from megamoe.apps.prepare.new_tokenizers import load_with_special, train_bpe, train_sentencepiece
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
-from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.special import SpecialTokens, expand, language_tag
-from megamoe.data.tokenizers import (
-    END_OF_DOCUMENT,
-    load_tokenizer,
-    load_with_special,
-    train_bpe,
-    train_sentencepiece,
-)
+from megamoe.data.tokenizers import END_OF_DOCUMENT, load_tokenizer
 from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.errors import UserError
 

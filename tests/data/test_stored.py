@@ -15,10 +15,11 @@ from typing import Any
 import fsspec
 import pytest
 
+from megamoe.apps.prepare import write
 from megamoe.apps.translation.card import load_pair_card
 from megamoe.apps.translation.dataset import PairDataset, PairOptions
 from megamoe.config.schema import DataConfig
-from megamoe.data import block_cache, blocks, stored, write
+from megamoe.data import block_cache, blocks, stored
 from megamoe.data.block_cache import BlockCache, locked, locked_byte
 from megamoe.data.byte_files import ByteFile, open_bytes
 from megamoe.data.card import DataFiles, save_checked

@@ -12,7 +12,8 @@ import pytest
 pytest.importorskip("s3fs", reason="the extra `s3` is not installed")
 pytest.importorskip("moto.server", reason="the S3 server of moto[server] is not installed")
 
-from megamoe.data import blocks, stored, write
+from megamoe.apps.prepare import write
+from megamoe.data import blocks, stored
 from megamoe.data.block_cache import BlockCache
 from megamoe.data.byte_files import open_bytes
 from megamoe.data.card import DataFiles

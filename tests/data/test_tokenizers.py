@@ -7,7 +7,8 @@ import pytest
 import sentencepiece
 from tokenizers import Tokenizer as Backend
 
-from megamoe.data.tokenizers import END_OF_DOCUMENT, Tokenizer, load_tokenizer, train_bpe
+from megamoe.apps.prepare.new_tokenizers import train_bpe
+from megamoe.data.tokenizers import END_OF_DOCUMENT, Tokenizer, load_tokenizer
 from megamoe.errors import UserError
 
 CODE = "def add(a, b):\n    return a + b\n"

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from megamoe.apps.prepare.new_tokenizers import train_bpe
 from megamoe.config.schema import SourceConfig
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
-from megamoe.data.tokenizers import train_bpe
 from megamoe.errors import UserError
 from tests.support.data.sources import EOD, config, make_bare_data, make_data
 

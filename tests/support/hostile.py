@@ -6,8 +6,8 @@ import pytest
 
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.describe import integrity_of
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.describe import integrity_of
 from megamoe.errors import UserError
 
 SHARD = "shard_00000.safetensors"

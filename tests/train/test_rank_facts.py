@@ -11,9 +11,9 @@ import torch
 
 import megamoe
 from megamoe import registry
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.config import RunConfig, load_config, to_dict
 from megamoe.data.card import DataFiles
-from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.parallel.launch import World
 from megamoe.parallel.rank_consistency import first_difference

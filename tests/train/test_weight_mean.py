@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megamoe.checkpoint.format.reader import MEAN, WEIGHT, CheckpointReader
-from megamoe.checkpoint.tools import describe
+from megamoe.apps.checkpoints import describe
 from megamoe.errors import UserError
 from megamoe.optim.weight_mean import WeightMean
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan

@@ -15,10 +15,10 @@ import torch
 from torch.utils.data import Dataset
 
 from megamoe.apps.chat.prepare import ChatFiles, load_chat_card
+from megamoe.apps.prepare.write import lengths_of
 from megamoe.data.batches import Item
 from megamoe.data.byte_files import open_bytes, size_of
 from megamoe.data.index_file import read_header
-from megamoe.data.write import lengths_of
 from megamoe.errors import UserError
 
 TooLong = Literal["error", "drop", "truncate"]

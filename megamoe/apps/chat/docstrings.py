@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from megamoe.data.sources import NAME_MARK, Source
+from megamoe.apps.prepare.sources import NAME_MARK, Source
 
 QUESTIONS = ("What does {} do?", "What is {} for?", "Explain {}.")
 LONGEST = 400  # characters of an answer

@@ -1,7 +1,7 @@
 """Preparing conversations: beside PREFIX.bin and PREFIX.idx, whose documents are rendered conversations, it
 writes PREFIX.learned.bin, a byte for each token (1: the model learns to write it), and PREFIX.chat.json.
 
-As in `megamoe/data/prepare.py`, everything is written in a hidden folder and renamed at the end, the cards
+As in `megamoe/apps/prepare`, everything is written in a hidden folder and renamed at the end, the cards
 last. What is written does not depend on the number of workers.
 """
 
@@ -24,11 +24,9 @@ from megamoe.apps.chat.conversation import ASSISTANT, Conversation, conversation
 from megamoe.apps.chat.docstrings import questions_of
 from megamoe.apps.chat.sandbox import BrokenTemplateError
 from megamoe.apps.chat.templates import ChatTemplate, load_template
-from megamoe.data.card import BlockedCard, DataFiles, SourceCard, load_checked, save_checked
-from megamoe.data.index_file import token_dtype, write_index
-from megamoe.data.sources import Source, Tap, find_sources, read_lines
-from megamoe.data.tokenizers import Tokenizer, load_tokenizer, load_with_special
-from megamoe.data.write import (
+from megamoe.apps.prepare.new_tokenizers import load_with_special
+from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
+from megamoe.apps.prepare.write import (
     TextCounts,
     blocked_card,
     locked_folder,
@@ -37,6 +35,9 @@ from megamoe.data.write import (
     unwritable,
     write_card,
 )
+from megamoe.data.card import BlockedCard, DataFiles, SourceCard, load_checked, save_checked
+from megamoe.data.index_file import token_dtype, write_index
+from megamoe.data.tokenizers import Tokenizer, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import parse_json, sync
 

@@ -43,8 +43,8 @@ from megamoe.apps.hf.tensor_files import Stored, TensorWriter
 from megamoe.checkpoint.format.files import parse_json
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints, kept_folder
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
-from megamoe.checkpoint.tools.stream import new_tree
-from megamoe.checkpoint.tools.verify import refuse_damaged
+from megamoe.apps.checkpoints.stream import new_tree
+from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.config import RunConfig
 from megamoe.config.load import configure
 from megamoe.config.mup import without_mup

@@ -40,7 +40,7 @@ from megamoe.apps.hf.tensor_files import Shape, Stored, TensorWriter
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_file, write_sums
 from megamoe.checkpoint.format.folder import KEPT, LATEST
 from megamoe.checkpoint.format.reader import WEIGHT
-from megamoe.checkpoint.tools.stream import new_tree
+from megamoe.apps.checkpoints.stream import new_tree
 from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.config.schema import Precision
 from megamoe.config.yaml_text import dump

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
+from megamoe.apps.prepare.write import lengths_of
 from megamoe.apps.translation.card import PairCard, load_pair_card
 from megamoe.apps.translation.pairs import select_languages
 from megamoe.config.schema import DataConfig
@@ -30,7 +31,6 @@ from megamoe.data.card import DataFiles, PairFiles
 from megamoe.data.index_file import check_arithmetic
 from megamoe.data.verify import verify_sources
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.data.write import lengths_of
 from megamoe.errors import UserError
 
 Direction = Literal["from", "into", "both"]

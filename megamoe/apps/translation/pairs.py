@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from megamoe.apps.prepare.sources import Source, Tap, read_lines
 from megamoe.data.card import SourceCard
-from megamoe.data.sources import Source, Tap, read_lines
 from megamoe.errors import UserError, printable
 from megamoe.io import parse_json
 

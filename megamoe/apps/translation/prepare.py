@@ -15,6 +15,16 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from megamoe import __version__
+from megamoe.apps.prepare.new_tokenizers import load_with_special, train_bpe, train_sentencepiece
+from megamoe.apps.prepare.write import (
+    TextCounts,
+    lengths_of,
+    locked_folder,
+    reference_of,
+    unwritable,
+    write_card,
+    write_tokens,
+)
 from megamoe.apps.translation.card import LanguageCard, PairCard
 from megamoe.apps.translation.catalogues import find_catalogues, read_catalogue
 from megamoe.apps.translation.pairs import (
@@ -38,24 +48,7 @@ from megamoe.apps.translation.select import (
 )
 from megamoe.data.card import DataCard, DataFiles, PairFiles, SourceCard, load_checked, save_checked
 from megamoe.data.special import expand, language_tag
-from megamoe.data.tokenizers import (
-    ByteTokenizer,
-    Tokenizer,
-    is_bytes,
-    load_tokenizer,
-    load_with_special,
-    train_bpe,
-    train_sentencepiece,
-)
-from megamoe.data.write import (
-    TextCounts,
-    lengths_of,
-    locked_folder,
-    reference_of,
-    unwritable,
-    write_card,
-    write_tokens,
-)
+from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import real
 

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from megamoe import __version__
+from megamoe.apps.prepare.write import file_card
 from megamoe.apps.translation.pairs import SPLITS, Counts, Pair, select_languages
 from megamoe.data.card import save_checked
-from megamoe.data.write import file_card
 from megamoe.errors import UserError
 
 WORD = re.compile(r"\w+")

@@ -112,8 +112,8 @@ def run_all(
 
 def _begin(threads: int) -> None:
     """Prepare a process of the pool, which ends with its parent; only errors of its runs are told."""
+    from megamoe.apps.prepare.write import start_worker
     from megamoe.compat.startup import configure_libraries
-    from megamoe.data.write import start_worker
 
     start_worker()
     os.environ["OMP_NUM_THREADS"] = str(threads)

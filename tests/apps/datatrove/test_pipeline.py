@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.data.card import DataFiles, load_card
-from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 from tests.support.data.datatrove_inputs import contents, environment, make_lines, run_pipeline
 

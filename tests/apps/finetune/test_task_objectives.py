@@ -14,9 +14,10 @@ from torch.nn import functional
 from megamoe.apps.finetune.label_files import NO_TAG
 from megamoe.apps.finetune.objectives.labelled import Labelled
 from megamoe.apps.finetune.objectives.tagging import first_tokens
+from megamoe.apps.prepare.new_tokenizers import train_bpe, train_sentencepiece
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
-from megamoe.data.tokenizers import load_tokenizer, train_bpe, train_sentencepiece
+from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.heads.labels import LabelHead

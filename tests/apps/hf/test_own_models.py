@@ -11,9 +11,9 @@ import torch
 from megamoe.apps.hf.export_run import _configuration, export_run
 from megamoe.apps.hf.family import differences
 from megamoe.apps.hf.folder import special_ids, tokenizer_files
+from megamoe.apps.prepare.new_tokenizers import train_sentencepiece
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.config import load_config, parse_config, to_dict
-from megamoe.data.prepare import Preparation, prepare
-from megamoe.data.tokenizers import train_sentencepiece
 from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
 from megamoe.parallel import launch

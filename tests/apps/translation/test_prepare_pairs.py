@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megamoe.apps.prepare.write import lengths_of
 from megamoe.apps.translation import prepare as prepare_module
 from megamoe.apps.translation import prepare_command as prepare_pairs
 from megamoe.apps.translation.card import load_pair_card
@@ -20,7 +21,6 @@ from megamoe.data.card import DataFiles, load_card
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.verify import verify_in_full
 from megamoe.data.vocabulary import resolve_vocabulary
-from megamoe.data.write import lengths_of
 from megamoe.errors import UserError
 from tests.support.data.catalogue_files import entry, write_package, write_po
 

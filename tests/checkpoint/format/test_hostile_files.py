@@ -13,8 +13,8 @@ from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.describe import integrity_of
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.describe import integrity_of
 from megamoe.errors import UserError
 from tests.support.checkpoint_files import seal
 from tests.support.hostile import SHARD, assert_refused, read_all

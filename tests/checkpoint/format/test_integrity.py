@@ -12,8 +12,8 @@ import pytest
 
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import INDEX, META, SUMS
-from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.describe import INTACT, integrity_of
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.describe import INTACT, integrity_of
 from tests.support import checkpoint
 from tests.support.checkpoint_files import flip
 

@@ -10,8 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from megamoe.checkpoint.manager import first_intact
-from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.stream import consolidate
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.stream import consolidate
 from megamoe.errors import UserError
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer

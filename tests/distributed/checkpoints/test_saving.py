@@ -12,7 +12,7 @@ import pytest
 from megamoe.checkpoint import writer
 from megamoe.checkpoint.format.meta import read_index
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.tools import verify
+from megamoe.apps.checkpoints import verify
 from megamoe.errors import UserError
 from megamoe.train.loop import train
 from megamoe.train.trainer import Trainer

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from megamoe.data.prepare import Preparation, prepare
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.errors import ExitCode
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.entry_script import run_entry_script

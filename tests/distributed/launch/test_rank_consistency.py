@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.config import dump_yaml
-from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 from megamoe.parallel import launch, rank_consistency
 from megamoe.parallel.launch import free_port

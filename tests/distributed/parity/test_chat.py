@@ -9,9 +9,9 @@ import torch
 
 from megamoe.apps.chat.dataset import pack
 from megamoe.apps.chat.named_templates import NAMED
+from megamoe.apps.prepare.write import lengths_of
 from megamoe.data.batches import Batch
 from megamoe.data.card import DataFiles
-from megamoe.data.write import lengths_of
 from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.step import model_inputs
 from megamoe.train.trainer import Trainer

@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from megamoe.apps.chat.prepare import ChatCard, ChatPreparation, prepare_chat
-from megamoe.data.tokenizers import train_bpe
+from megamoe.apps.prepare.new_tokenizers import train_bpe
 
 MARKS = (
     *("<|begin_of_text|>", "<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>"),

@@ -9,10 +9,10 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from torch.utils.data import Dataset
 
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets, build_datasets, resolve_vocabulary
-from megamoe.data.prepare import Preparation, prepare
 
 EOD = 256
 ONLY_TRAIN = [1.0, 0.0, 0.0]

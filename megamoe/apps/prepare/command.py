@@ -126,7 +126,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _prepare(arguments: argparse.Namespace) -> None:
-    from megamoe.data.prepare import TRAIN, Preparation, prepare
+    from megamoe.apps.prepare.prepare import TRAIN, Preparation, prepare
     from megamoe.errors import UserError
 
     # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.

@@ -10,9 +10,9 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-import megamoe.data.token_files
+import megamoe.apps.prepare.token_files
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.data.card import load_card
-from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 
 EOD = 256
@@ -51,7 +51,7 @@ def run(folder: Path, content: bytes, name: str = "in.bin", **options: Any) -> l
 def test_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk_bytes: int, content: bytes, options: dict[str, Any]
 ) -> None:
-    monkeypatch.setattr(megamoe.data.token_files, "CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr(megamoe.apps.prepare.token_files, "CHUNK_BYTES", chunk_bytes)
     assert run(tmp_path, content, **options) == [[*document, EOD] for document in DOCUMENTS]
     card = load_card(str(tmp_path / "out"))
     assert card is not None and (card.tokenizer.reference, card.tokenizer.eod) == ("bytes", EOD)

@@ -16,9 +16,13 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 
-from megamoe.data import index_file, shuffle
-from megamoe.data import parts as parts_module
-from megamoe.data import prepare as prepare_module
+from megamoe.apps.prepare import parts as parts_module
+from megamoe.apps.prepare import prepare as prepare_module
+from megamoe.apps.prepare import shuffle
+from megamoe.apps.prepare.parts import Part
+from megamoe.apps.prepare.prepare import Preparation, loaded, prepare
+from megamoe.apps.prepare.sources import Source
+from megamoe.data import index_file
 from megamoe.data.card import DataFiles, check_files, load_card
 from megamoe.data.index_file import (
     check_arithmetic,
@@ -28,9 +32,6 @@ from megamoe.data.index_file import (
     tokens_before,
     write_index,
 )
-from megamoe.data.parts import Part
-from megamoe.data.prepare import Preparation, loaded, prepare
-from megamoe.data.sources import Source
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 
@@ -41,7 +42,7 @@ ENDINGS = (".bin", ".idx", ".counts.npy", ".card.json")
 KILLED = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from megamoe.data import prepare as module
+from megamoe.apps.prepare import prepare as module
 if __name__ == "__main__":
     module.PART_BYTES, folder = 1000, Path(sys.argv[1]).parent / ".out.partial/parts"
     def kill():

@@ -15,10 +15,10 @@ import sys
 from pathlib import Path
 
 from megamoe.checkpoint.format.folder import find_checkpoints
-from megamoe.checkpoint.tools import describe
-from megamoe.checkpoint.tools.average import average, chosen, take_mean
-from megamoe.checkpoint.tools.prune import prune
-from megamoe.checkpoint.tools.stream import DTYPES, consolidate
+from megamoe.apps.checkpoints import describe
+from megamoe.apps.checkpoints.average import average, chosen, take_mean
+from megamoe.apps.checkpoints.prune import prune
+from megamoe.apps.checkpoints.stream import DTYPES, consolidate
 from megamoe.errors import UserError
 
 DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141

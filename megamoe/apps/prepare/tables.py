@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from functools import reduce
 from typing import Any
 
-from megamoe.data.documents import Document, Selection, Skipped
+from megamoe.apps.prepare.documents import Document, Selection, Skipped
 from megamoe.errors import UserError
 
 PARQUET, ARROW = (".parquet",), (".arrow",)

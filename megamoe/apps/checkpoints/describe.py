@@ -7,8 +7,8 @@ import yaml
 
 from megamoe.checkpoint.format.folder import candidates
 from megamoe.checkpoint.format.reader import MOMENTS, MUON_MOMENT, CheckpointReader, moment_name
-from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.stream import count_parameters
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.stream import count_parameters
 from megamoe.errors import UserError, printable
 
 INTACT = "intact"

@@ -16,12 +16,12 @@ import pytest
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megamoe.data import prepare as prepare_module
+from megamoe.apps.prepare import prepare as prepare_module
+from megamoe.apps.prepare.prepare import Preparation, prepare
+from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
+from megamoe.apps.prepare.tables import condition_of
 from megamoe.data import remote
 from megamoe.data.card import DataCard
-from megamoe.data.prepare import Preparation, prepare
-from megamoe.data.sources import Source, Tap, find_sources, read_lines
-from megamoe.data.tables import condition_of
 from megamoe.errors import UserError
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
@@ -60,7 +60,7 @@ def texts_where(holds: Callable[[dict[str, Any]], bool], number: int = 40) -> li
 
 @pytest.mark.parametrize("kind", ["parquet", "dictionary", "stream", "file"])
 def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamoe.data.tables.MOST_ROWS", 3)
+    monkeypatch.setattr("megamoe.apps.prepare.tables.MOST_ROWS", 3)
     rows = table()
     path = tmp_path / ("in.parquet" if kind in ("parquet", "dictionary") else "in.arrow")
     if kind == "dictionary":

@@ -9,9 +9,10 @@ import torch
 from safetensors.torch import load_file
 
 from megamoe.checkpoint.format.files import SUMS, sha256
-from megamoe.checkpoint.tools import stream, verify
-from megamoe.checkpoint.tools import stream as consolidate_module
-from megamoe.checkpoint.tools.stream import consolidate
+from megamoe.apps.checkpoints import stream
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints import stream as consolidate_module
+from megamoe.apps.checkpoints.stream import consolidate
 from megamoe.errors import UserError
 from tests.support import checkpoint
 

@@ -15,9 +15,9 @@ from megamoe.checkpoint.format.folder import (
     has_run_name,
     hide,
 )
-from megamoe.checkpoint.tools import verify
-from megamoe.checkpoint.tools.describe import file_sizes, size
-from megamoe.checkpoint.tools.stream import CONVERTING, OLD_S, age_s
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.describe import file_sizes, size
+from megamoe.apps.checkpoints.stream import CONVERTING, OLD_S, age_s
 from megamoe.errors import UserError
 
 

@@ -24,16 +24,24 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
+from megamoe.apps.prepare.documents import Document, Selection, Skipped
+from megamoe.apps.prepare.new_tokenizers import load_with_special, train_bpe
+from megamoe.apps.prepare.parts import FOLDER, RECORDS, Part, Record, cut, join_parts, unfinished, write_parts
+from megamoe.apps.prepare.shuffle import scattered, shuffle_parts
+from megamoe.apps.prepare.sources import Source, find_sources, open_source
+from megamoe.apps.prepare.tables import condition_of
+from megamoe.apps.prepare.write import (
+    TextCounts,
+    locked_folder,
+    reference_of,
+    unwritable,
+    write_card,
+    write_tokens,
+)
 from megamoe.data.card import DataCard, DataFiles, SourceCard
-from megamoe.data.documents import Document, Selection, Skipped
 from megamoe.data.index_file import token_dtype
-from megamoe.data.parts import FOLDER, RECORDS, Part, Record, cut, join_parts, unfinished, write_parts
-from megamoe.data.shuffle import scattered, shuffle_parts
-from megamoe.data.sources import Source, find_sources, open_source
 from megamoe.data.special import expand
-from megamoe.data.tables import condition_of
-from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer, load_with_special, train_bpe
-from megamoe.data.write import TextCounts, locked_folder, reference_of, unwritable, write_card, write_tokens
+from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import sync
 

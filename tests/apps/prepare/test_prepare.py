@@ -23,11 +23,11 @@ import pytest
 import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from megamoe.data import command as prepare_data
-from megamoe.data import prepare as prepare_module
-from megamoe.data import write as write_module
+from megamoe.apps.prepare import command as prepare_data
+from megamoe.apps.prepare import prepare as prepare_module
+from megamoe.apps.prepare import write as write_module
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.data.card import DataCard, check_files, load_card
-from megamoe.data.prepare import Preparation, prepare
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
 

@@ -10,7 +10,7 @@ from typing import IO
 
 import numpy as np
 
-from megamoe.data.documents import Selection
+from megamoe.apps.prepare.documents import Selection
 from megamoe.errors import UserError
 
 HEADER_BYTES = 1024

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
-from megamoe.checkpoint.tools import describe
+from megamoe.apps.checkpoints import describe
 from megamoe.config import load_config
 from megamoe.train.loop import train
 from tests.support import checkpoint

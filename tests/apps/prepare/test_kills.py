@@ -22,7 +22,8 @@ KILLS = 20
 # Prepares argv[1] to argv[2] by 2 workers in small parts and buckets; says so when the imports are done.
 PREPARE = """
 import sys
-from megamoe.data import prepare as module, shuffle
+from megamoe.apps.prepare import shuffle
+from megamoe.apps.prepare import prepare as module
 if __name__ == "__main__":
     module.PART_BYTES, shuffle.BUCKET_BYTES = 200_000, 300_000
     print("ready", flush=True)

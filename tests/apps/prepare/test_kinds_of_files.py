@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.data.card import DataCard
-from megamoe.data.prepare import Preparation, prepare
 from megamoe.errors import UserError
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'

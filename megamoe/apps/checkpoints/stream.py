@@ -31,7 +31,7 @@ from megamoe.checkpoint.format.reader import (
     CheckpointReader,
     moment_name,
 )
-from megamoe.checkpoint.tools.verify import refuse_damaged
+from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.errors import UserError
 from megamoe.io import read_json, real, sync
 from megamoe.parallel.chunks import LocalChunk, Shape, chunks_of_range

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamoe.data.tokenizers import load_tokenizer, train_bpe
-from megamoe.data.write import encode_batches, encode_documents
+from megamoe.apps.prepare.new_tokenizers import train_bpe
+from megamoe.apps.prepare.write import encode_batches, encode_documents
+from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 KILLED_PARENT = """
 import multiprocessing, os, signal
 import numpy as np
-from megamoe.data.write import encode_batches
+from megamoe.apps.prepare.write import encode_batches
 from megamoe.data.tokenizers import load_tokenizer
 for number, _ in enumerate(encode_batches([["a"]] * 20, load_tokenizer("bytes"), np.uint16, 2)):
     if number == 1:

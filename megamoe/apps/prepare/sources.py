@@ -28,10 +28,10 @@ from typing import IO, Any, cast
 
 import zstandard
 
+from megamoe.apps.prepare.documents import Document, Reader, Selection, Skipped
+from megamoe.apps.prepare.tables import ARROW, PARQUET, TableReader, row_groups
+from megamoe.apps.prepare.token_files import read_tokens
 from megamoe.data import remote
-from megamoe.data.documents import Document, Reader, Selection, Skipped
-from megamoe.data.tables import ARROW, PARQUET, TableReader, row_groups
-from megamoe.data.token_files import read_tokens
 from megamoe.errors import UserError, printable
 from megamoe.io import parse_json, read_json, real
 from megamoe.object_storage import is_url, without_credentials

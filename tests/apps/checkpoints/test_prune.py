@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.checkpoint.tools.prune import prune
+from megamoe.apps.checkpoints.prune import prune
 from megamoe.errors import UserError
 from tests.support import checkpoint
 

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import numpy as np
 
+from megamoe.apps.prepare.parts import FOLDER, Part, summed_counts
 from megamoe.data.card import DataFiles
 from megamoe.data.index_file import read_lengths, write_index
-from megamoe.data.parts import FOLDER, Part, summed_counts
 from megamoe.io import read_json, replace_file, sync
 
 BUCKET_BYTES = 1 << 27

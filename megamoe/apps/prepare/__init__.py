@@ -1,0 +1,1 @@
+"""Text, tables, tars and URLs to the .bin/.idx files that pretraining reads."""
