@@ -15,7 +15,7 @@ COMMANDS = {
         "megamoe.apps.routing_analysis.command",
         "What the routers of trained models do: ten analyses of checkpoints, as JSON and figures",
     ),
-    "checkpoint": ("megamoe.apps.checkpoints.command", "Inspect, verify, convert, average and prune checkpoints"),
+    "checkpoint": ("megamoe.apps.checkpoints.command", "Inspect, verify, convert, average, prune them"),
     "convert": (
         "megamoe.apps.hf.command",
         "Convert models between Hugging Face folders and checkpoints of ours",

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from megamoe.kernels.build import BuildError, cached, run
+from megamoe.cpu_kernels.build import BuildError, cached, run
 
 SOURCES = sorted(Path(__file__).parent.glob("*.[ch]*"))
 FLAGS = ["-O0", "-w", "-shared", "-fPIC", "-std=c++20"]

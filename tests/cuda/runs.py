@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from megamoe.kernels.build import BuildError
+from megamoe.cpu_kernels.build import BuildError
 from megamoe.parallel.launch import free_port
 from tests.cuda.build import built
 from tests.cuda.pretended import FAULTS

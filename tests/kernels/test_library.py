@@ -12,15 +12,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from megamoe.kernels import library as kernels
+from megamoe.cpu_kernels import library as kernels
 from megamoe.kernels.choice import Kernels
-from megamoe.kernels.library import PASSES, find_library
+from megamoe.kernels.library import PASSES, SUFFIXES, find_library
 from tests.support.moe.build import make_hidden, make_layer, moe_config
 
 GCC = shutil.which("g++")
 pytestmark = pytest.mark.skipif(GCC is None, reason="no g++")
 NAMES = ["has_tiles", "sort_by_key", "sum_of_squares", "adamw"]
-NAMES += [f"{each.name}_{suffix}" for each in PASSES for suffix in each.suffixes]
+NAMES += [f"{name}_{SUFFIXES[dtype]}" for name, each in PASSES.items() for dtype in each.dtypes]
 
 
 @pytest.fixture(autouse=True)

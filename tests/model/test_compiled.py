@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from megamoe.cpu_kernels.library import CompiledLibrary
 from megamoe.kernels.attention.documents import Documents
-from megamoe.kernels.library import Library, find_library
+from megamoe.kernels.library import find_library
 from megamoe.model.attention.core import SplittingSelfAttention
 from megamoe.model.build import use_one_stream
 from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
@@ -37,13 +38,13 @@ def called(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     if library is None or library.sgemm is None:
         pytest.skip(f"no compiled kernels: {problem}")
     count: Counter[str] = Counter()
-    run = Library.run
+    run = CompiledLibrary.run
 
-    def counting(self: Library, name: str, *arguments: Any) -> None:
+    def counting(self: CompiledLibrary, name: str, *arguments: Any) -> None:
         count[name.removesuffix("_fp32").removesuffix("_bf16")] += 1
         run(self, name, *arguments)
 
-    monkeypatch.setattr(Library, "run", counting)
+    monkeypatch.setattr(CompiledLibrary, "run", counting)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a key head for each
     yield count

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.checkpoint.format import files
-from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.apps.checkpoints import verify
 from megamoe.apps.checkpoints.describe import integrity_of
+from megamoe.checkpoint.format import files
+from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.errors import UserError
 
 SHARD = "shard_00000.safetensors"

@@ -125,7 +125,7 @@ def test_another_line_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     copied = tmp_path / "megamoe"
     shutil.copytree(Path(megamoe.__file__).parent, copied, ignore=shutil.ignore_patterns("__pycache__"))
     monkeypatch.setattr(megamoe, "__file__", str(copied / "__init__.py"))
-    for name in ("train/step.py", "kernels/cpu/rows.cpp"):
+    for name in ("train/step.py", "cpu_kernels/rows.cpp"):
         rank_facts._own_source.cache_clear()
         assert first_difference(first, facts_of_start(tiny(), WORLD)) is None
         before = (copied / name).read_bytes()

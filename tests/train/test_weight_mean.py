@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.format.reader import MEAN, WEIGHT, CheckpointReader
 from megamoe.apps.checkpoints import describe
+from megamoe.checkpoint.format.reader import MEAN, WEIGHT, CheckpointReader
 from megamoe.errors import UserError
 from megamoe.optim.weight_mean import WeightMean
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
+from megamoe.apps.checkpoints.stream import Filling, OutputTensor, new_folder, write_line, write_tensors
+from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.checkpoint.format.files import INDEX, META, shard_file
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
 from megamoe.checkpoint.format.meta import new_id
 from megamoe.checkpoint.format.reader import MEAN, WEIGHT, CheckpointReader
-from megamoe.apps.checkpoints.stream import Filling, OutputTensor, new_folder, write_line, write_tensors
-from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.errors import UserError
 from megamoe.parallel.chunks import LocalChunk
 

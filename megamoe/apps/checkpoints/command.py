@@ -14,11 +14,11 @@ import os
 import sys
 from pathlib import Path
 
-from megamoe.checkpoint.format.folder import find_checkpoints
 from megamoe.apps.checkpoints import describe
 from megamoe.apps.checkpoints.average import average, chosen, take_mean
 from megamoe.apps.checkpoints.prune import prune
 from megamoe.apps.checkpoints.stream import DTYPES, consolidate
+from megamoe.checkpoint.format.folder import find_checkpoints
 from megamoe.errors import UserError
 
 DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141

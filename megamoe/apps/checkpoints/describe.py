@@ -5,10 +5,10 @@ from typing import Any
 
 import yaml
 
-from megamoe.checkpoint.format.folder import candidates
-from megamoe.checkpoint.format.reader import MOMENTS, MUON_MOMENT, CheckpointReader, moment_name
 from megamoe.apps.checkpoints import verify
 from megamoe.apps.checkpoints.stream import count_parameters
+from megamoe.checkpoint.format.folder import candidates
+from megamoe.checkpoint.format.reader import MOMENTS, MUON_MOMENT, CheckpointReader, moment_name
 from megamoe.errors import UserError, printable
 
 INTACT = "intact"

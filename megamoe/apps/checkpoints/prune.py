@@ -6,6 +6,9 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.describe import file_sizes, size
+from megamoe.apps.checkpoints.stream import CONVERTING, OLD_S, age_s
 from megamoe.checkpoint.format.folder import (
     DELETING,
     REPLACED,
@@ -15,9 +18,6 @@ from megamoe.checkpoint.format.folder import (
     has_run_name,
     hide,
 )
-from megamoe.apps.checkpoints import verify
-from megamoe.apps.checkpoints.describe import file_sizes, size
-from megamoe.apps.checkpoints.stream import CONVERTING, OLD_S, age_s
 from megamoe.errors import UserError
 
 

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.checkpoint.format.files import sha256, write_sums
 from megamoe.checkpoint.format.reader import (
     IN_SAFETENSORS,
@@ -31,7 +32,6 @@ from megamoe.checkpoint.format.reader import (
     CheckpointReader,
     moment_name,
 )
-from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.errors import UserError
 from megamoe.io import read_json, real, sync
 from megamoe.parallel.chunks import LocalChunk, Shape, chunks_of_range

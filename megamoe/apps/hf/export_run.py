@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from megamoe.apps.checkpoints.stream import new_tree
+from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.apps.hf.chat_files import chat_of
 from megamoe.apps.hf.custom.export import CUSTOM, custom_family, custom_files
 from megamoe.apps.hf.families import FAMILIES
@@ -43,8 +45,6 @@ from megamoe.apps.hf.tensor_files import Stored, TensorWriter
 from megamoe.checkpoint.format.files import parse_json
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints, kept_folder
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
-from megamoe.apps.checkpoints.stream import new_tree
-from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.config import RunConfig
 from megamoe.config.load import configure
 from megamoe.config.mup import without_mup

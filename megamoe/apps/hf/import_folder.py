@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.apps.checkpoints.stream import new_tree
 from megamoe.apps.hf.families import FAMILIES, REFUSED
 from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
 from megamoe.apps.hf.folder import (
@@ -40,7 +41,6 @@ from megamoe.apps.hf.tensor_files import Shape, Stored, TensorWriter
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_file, write_sums
 from megamoe.checkpoint.format.folder import KEPT, LATEST
 from megamoe.checkpoint.format.reader import WEIGHT
-from megamoe.apps.checkpoints.stream import new_tree
 from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.config.schema import Precision
 from megamoe.config.yaml_text import dump

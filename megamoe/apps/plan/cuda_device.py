@@ -12,8 +12,8 @@ from functools import cache
 from importlib.metadata import version
 from pathlib import Path
 
+from megamoe.cpu_kernels.build import BuildError, cached, run
 from megamoe.errors import UserError
-from megamoe.kernels.build import BuildError, cached, run
 
 SOURCE = Path(__file__).with_name("cuda_device.cpp")
 BUILD_TIMEOUT_S = 120

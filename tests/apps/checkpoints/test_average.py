@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.apps.checkpoints import describe
+from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.config import load_config
 from megamoe.train.loop import train
 from tests.support import checkpoint

@@ -8,11 +8,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamoe.checkpoint.format.files import SUMS, sha256
-from megamoe.apps.checkpoints import stream
-from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints import stream, verify
 from megamoe.apps.checkpoints import stream as consolidate_module
 from megamoe.apps.checkpoints.stream import consolidate
+from megamoe.checkpoint.format.files import SUMS, sha256
 from megamoe.errors import UserError
 from tests.support import checkpoint
 

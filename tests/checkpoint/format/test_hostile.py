@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.describe import integrity_of
 from megamoe.checkpoint.format import meta
 from megamoe.checkpoint.format.files import INDEX, META
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.apps.checkpoints import verify
-from megamoe.apps.checkpoints.describe import integrity_of
 from megamoe.errors import UserError
 from megamoe.parallel.chunks import Chunk, first_overlap
 from megamoe.train.resume import check_init, check_resume

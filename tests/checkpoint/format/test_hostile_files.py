@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
+from megamoe.apps.checkpoints import verify
+from megamoe.apps.checkpoints.describe import integrity_of
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.apps.checkpoints import verify
-from megamoe.apps.checkpoints.describe import integrity_of
 from megamoe.errors import UserError
 from tests.support.checkpoint_files import seal
 from tests.support.hostile import SHARD, assert_refused, read_all

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.checkpoint.format import files
-from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from megamoe.apps.checkpoints import verify
 from megamoe.apps.checkpoints.describe import INTACT, integrity_of
+from megamoe.checkpoint.format import files
+from megamoe.checkpoint.format.files import INDEX, META, SUMS
 from tests.support import checkpoint
 from tests.support.checkpoint_files import flip
 

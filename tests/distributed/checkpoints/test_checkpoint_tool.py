@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megamoe.checkpoint.manager import first_intact
 from megamoe.apps.checkpoints import verify
 from megamoe.apps.checkpoints.stream import consolidate
+from megamoe.checkpoint.manager import first_intact
 from megamoe.errors import UserError
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer

@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
+from megamoe.apps.checkpoints import verify
 from megamoe.checkpoint import writer
 from megamoe.checkpoint.format.meta import read_index
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.apps.checkpoints import verify
 from megamoe.errors import UserError
 from megamoe.train.loop import train
 from megamoe.train.trainer import Trainer
