@@ -343,6 +343,8 @@ def vendor_internals(path: Path) -> Iterator[str]:
                 yield f"{place}{ast.unparse(node)} = ..."
         elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] != "megamoe":
             yield from (place + alias.name for alias in node.names if is_private(alias.name))
+        elif isinstance(node, ast.Call) and called(node) == "replaced":
+            yield from (place + ast.unparse(node) for _ in names & {ast.unparse(node.args[0]).split(".")[0]})
         elif isinstance(node, ast.Call) and called(node) in ("getattr", "hasattr", "setattr", "delattr"):
             name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
             patched = called(node) in ("setattr", "delattr") and ast.unparse(node.args[0]) in names
@@ -362,6 +364,7 @@ def test_internals_of_vendors_are_touched_in_compat_alone(path: Path) -> None:
         "from deepspeed.utils import groups as g\ng._EXPERT_PARALLEL_GROUP['a'] = 1",
         "import importlib\nbackend = importlib.import_module('deepspeed.comm.torch')\nbackend.build = None",
         "import torch\nsetattr(torch, 'x', 1)",
+        "import torch\nwith replaced(torch.cuda, x=1): ...",
         "def f(iterator): return iterator._workers",
         "def f(iterator): return getattr(iterator, '_workers', ())",
         "class A:\n    def f(self): return self._init_group({})",
@@ -375,6 +378,11 @@ def test_use_of_internals_is_seen(source: str, tmp_path: Path) -> None:
     path = tmp_path / "source.py"
     path.write_text(source)
     assert list(vendor_internals(path))
+
+
+@each_of(FILES + SCRIPTS)
+def test_the_package_uses_no_tools_of_tests(path: Path) -> None:
+    assert not [name for name in imports_of(path) if name.split(".")[0] in ("unittest", "pytest", "tests")]
 
 
 COMPAT = [path for path in FILES if package_of(path) == "compat" and path.name != "__init__.py"]

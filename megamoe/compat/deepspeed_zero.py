@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, Protocol
-from unittest.mock import patch
 
 import torch.distributed as dist
 from deepspeed.ops.adam import cpu_adam
@@ -18,6 +17,8 @@ from deepspeed.runtime.zero.partition_parameters import Init, ZeroParamStatus
 from deepspeed.utils import safe_set_local_fp32_param
 from torch import Tensor, nn
 from torch.nn import functional
+
+from megamoe.compat import replaced
 
 
 def mark_expert(parameter: nn.Parameter, group_name: str, copies: dist.ProcessGroup) -> None:
@@ -75,7 +76,7 @@ def ranks_agree() -> Iterator[None]:
     Without it: a simulated step at ZeRO 3 fails, as if the ranks disagreed.
     Canary: test_deepspeed_zero.py::test_ranks_are_compared
     """
-    with patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda numbers: None):
+    with replaced(partitioned_param_coordinator, assert_ints_same_as_other_ranks=lambda numbers: None):
         yield
 
 
@@ -90,7 +91,7 @@ def host_adam_without_kernel() -> Iterator[None]:
     names = ("create_adam", "adam_update", "destroy_adam")
     kernel = SimpleNamespace(**dict.fromkeys(names, lambda *arguments: None))
     builder = SimpleNamespace(load=lambda: kernel)
-    with patch.object(cpu_adam, "CPUAdamBuilder", lambda: builder):
+    with replaced(cpu_adam, CPUAdamBuilder=lambda: builder):
         yield
 
 

@@ -9,13 +9,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch._dynamo  # a FakeTensorMode imports it, which fails where torch.cuda says that there is a device
 import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+
+from megamoe.compat import replaced
 
 
 @dataclass(frozen=True)
@@ -130,11 +131,8 @@ def fake_torch_cuda(properties: FakeProperties = FakeProperties()) -> Iterator[N
     Without it: training code cannot run on fake CUDA tensors.
     Canary: check_fake_cuda.py::check_torch_cuda_answers
     """
-    with contextlib.ExitStack() as stack:
-        for name, answer in _answers(properties).items():
-            stack.enter_context(patch.object(torch.cuda, name, answer))
-        for name in ("range_push", "range_pop"):
-            stack.enter_context(patch.object(torch.cuda.nvtx, name, _constant(0)))
+    markers = _constants("range_push range_pop", 0)
+    with replaced(torch.cuda, **_answers(properties)), replaced(torch.cuda.nvtx, **markers):
         yield
 
 
@@ -179,7 +177,7 @@ def modules_move_fakes() -> Iterator[None]:
                 self._buffers[name] = None if buffer is None else function(buffer)
         return self
 
-    with patch.object(nn.Module, "_apply", apply):
+    with replaced(nn.Module, _apply=apply):
         yield
 
 
@@ -191,7 +189,7 @@ def fakes_are_drawn() -> Iterator[None]:
     Without it: a model whose weights come from a truncated normal distribution cannot be built of fakes.
     Canary: check_fake_cuda.py::check_fakes_are_drawn
     """
-    with patch.object(nn.init, "trunc_normal_", lambda tensor, *arguments, **options: tensor):
+    with replaced(nn.init, trunc_normal_=lambda tensor, *arguments, **options: tensor):
         yield
 
 
@@ -233,7 +231,7 @@ def objects_are_alike() -> Iterator[None]:
     def gather(objects: list[Any], value: Any, group: Any = None) -> None:
         objects[:] = [value] * len(objects)
 
-    with patch.object(dist, "all_gather_object", gather):
+    with replaced(dist, all_gather_object=gather):
         yield
 
 
@@ -328,7 +326,7 @@ def fused_operators() -> Iterator[None]:
     """
     if torch.version.cuda is None:
         _declare_cuda_kernels()
-    with patch.object(nn.functional, "scaled_dot_product_attention", _attention):
+    with replaced(nn.functional, scaled_dot_product_attention=_attention):
         yield
 
 

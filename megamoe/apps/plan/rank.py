@@ -6,7 +6,6 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -23,6 +22,7 @@ from megamoe.apps.plan.stand_ins import (
     stages_that_send,
     without_values,
 )
+from megamoe.compat import replaced
 from megamoe.compat.fake_cuda import (
     FakeCudaMode,
     fake_torch_cuda,
@@ -288,10 +288,7 @@ def passes_counted(counter: CostCounter) -> Iterator["CountedPasses"]:
 
         return counted
 
-    with (
-        patch.object(Passes, "forward", alone(Passes.forward)),
-        patch.object(Passes, "backward", alone(Passes.backward)),
-    ):
+    with replaced(Passes, forward=alone(Passes.forward), backward=alone(Passes.backward)):
         yield found
 
 

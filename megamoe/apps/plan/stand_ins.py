@@ -2,15 +2,15 @@
 
 import copy
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
 from megamoe.apps.plan.counter import COMBINE, DISPATCH, STAGES, CostCounter, Parts
+from megamoe.compat import replaced
 from megamoe.config import RunConfig
 from megamoe.config.groups import kinds
 from megamoe.config.parts import PartChoice
@@ -159,11 +159,10 @@ def full_sequences() -> Iterator[None]:
     def bounds(self: Padding, ranks: int) -> tuple[int, ...]:
         return tuple(range(0, self.num_places + 1, self.num_places // ranks))
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(Padding, "of", padding))
-        stack.enter_context(patch.object(Padding, "bounds", bounds))
-        for kind, name in ((Documents, "of_lengths"), (SourceLengths, "of")):
-            stack.enter_context(patch.object(kind, name, lambda lengths_B, size, device="cpu": None))
+    def no_lengths(lengths_B: Tensor, size: int, device: Any = "cpu") -> None: ...
+
+    without = replaced(Documents, of_lengths=no_lengths), replaced(SourceLengths, of=no_lengths)
+    with replaced(Padding, of=padding, bounds=bounds), without[0], without[1]:
         yield
 
 
@@ -184,9 +183,7 @@ def stages_that_send(parts: Parts, counter: CostCounter) -> Iterator[None]:
         with counter.during("forward"):
             return receive(self, *arguments)
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.object(StageLinks, "_send", sent))
-        stack.enter_context(patch.object(StageLinks, "_receive", received))
+    with replaced(StageLinks, _send=sent, _receive=received):
         yield
 
 

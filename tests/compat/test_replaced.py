@@ -1,0 +1,22 @@
+"""Attributes of modules and classes are replaced for a while, and are as before afterwards."""
+
+import pytest
+
+from megamoe.compat import replaced
+
+
+class Owner:
+    @classmethod
+    def name(cls) -> str:
+        return cls.__name__
+
+
+def test_attributes_are_as_before_after_an_error() -> None:
+    before = dict(vars(Owner))
+    with pytest.raises(ZeroDivisionError), replaced(Owner, name=lambda: "replaced"):
+        assert Owner.name() == "replaced"
+        raise ZeroDivisionError
+    assert dict(vars(Owner)) == before
+    with pytest.raises(KeyError), replaced(Owner, name=None, missing=3):
+        pass
+    assert dict(vars(Owner)) == before
