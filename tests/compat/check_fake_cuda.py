@@ -1,4 +1,4 @@
-"""Checks of compat.fake_cuda in a process where the fake CUDA device was loaded before torch."""
+"""Checks of apps.plan.fake_cuda in a process where the fake CUDA device was loaded before torch."""
 
 from megamoe.apps.plan import cuda_device
 
@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 
-from megamoe.compat.fake_cuda import (  # noqa: E402
+from megamoe.apps.plan.fake_cuda import (  # noqa: E402
     FakeCudaMode,
     FakeProperties,
     fake_torch_cuda,

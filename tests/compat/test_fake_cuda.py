@@ -1,4 +1,4 @@
-"""Canaries: what compat.fake_cuda uses and patches is as it was, and is still needed (check_fake_cuda.py)."""
+"""Canaries: what the fake CUDA device uses and patches is as it was, and is needed (check_fake_cuda.py)."""
 
 import pytest
 

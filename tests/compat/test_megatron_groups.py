@@ -5,7 +5,7 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megamoe.compat.fake_cuda import join_fake_group
+from megamoe.apps.plan.fake_cuda import join_fake_group
 from megamoe.compat.megatron_groups import groups_made_by
 from megamoe.parallel import launch
 from tests.support.tiny import restored_process

@@ -186,7 +186,7 @@ def _always(value: Any) -> Callable[..., Any]:
 
 def _queries(device: Device) -> dict[str, Any]:
     """What the simulation's fake device answers too, and what a device of its own is needed for."""
-    from megamoe.compat.fake_cuda import FakeProperties, _answers
+    from megamoe.apps.plan.fake_cuda import FakeProperties, _answers
 
     class Context:
         def __init__(self, wanted: Any) -> None:

@@ -7,8 +7,8 @@ import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megamoe.apps.plan.fake_cuda import join_fake_group
 from megamoe.compat import deepspeed_compat, torch_compat
-from megamoe.compat.fake_cuda import join_fake_group
 from megamoe.parallel import launch
 from megamoe.parallel.groups import expert_group_name, start_groups
 from megamoe.parallel.layout import Layout

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megamoe.apps.plan.fake_cuda import on_cuda, ranks_of_collective, running_node, schema_of, sequence_number
 from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, TEMPORARY, MemoryTimeline
 from megamoe.apps.plan.operators import dtype_of, name_of, operator_cost, tensor_bytes, tensors_in
-from megamoe.compat.fake_cuda import on_cuda, ranks_of_collective, running_node, schema_of, sequence_number
 
 DISPATCH, COMBINE = "dispatch", "combine"
 SHARED_EXPERTS = "shared experts"

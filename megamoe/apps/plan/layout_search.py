@@ -8,11 +8,11 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from megamoe.apps.plan.fake_cuda import fake_torch_cuda
 from megamoe.apps.plan.layout_estimate import Estimate, Sizes, estimate
 from megamoe.apps.plan.plan import RESERVED, Cluster, Plan, make_plan, with_node_size
 from megamoe.apps.plan.plan_page import GB, record
 from megamoe.apps.plan.stand_ins import without_data
-from megamoe.compat.fake_cuda import fake_torch_cuda
 from megamoe.config import RunConfig
 from megamoe.config.groups import experts_by_layer, kinds
 from megamoe.config.shapes import moe_layer_numbers

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from megamoe.compat.fake_cuda import storage_key
+from megamoe.apps.plan.fake_cuda import storage_key
 
 PARAMETERS, GRADIENTS, OPTIMIZER = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, TEMPORARY, BATCH = "activations", "temporary", "batch and counts"

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from megamoe.compat.fake_cuda import schema_of, storage_key
+from megamoe.apps.plan.fake_cuda import schema_of, storage_key
 from megamoe.kernels.operators import cost_of
 
 # These allocate memory, or talk to the allocator, and launch nothing.

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, Rate
 from megamoe.apps.plan.counter import STAGES, CollectiveTotal
+from megamoe.apps.plan.fake_cuda import fake_torch_cuda
 from megamoe.apps.plan.figures import (
     Figures,
     Models,
@@ -16,7 +17,6 @@ from megamoe.apps.plan.hardware import Gpu, Topology
 from megamoe.apps.plan.rank import simulate_step
 from megamoe.apps.plan.stages import Pipeline, holding, plan_stages
 from megamoe.apps.plan.stand_ins import without_data
-from megamoe.compat.fake_cuda import fake_torch_cuda
 from megamoe.config import RunConfig
 from megamoe.errors import raise_first
 from megamoe.model.size import ModelSize, model_size

@@ -13,6 +13,16 @@ from torch import Tensor
 
 from megamoe.apps.plan.counter import GRADIENTS as PART_OF_GRADIENTS
 from megamoe.apps.plan.counter import CostCounter, Counts, Parts
+from megamoe.apps.plan.fake_cuda import (
+    FakeCudaMode,
+    fake_torch_cuda,
+    fakes_are_drawn,
+    fused_operators,
+    join_fake_group,
+    modules_move_fakes,
+    objects_are_alike,
+    unknown_sizes_raise,
+)
 from megamoe.apps.plan.memory import ACTIVATIONS, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY, Peak
 from megamoe.apps.plan.operators import tensors_in
 from megamoe.apps.plan.stand_ins import (
@@ -23,16 +33,6 @@ from megamoe.apps.plan.stand_ins import (
     without_values,
 )
 from megamoe.compat import replaced
-from megamoe.compat.fake_cuda import (
-    FakeCudaMode,
-    fake_torch_cuda,
-    fakes_are_drawn,
-    fused_operators,
-    join_fake_group,
-    modules_move_fakes,
-    objects_are_alike,
-    unknown_sizes_raise,
-)
 from megamoe.config import RunConfig
 from megamoe.config.groups import config_by_layer, kinds
 from megamoe.config.shapes import recomputed_modules

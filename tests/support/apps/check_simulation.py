@@ -24,6 +24,12 @@ from megamoe.apps.plan.counter import (  # noqa: E402
     OperatorTotal,
     Parts,
 )
+from megamoe.apps.plan.fake_cuda import (  # noqa: E402
+    fake_torch_cuda,
+    fused_operators,
+    join_fake_group,
+    modules_move_fakes,
+)
 from megamoe.apps.plan.figures import (  # noqa: E402
     BACKWARD_VOCABULARY,
     FORWARD_VOCABULARY,
@@ -35,12 +41,6 @@ from megamoe.apps.plan.plan import Cluster, make_plan  # noqa: E402
 from megamoe.apps.plan.rank import StepCosts, fake_mode, simulate_step  # noqa: E402
 from megamoe.apps.plan.roofline import roofline  # noqa: E402
 from megamoe.apps.plan.stand_ins import evenly  # noqa: E402
-from megamoe.compat.fake_cuda import (  # noqa: E402
-    fake_torch_cuda,
-    fused_operators,
-    join_fake_group,
-    modules_move_fakes,
-)
 from megamoe.errors import UserError  # noqa: E402
 from megamoe.kernels.operators import kernel_operator  # noqa: E402
 from megamoe.model.size import model_size  # noqa: E402
