@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megamoe.errors import UserError
 from megamoe.kernels.experts.rows import RowTokens, combine, gather
-from megamoe.moe.dispatch.dispatcher import Dispatcher, ExpertPlaces, sort_by_expert
+from megamoe.moe.dispatch.dispatcher import DispatchConfig, Dispatcher, sort_by_expert
 from megamoe.moe.process_groups import rank_in, size_of
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.registry import register
@@ -54,7 +54,7 @@ class DeepEP(Dispatcher):
 
         most_choices: int = 8
 
-    def __init__(self, config: Config, places: ExpertPlaces) -> None:
+    def __init__(self, config: Config, places: DispatchConfig) -> None:
         super().__init__(config, places)
         if places.fp8:
             raise UserError("parallel.exchange_dtype: deepep sends bf16 here; legal: model")
@@ -88,7 +88,7 @@ class DeepEP(Dispatcher):
         """See `Dispatcher`."""
         return gather(state.rows_RH, state.tokens, self.kernels), state.counts_E
 
-    def send_along(self, values_N: Tensor, state: Received) -> Tensor:
+    def dispatch_values(self, values_N: Tensor, state: Received) -> Tensor:
         """Refuse: DeepEP sends no integers."""
         raise UserError("moe.expert_output_dropout, expert_activation_dropout: not with the exchange deepep")
 

@@ -36,7 +36,7 @@ BUILTIN_PACKAGES = (
     "megamoe.moe.selectors",
     "megamoe.moe.losses",
     "megamoe.moe.capacity",
-    "megamoe.moe.exchanges",
+    "megamoe.moe.dispatch",
     "megamoe.moe.presets",
     "megamoe.zoo",
     "megamoe.objectives",

@@ -35,9 +35,9 @@ def parts_marked(trainer: Any) -> Iterator[None]:
     methods = [(engine, "backward", GRADIENTS), (engine, "finish_gradients", GRADIENTS)]
     methods += [(engine, "step", "optimizer")]
     for _, layer in trainer.model.moe_layers():
-        sends = ("start", "finish", "send_along", "row_weights")
+        sends = ("start", "finish", "dispatch_values", "dispatched_weights")
         methods += [(layer.dispatcher, name, DISPATCH) for name in sends]
-        methods += [(layer.dispatcher, name, COMBINE) for name in ("combine", "add_up")]
+        methods += [(layer.dispatcher, name, COMBINE) for name in ("combine", "combine_weighted")]
     with ExitStack() as stack:
         for owner, name, part in methods:
             plain = getattr(owner, name)

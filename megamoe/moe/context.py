@@ -15,7 +15,7 @@ from megamoe.moe.timers import LocalComputeTimer, StageTimers
 
 @dataclass(frozen=True)
 class Padding:
-    """The places of the tokens that are not padding, among all S * B places of a micro batch.
+    """The positions of the tokens that are not padding, among all S * B positions of a micro batch.
 
     place_V: int64, ascending, on the device of the layers. place_on_cpu_V: the same on the CPU, where the
     ranks' shares are counted. num_places: S * B. num_sequences: B.
@@ -28,7 +28,7 @@ class Padding:
 
     @classmethod
     def of(cls, lengths_B: Tensor, size: int, device: torch.device | str = "cpu") -> "Padding":
-        """Return the padding of sequences of `size` places.
+        """Return the padding of sequences of `size` positions.
 
         lengths_B: integers on the CPU, the tokens of each sequence, which its padding follows. They may leave
         no padding: all ranks must build the same autograd graph, because ZeRO 3 compares the order of their
@@ -39,12 +39,12 @@ class Padding:
         return cls(place_V.to(device, non_blocking=True), place_V, valid_SB.numel(), len(lengths_B))
 
     def bounds(self, ranks: int) -> tuple[int, ...]:
-        """Return where each rank's tokens begin among the V, and V; ranks have equal shares of the places."""
+        """Return where each rank's tokens begin among the V, and V; ranks share the positions equally."""
         edges = torch.arange(ranks + 1) * (self.num_places // ranks)
         return tuple(torch.searchsorted(self.place_on_cpu_V, edges).tolist())
 
     def own_places(self, rank: int, ranks: int) -> Tensor:
-        """Return the places of a rank's tokens among the places of that rank, int64."""
+        """Return the positions of a rank's tokens among the positions of that rank, int64."""
         bounds = self.bounds(ranks)
         return self.place_V[bounds[rank] : bounds[rank + 1]] - rank * (self.num_places // ranks)
 
@@ -87,7 +87,7 @@ class MicroBatch:
     sequence b
     """
     padding: Padding | None = None
-    """the places that are not tokens; None: all are tokens"""
+    """the positions that are not tokens; None: all are tokens"""
     source: "MicroBatch | None" = None
     """the tokens of an encoder_decoder's encoder; the other fields are the decoder's"""
     sequence_T: Tensor | None = None
@@ -116,7 +116,7 @@ class MicroBatch:
         return replace(self, **{name: chosen(getattr(self, name)) for name in fields} | changes)
 
     def without_padding(self, ranks: int) -> "MicroBatch":
-        """Return the micro batch of the tokens that are not padding; ranks: over which its places are
+        """Return the micro batch of the tokens that are not padding; ranks: over which its positions are
         spread.
         """
         assert self.padding is not None

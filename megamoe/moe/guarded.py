@@ -20,7 +20,7 @@ from torch.utils import checkpoint
 
 from megamoe.errors import PluginError, UserError
 from megamoe.moe.part import Constraint, Part
-from megamoe.moe.routing import Pairs, Places, Routing, Scored, has_row_per_token
+from megamoe.moe.routing import CapacitySlots, Pairs, Routing, Scored, has_row_per_token
 from megamoe.registry import described, failure_of, is_ours
 
 _seen: WeakSet[nn.Module] = WeakSet()  # the selectors and losses whose first values were checked
@@ -121,11 +121,11 @@ def _weighed(selector: Part, method: str, result: Any, kept: Pairs) -> Any:
 def _kept(capacity: Part, method: str, result: Any, wanted: Pairs, *inputs: Any) -> Any:
     """Which pairs a capacity keeps."""
     expert_N = wanted.expert_N
-    if isinstance(result, Places):
-        places = result.place_N
-        _check_tensor(capacity, places, expert_N, expert_N.shape, (torch.int64,), name="place_N")
+    if isinstance(result, CapacitySlots):
+        place_N = result.place_N
+        _check_tensor(capacity, place_N, expert_N, expert_N.shape, (torch.int64,), name="place_N")
     elif result is not None:
-        what = "(pairs), Places or None"
+        what = "(pairs), CapacitySlots or None"
         _check_tensor(capacity, result, expert_N, expert_N.shape, (torch.bool,), what=what)
     return result
 

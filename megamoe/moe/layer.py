@@ -15,7 +15,7 @@ from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.auxiliary_losses import AuxiliaryLosses
 from megamoe.moe.context import LayerTrace
 from megamoe.moe.dispatch.choice import build_dispatcher
-from megamoe.moe.dispatch.dispatcher import ExpertPlaces
+from megamoe.moe.dispatch.dispatcher import DispatchConfig
 from megamoe.moe.experts.computation import ExpertComputation
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import OWN_PRODUCTS, GroupedExperts, Products, Slice
@@ -92,7 +92,7 @@ class MoELayer(nn.Module):
         self.losses = AuxiliaryLosses(config.losses, self.router.dims, self.token_sharding)
         self.dispatcher = build_dispatcher(
             shape.exchange or PartChoice.default("exchange"),
-            ExpertPlaces(
+            DispatchConfig(
                 config.num_experts, groups, shape.kernels, shape.exchange_fp8, shape.products.host_counts
             ),
         )
@@ -179,11 +179,11 @@ class MoELayer(nn.Module):
             sent.num_tokens, sent.pairs.token_N.device
         )
         token_N = sent.pairs.token_N
-        if sent.places is not None:
+        if sent.slots is not None:
             token_N = token_N.clamp(max=len(index_T) - 1)
         row_N = index_T[token_N] * self.num_experts + sent.pairs.expert_N
         draw_key = functools.partial(self.context.draw_key, self.number)
-        row_N = self.dispatcher.send_along(row_N, state)
+        row_N = self.dispatcher.dispatch_values(row_N, state)
         return ExpertDropout(output, activation, row_N, draw_key, self.router.dims.kernels)
 
     def after_step(self, load_E: Tensor) -> None:

@@ -53,7 +53,7 @@ def observe(
         return Observation(real.counts_E(), wanted_E, losses, width_D, entropy, top_1)
     load_E = routing.counts_E()
     wanted_E = load_E if routing.wanted is routing.pairs else routing.wanted_counts_E()
-    if routing.places is None:
+    if routing.slots is None:
         entropy, top_1, width_D = gate_sums(routing.probs_TE, routing.pairs.token_N, kernels)
     else:
         entropy, top_1, _ = gate_sums(routing.probs_TE, routing.wanted.token_N, kernels)

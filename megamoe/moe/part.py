@@ -75,7 +75,7 @@ class Part(nn.Module):
         mask            (Scored, context) -> candidates_TE bool, or None: all experts in this step
         score_function  (scores_TE, candidates_TE | None) -> probs_TE
         selector        (Scored, context) -> Pairs
-        capacity        (Pairs, Scored, context) -> keep_N bool, or None: all are kept, or `Places`
+        capacity        (Pairs, Scored, context) -> keep_N bool, or None: all are kept, or `CapacitySlots`
         loss            (Routing, context) -> scalar fp32, not multiplied by its weight
 
     A scorer scores each token independently of the others: under tensor parallelism it and the residual see

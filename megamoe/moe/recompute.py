@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megamoe.compat.torch_compat import memory_key
-from megamoe.moe.turns import without_turns
+from megamoe.moe.interleaving import uninterrupted
 
 
 class Recomputable(Protocol):
@@ -53,7 +53,7 @@ class _Again(AbstractContextManager[None]):
         self.layers = layers
 
     def __enter__(self) -> None:
-        self._alone = without_turns()
+        self._alone = uninterrupted()
         self._alone.__enter__()
         self._mark(True)
 

@@ -16,7 +16,7 @@ from megamoe.moe.capabilities import capabilities
 from megamoe.moe.guarded import guarded
 from megamoe.moe.observation import kept_to_measure
 from megamoe.moe.part import Candidates, Dims, Part, Residual, ScoreFunction, Selector, StepContext
-from megamoe.moe.routing import LOWEST, Pairs, Places, Routing, Scored, has_row_per_token
+from megamoe.moe.routing import LOWEST, CapacitySlots, Pairs, Routing, Scored, has_row_per_token
 from megamoe.moe.token_sharding import TokenSharding
 from megamoe.registry import described, failure_of, get_part, is_ours
 
@@ -117,21 +117,21 @@ class Router(nn.Module):
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)
             kept = self.capacity(wanted, scored, context)
-            if isinstance(kept, Places):
-                pairs = self._in_places(wanted, kept, scored)
+            if isinstance(kept, CapacitySlots):
+                pairs = self._in_slots(wanted, kept, scored)
             elif kept is not None:
                 pairs = self.selector.after_drops(wanted.keep(kept))
         is_local = any(mask.keeps_tokens_local(context) for mask in self.masks)
-        places = kept.size if isinstance(kept, Places) else None
-        return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local, places=places)
+        slots = kept.size if isinstance(kept, CapacitySlots) else None
+        return Routing(**vars(scored), wanted=wanted, pairs=pairs, is_local=is_local, slots=slots)
 
-    def _in_places(self, wanted: Pairs, places: Places, scored: Scored) -> Pairs:
+    def _in_slots(self, wanted: Pairs, slots: CapacitySlots, scored: Scored) -> Pairs:
         """Return the pairs in fixed shares; of one without a place the weight is 0, for `after_drops`."""
-        dropped_N = ~places.kept_N()
+        dropped_N = ~slots.kept_N()
         log_N = None if wanted.log_N is None else wanted.log_N.masked_fill(dropped_N, LOWEST)
         kept = replace(wanted, weight_N=wanted.weight_N.masked_fill(dropped_N, 0.0), log_N=log_N)
         pairs = self.selector.after_drops(kept)
-        return places.filled(pairs, scored.num_tokens, scored.num_experts)
+        return slots.filled(pairs, scored.num_tokens, scored.num_experts)
 
     def _select(self, scored: Scored, context: StepContext) -> Pairs:
         if self.choices is None:

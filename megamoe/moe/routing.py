@@ -108,7 +108,7 @@ class Pairs:
 
 
 @dataclass
-class Places:
+class CapacitySlots:
     """A capacity's result in fixed shares: every expert gets `size` rows, however many pairs it has.
 
     place_N: int64, each pair's place among those of its expert; from `size` on it has none.
@@ -137,6 +137,9 @@ class Places:
         expert_R = torch.arange(num_experts, device=row_N.device).repeat_interleave(self.size)
         token_R, choice_R = of_rows(pairs.token_N, num_tokens), of_rows(pairs.choice_N, 0)
         return Pairs(token_R, expert_R, of_rows(pairs.weight_N, 0), choice_R)
+
+
+Places = CapacitySlots  # the name that earlier plugins import
 
 
 def has_row_per_token(name: str) -> bool:
@@ -250,14 +253,14 @@ class Routing(Scored):
     """The router's result for one micro batch: its intermediate tensors and its pairs.
 
     wanted: the pairs that the selector chose. pairs: those that the capacity kept; they are computed.
-    is_local: on all ranks, every pair's expert is on its token's own rank. places: in fixed shares, the rows
-    of each expert; `pairs` are then those of `Places.filled`.
+    is_local: on all ranks, every pair's expert is on its token's own rank. slots: in fixed shares, the rows
+    of each expert; `pairs` are then those of `CapacitySlots.filled`.
     """
 
     wanted: Pairs = field(kw_only=True)
     pairs: Pairs = field(kw_only=True)
     is_local: bool = False
-    places: int | None = None
+    slots: int | None = None
     _counts: list[tuple[Pairs, Tensor]] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def wanted_counts_E(self) -> Tensor:
@@ -277,7 +280,7 @@ class Routing(Scored):
         """Count once, though the dispatch, the losses and the metrics all ask."""
         known = next((counts_E for counted, counts_E in self._counts if counted is pairs), None)
         if known is None:
-            has_empty = self.places is not None and pairs is self.pairs
+            has_empty = self.slots is not None and pairs is self.pairs
             filled_N = pairs.token_N < self.num_tokens if has_empty else None
             known = count(pairs.expert_N, self.num_experts, filled_N)
             self._counts.append((pairs, known))
@@ -290,7 +293,7 @@ class Routing(Scored):
 
     def keep(self, keep_N: Tensor) -> "Routing":
         """Return the routing with those of its pairs for which the mask is true."""
-        pairs = self.pairs.keep(keep_N) if self.places is None else self._emptied(~keep_N)
+        pairs = self.pairs.keep(keep_N) if self.slots is None else self._emptied(~keep_N)
         return replace(self, pairs=pairs)
 
     def _emptied(self, empty_N: Tensor) -> Pairs:
@@ -298,7 +301,7 @@ class Routing(Scored):
         return replace(self.pairs, token_N=token_N, weight_N=self.pairs.weight_N.masked_fill(empty_N, 0.0))
 
     def _pairs_of_tokens(self, first: int, num_tokens: int) -> Pairs:
-        if self.places is None:
+        if self.slots is None:
             return self.pairs.of_tokens(first, num_tokens)
         token_N = self.pairs.token_N - first
         empty_N = (token_N < 0) | (token_N >= num_tokens)

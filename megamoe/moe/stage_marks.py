@@ -44,6 +44,6 @@ def mark_stages(layer: Any) -> None:
     around("start", leave_own_work, "dispatch", go_on)  # the shared experts follow
     around("finish", leave_own_work, "dispatch", lambda: stage("experts"))
     around("combine", stage, "combine", lambda: None)
-    around("add_up", stage, "combine", lambda: None)
+    around("combine_weighted", stage, "combine", lambda: None)
     layer.losses.register_forward_pre_hook(lambda *unused: stage(None))
     layer.losses.register_forward_hook(go_on)

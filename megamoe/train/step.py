@@ -24,9 +24,9 @@ from megamoe.kernels.autograd import Function
 from megamoe.metrics.names import GRAD_NORM
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.moe.context import LayerTrace, MicroBatch
+from megamoe.moe.interleaving import Interleaving, yield_to_other
 from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
-from megamoe.moe.turns import Turns, end_turn
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel.consensus import gather_from_ranks
 from megamoe.parallel.pipeline.schedule import Pass, training_order
@@ -135,7 +135,7 @@ class Passes:
             begin_second(context, seed, device)
             self.forward(both[1], in_flight=1)
 
-        turns = Turns(
+        turns = Interleaving(
             lambda: PassState.leave(context, device),
             lambda state: state.enter(context, device),
             lambda place: setattr(context, "batch", self._kept[first + place, 0].batch),
@@ -171,7 +171,7 @@ class Passes:
         )
         context.compute_timer.end()  # of the first micro batch
         if self.model.ends(each.chunk):
-            output = end_turn(self._loss(place, batch, output))
+            output = yield_to_other(self._loss(place, batch, output))
         outputs = [output, *scores_of(context, self.model.scores_out(each.chunk))]
         if not self.model.ends(each.chunk):
             for tensor in outputs:

@@ -45,7 +45,7 @@ def _fixed_share_problems(config: RunConfig, layout: Layout) -> Iterator[Problem
     if not has_fixed_shares(config) or layout.expert_ranks == 1 or not moe_layer_numbers(config):
         return
     exchange = config.parallel.exchange.name
-    if not get_part("exchange", exchange).takes_places:
+    if not get_part("exchange", exchange).knows_slots:
         yield Problem(
             "parallel.exchange",
             f"{exchange} does not send fixed shares (moe.router.capacity.pad); legal: auto, direct",
@@ -72,7 +72,7 @@ def _padded_by(config: RunConfig) -> str | None:
 def _weight_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     """Yield where the experts would need the router's weights, and do not get them."""
     exchange = config.parallel.exchange.name
-    if layout.expert_ranks == 1 or get_part("exchange", exchange).moves_weights:
+    if layout.expert_ranks == 1 or get_part("exchange", exchange).sends_weights:
         return
     for kind in kinds(config):
         if kind.layers and kind.moe.weights_in_activation:

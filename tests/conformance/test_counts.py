@@ -166,7 +166,7 @@ def test_a_router_of_a_bf16_model_computes_in_fp32() -> None:
 
 @fails_with(
     Edit(
-        "megamoe.moe.score_functions.biased",
+        "megamoe.moe.score_functions.expert_bias",
         "            self.bias_E.sub_(above_E.sign() * is_open_E, alpha=self.config.bias_update)\n",
         "            moved_E = self.bias_E - above_E.sign() * is_open_E * self.config.bias_update\n"
         "            self.bias_E.copy_(moved_E.bfloat16())\n",

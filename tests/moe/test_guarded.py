@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from megamoe.kernels.router import largest
 from megamoe.moe.part import Mask, Part, Residual, ScoreFunction, Selector
-from megamoe.moe.routing import Pairs, Places
+from megamoe.moe.routing import Pairs, CapacitySlots
 from megamoe.registry import register
 
 @register("scorer", "own_scorer")
@@ -188,7 +188,11 @@ MISTAKES = [
         "return scored",
         "capacity 'own_capacity' (mine.py): forward returned a Scored, expected bool [",
     ),
-    ("capacity", "return Places(pairs.token_N[:1], 4)", "returned int64 [1] as place_N, expected int64 ["),
+    (
+        "capacity",
+        "return CapacitySlots(pairs.token_N[:1], 4)",
+        "returned int64 [1] as place_N, expected int64 [",
+    ),
     (
         "loss",
         "return float(p.detach().mean())",

@@ -186,8 +186,8 @@ def test_which_experts_are_open_is_what_masks_declare_of_themselves(num_tokens: 
         assert routing.candidates_TE is not None and not routing.candidates_TE[:, 4:].any()
         assert (routing.open_E is not None) == step_wide
         if num_tokens:
-            # k T / E = 6 places, 12 where a mask of the step closes half of the experts.
-            assert cast(Any, router.capacity).places(num_tokens, routing.open_E) == (12 if step_wide else 6)
+            # k T / E = 6 slots, 12 where a mask of the step closes half of the experts.
+            assert cast(Any, router.capacity).slots(num_tokens, routing.open_E) == (12 if step_wide else 6)
             assert routing.counts_E().max() == (12 if step_wide else 6)
 
 

@@ -101,8 +101,8 @@ def assert_hashed_ties(priority: str, other: Kernels = COMPILED) -> None:
             "choice_then_probability": lambda row: (row[1], int(distinct_T[row[0]]), *row),
             "batch_prioritised": lambda row: (row[1], int(distinct_T[row[0]]), *row),
         }[priority]
-        places = sum(row in kept for row in rows)
-        assert sorted(rows, key=key)[:places] == sorted((row for row in rows if row in kept), key=key)
+        slots = sum(row in kept for row in rows)
+        assert sorted(rows, key=key)[:slots] == sorted((row for row in rows if row in kept), key=key)
     assert 0 < len(kept) < len(wanted.token_N)
 
 

@@ -20,8 +20,8 @@ from megamoe.data.batches import Batch
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.moe.capabilities import capabilities, provides
 from megamoe.moe.context import Padding
-from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
-from megamoe.moe.dispatch.between_nodes import ByNodeDispatch
+from megamoe.moe.dispatch.by_node import ByNodeDispatch
+from megamoe.moe.dispatch.direct import DirectDispatch
 from megamoe.moe.dispatch.dispatcher import Dispatcher
 from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import Routing
@@ -197,7 +197,7 @@ class CountedDispatch:
     def __init__(self, inner: Dispatcher, load: float, parts: Parts, nodes_of_token: float = 1.0) -> None:
         self._inner, self._load, self._parts = inner, load, parts
         self._pairs, self._tokens, self._nodes_of_token = 0, 0, nodes_of_token
-        if isinstance(inner, AllToAllDispatch | ByNodeDispatch):
+        if isinstance(inner, DirectDispatch | ByNodeDispatch):
             inner.read_counts = self._counts
 
     def start(self, hidden_TH: Tensor, routing: Routing) -> Any:
@@ -215,24 +215,24 @@ class CountedDispatch:
         """See `Dispatcher`."""
         return self._inner.host_counts(state)
 
-    def send_along(self, values_N: Tensor, state: Any) -> Tensor:
+    def dispatch_values(self, values_N: Tensor, state: Any) -> Tensor:
         """See `Dispatcher`."""
-        return self._inner.send_along(values_N, state)
+        return self._inner.dispatch_values(values_N, state)
 
     def combine(self, rows_MH: Tensor, state: Any) -> Tensor:
         """See `Dispatcher`."""
         with self._parts.inside(COMBINE):
             return self._inner.combine(rows_MH, state)
 
-    def row_weights(self, state: Any) -> Tensor:
+    def dispatched_weights(self, state: Any) -> Tensor:
         """See `Dispatcher`."""
         with self._parts.inside(DISPATCH):
-            return self._inner.row_weights(state)
+            return self._inner.dispatched_weights(state)
 
-    def add_up(self, rows_MH: Tensor, state: Any) -> Tensor:
+    def combine_weighted(self, rows_MH: Tensor, state: Any) -> Tensor:
         """See `Dispatcher`."""
         with self._parts.inside(COMBINE):
-            return self._inner.add_up(rows_MH, state)
+            return self._inner.combine_weighted(rows_MH, state)
 
     def _counts(self, counts: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """This rank is the fullest, and all ranks send to it alike; the others share the rest evenly."""
@@ -240,7 +240,7 @@ class CountedDispatch:
         inner: Any = self._inner
         by_node = isinstance(inner, ByNodeDispatch)
         nodes = inner.num_nodes if by_node else 1
-        direct: AllToAllDispatch = inner.inside if by_node else inner
+        direct: DirectDispatch = inner.inside if by_node else inner
         ranks = nodes * direct.num_ranks
         to_full = min(self._pairs, round(self._load * self._pairs / ranks))
         others = evenly(self._pairs - to_full, ranks - 1) if ranks > 1 else []

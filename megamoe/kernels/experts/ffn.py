@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
 from megamoe.kernels.experts.grouped_gemm import (
-    LaterGradients,
+    DelayedWeightGradients,
     checked_ends,
     grouped_product,
     product_library,
@@ -124,14 +124,14 @@ def swiglu_experts(
     down_EHF: Tensor,
     counts_E: Tensor,
     kernels: Kernels,
-    later: LaterGradients | None = None,
+    delayed: DelayedWeightGradients | None = None,
     weight_N: Tensor | None = None,
 ) -> Tensor:
     """Apply its expert to each row: down * SwiGLU(up * row), [N, H] to [N, H]; G = 2F, gate over value.
 
-    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0. later: computes the
-    weights' gradients; not where one pass of kernels computes all gradients (`is_one_pass`). weight_N: fp32,
-    multiplies SwiGLU's rows and thereby the output's; its gradient needs no output.
+    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0. delayed: computes
+    the weights' gradients; not where one pass of kernels computes all gradients (`is_one_pass`). weight_N:
+    fp32, multiplies SwiGLU's rows and thereby the output's; its gradient needs no output.
 
     Raises:
         ValueError: if the weights do not fit the rows or each other, or the counts do not fit the rows, as in
@@ -140,7 +140,7 @@ def swiglu_experts(
     rows_NH = rows_NH.contiguous()
     library = _library_for(rows_NH, up_EGH, down_EHF, kernels, weight_N is not None)
     if library is None:
-        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels, later, weight_N)
+        return plain_swiglu_experts(rows_NH, up_EGH, down_EHF, counts_E, kernels, delayed, weight_N)
     ends_E = checked_ends(rows_NH, up_EGH, counts_E)
     if weight_N is not None:
         weight_N = weight_N.contiguous()
@@ -161,13 +161,13 @@ def plain_swiglu_experts(
     down_EHF: Tensor,
     counts_E: Tensor,
     kernels: Kernels,
-    later: LaterGradients | None = None,
+    delayed: DelayedWeightGradients | None = None,
     weight_N: Tensor | None = None,
 ) -> Tensor:
     """Compute `swiglu_experts` in its three steps."""
-    rows_NG = grouped_product(rows_NH, up_EGH, counts_E, kernels, later)
+    rows_NG = grouped_product(rows_NH, up_EGH, counts_E, kernels, delayed)
     rows_NF = swiglu(rows_NG, kernels) if weight_N is None else weighted_swiglu(rows_NG, weight_N, kernels)
-    return grouped_product(rows_NF, down_EHF, counts_E, kernels, later)
+    return grouped_product(rows_NF, down_EHF, counts_E, kernels, delayed)
 
 
 class _Experts(Function):

@@ -24,7 +24,7 @@ TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
 
 
 @dataclass
-class LaterGradients:
+class DelayedWeightGradients:
     """Puts the gradients of weights off to a node of the graph that was made before their products.
 
     Autograd runs the nodes that are ready in the reverse order of their creation. So a gradient exchange
@@ -39,30 +39,30 @@ class LaterGradients:
     weights: list[int] = field(default_factory=list, init=False, repr=False)
 
     @classmethod
-    def of(cls, *weights: Tensor) -> "LaterGradients":
+    def of(cls, *weights: Tensor) -> "DelayedWeightGradients":
         """Return the node of these weights, made now."""
-        later = cls()
-        later.weights = [id(weight) for weight in weights]
-        later.token = _Later.apply(later, *weights)
-        return later
+        delayed = cls()
+        delayed.weights = [id(weight) for weight in weights]
+        delayed.token = _Delayed.apply(delayed, *weights)
+        return delayed
 
     def put_off(self, place: int, gradient: Callable[[], Tensor]) -> None:
         """Have the gradient of the weight with this number computed later."""
         self.pending[place] = gradient
 
 
-class _Later(Function):
+class _Delayed(Function):
     @staticmethod
-    def forward(ctx: Any, later: LaterGradients, *weights: Tensor) -> Tensor:
-        ctx.later = later
+    def forward(ctx: Any, delayed: DelayedWeightGradients, *weights: Tensor) -> Tensor:
+        ctx.delayed = delayed
         return weights[0].new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, nothing: Tensor) -> tuple[Tensor | None, ...]:
-        later: LaterGradients = ctx.later
-        pending, later.pending = later.pending, {}
-        places = range(len(later.weights))
+        delayed: DelayedWeightGradients = ctx.delayed
+        pending, delayed.pending = delayed.pending, {}
+        places = range(len(delayed.weights))
         return None, *(pending[place]() if place in pending else None for place in places)
 
 
@@ -71,12 +71,12 @@ def grouped_product(
     weight_EOI: Tensor,
     counts_E: Tensor,
     kernels: Kernels,
-    later: LaterGradients | None = None,
+    delayed: DelayedWeightGradients | None = None,
 ) -> Tensor:
     """Multiply each row by the transposed weight of its expert; return [N, O] in the rows' dtype.
 
-    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0. later: computes the
-    weight's gradient, if it is one of its weights.
+    counts_E: int64, the number of rows of each expert, N in total. Any of them may be 0. delayed: computes
+    the weight's gradient, if it is one of its weights.
 
     Raises:
         ValueError: if the weight has another width or dtype than the rows; on the CPU, if the counts do not
@@ -85,12 +85,12 @@ def grouped_product(
     ends_E = checked_ends(rows_NI, weight_EOI, counts_E)
     rows_NI = rows_NI.contiguous()
     product_NO: Tensor
-    if later is None:
+    if delayed is None:
         product_NO = _GroupedProduct.apply(rows_NI, weight_EOI, ends_E, kernels)
     else:
         weight = weight_EOI.detach()
         product_NO = _LaterProduct.apply(
-            rows_NI, weight, ends_E, kernels, later.token, later, later.weights.index(id(weight_EOI))
+            rows_NI, weight, ends_E, kernels, delayed.token, delayed, delayed.weights.index(id(weight_EOI))
         )
     return product_NO
 
@@ -138,7 +138,7 @@ class _GroupedProduct(Function):
 
 
 class _LaterProduct(Function):
-    """The same, but the weight's gradient is left to `LaterGradients`."""
+    """The same, but the weight's gradient is left to `DelayedWeightGradients`."""
 
     @staticmethod
     def forward(
@@ -148,10 +148,10 @@ class _LaterProduct(Function):
         ends_E: Tensor,
         kernels: Kernels,
         token: Tensor,
-        later: LaterGradients,
+        delayed: DelayedWeightGradients,
         place: int,
     ) -> Tensor:
-        ctx.kernels, ctx.later, ctx.place = kernels, later, place
+        ctx.kernels, ctx.delayed, ctx.place = kernels, delayed, place
         ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
         return _product(rows_NI, weight_EOI, ends_E, kernels)
 
@@ -160,7 +160,7 @@ class _LaterProduct(Function):
     def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, ...]:
         rows_NI, weight_EOI, ends_E = ctx.saved_tensors
         gradient_NO, kernels = gradient_NO.contiguous(), ctx.kernels
-        ctx.later.put_off(ctx.place, lambda: _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, kernels))
+        ctx.delayed.put_off(ctx.place, lambda: _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, kernels))
         rows = _to_rows(gradient_NO, weight_EOI, ends_E, kernels) if ctx.needs_input_grad[0] else None
         return rows, None, None, None, gradient_NO.new_empty(0), None, None
 

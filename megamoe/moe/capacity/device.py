@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
+from megamoe.moe.capacity.slots import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Part, StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.registry import register

@@ -1,4 +1,4 @@
-"""`per_expert`: every expert has C = ceil(factor * k * T / E) places.
+"""`per_expert`: every expert has C = ceil(factor * k * T / E) slots.
 
 A pair without a place is dropped: its token passes through the residual alone (Lepikhin et al. 2021; Fedus et
 al. 2021, eq. 3). T is the micro batch of one data-parallel rank, so a drop never depends on how the experts
@@ -11,7 +11,7 @@ the size keep that cost with n times the `factor`, as the paper trains them; the
 With factor = E and k = 1 nothing is dropped (its section 3.6 on dense models).
 
 E counts the experts that the step-wide masks leave open: half of them under expert dropout, or one rank's own
-under gating dropout. The places of the others then grow, and `factor` keeps its meaning; the papers do not
+under gating dropout. The slots of the others then grow, and `factor` keeps its meaning; the papers do not
 say. A mask that depends on the token (`group_limit`, `entropy_prune`) does not change E, so a router that
 sends all tokens to a few experts does not raise their capacity.
 """
@@ -26,9 +26,9 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.moe import rng
-from megamoe.moe.capacity.places import num_open, place_in_group, share_of_pairs, value_of_pairs
+from megamoe.moe.capacity.slots import num_open, place_in_group, share_of_pairs, value_of_pairs
 from megamoe.moe.part import Part, StepContext
-from megamoe.moe.routing import Pairs, Places, Scored
+from megamoe.moe.routing import CapacitySlots, Pairs, Scored
 from megamoe.registry import get_part, register
 
 BY_VALUE = ("probability", "choice_then_probability", "batch_prioritised")
@@ -54,7 +54,7 @@ class PerExpertCapacity(Part):
     Softmax p are compared themselves, because scores of different tokens do not compare.
 
     With `tau`, of E experts that compute and Z that do not (`moe.zero_experts`), the first have C =
-    ceil(gamma tau k T / (tau E + Z)) places each, and the others ceil(gamma k T / (tau E + Z)) (Jin et al.
+    ceil(gamma tau k T / (tau E + Z)) slots each, and the others ceil(gamma k T / (tau E + Z)) (Jin et al.
     2024, MoE++, arXiv 2410.07348, eq. 8, which has T in place of k T).
 
     Only `position` is causal: in the other orders a later token can take an earlier one's place.
@@ -69,7 +69,7 @@ class PerExpertCapacity(Part):
         which none of the papers has; DeepSpeed's default is 4. priority: which pairs keep a place, see the
         class. pad: every expert computes C rows, those without a pair of zeros; then nobody waits for the
         numbers of rows, and all micro batches have the same. tau: beside experts without computation, the
-        places of an expert that computes over those of one that does not, see the class.
+        slots of an expert that computes over those of one that does not, see the class.
         """
 
         factor: float = 1.25
@@ -106,7 +106,7 @@ class PerExpertCapacity(Part):
         if zero and options.tau is None:
             raise ValueError(
                 f"a capacity of {zero} experts that compute nothing (moe.zero_experts) would drop pairs that "
-                "cost nothing; set tau to the places of an expert that computes over theirs, or take none"
+                "cost nothing; set tau to the slots of an expert that computes over theirs, or take none"
             )
         if not zero and options.tau is not None:
             raise ValueError(f"tau is {options.tau:g}, but every expert computes; leave it out")
@@ -114,11 +114,11 @@ class PerExpertCapacity(Part):
             if get_part("mask", choice.name).step_wide:
                 raise ValueError(
                     f"pad: the mask {choice.name} closes experts in a step, and only the device knows "
-                    "how many places the others then have; set pad: false, or remove the mask"
+                    "how many slots the others then have; set pad: false, or remove the mask"
                 )
 
-    def places(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor:
-        """Return C, the places of each expert, or with tau int64 [E]; open_E: see `Scored`."""
+    def slots(self, num_tokens: int, open_E: Tensor | None = None) -> int | Tensor:
+        """Return C, the slots of each expert, or with tau int64 [E]; open_E: see `Scored`."""
         factor = self.config.factor
         if not self.training and self.config.eval_factor is not None:
             factor = self.config.eval_factor
@@ -130,7 +130,7 @@ class PerExpertCapacity(Part):
         return wanted.clamp_min(floor) if isinstance(wanted, Tensor) else max(wanted, floor)
 
     def _places_of_both(self, factor: float, num_tokens: int) -> Tensor:
-        """Return the places of every expert, int64 [E], with tau."""
+        """Return the slots of every expert, int64 [E], with tau."""
         tau, zero = Fraction(str(self.config.tau)), self.dims.num_zero
         real = self.dims.num_experts - zero
         each = Fraction(str(factor)) * self.dims.num_choices * num_tokens / (tau * real + zero)
@@ -138,18 +138,18 @@ class PerExpertCapacity(Part):
         is_zero_E = torch.arange(self.dims.num_experts) >= real
         return torch.where(is_zero_E, sizes[1], sizes[0])
 
-    def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | Places:
-        """Return which pairs are kept, bool [N]; with `pad`, the places."""
+    def forward(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | CapacitySlots:
+        """Return which pairs are kept, bool [N]; with `pad`, the slots."""
         rank_N = pairs.choice_N if self.config.priority in BY_CHOICE else None
         value_N = self._values(pairs, scored, context)
         place_N = place_in_group(pairs.expert_N, self.dims.num_experts, rank_N, value_N)
-        size = self.places(scored.num_tokens, scored.open_E)
+        size = self.slots(scored.num_tokens, scored.open_E)
         if isinstance(size, Tensor) and self.config.tau is not None:
             size = size.to(pairs.expert_N.device)[pairs.expert_N]
         if not self.config.pad:
             return place_N < size
-        assert isinstance(size, int), "a step-wide mask changes the places"
-        return Places(place_N, min(size, scored.num_tokens))
+        assert isinstance(size, int), "a step-wide mask changes the slots"
+        return CapacitySlots(place_N, min(size, scored.num_tokens))
 
     def _values(self, pairs: Pairs, scored: Scored, context: StepContext) -> Tensor | None:
         """Return the values to compare, fp32 [N], the larger the better; None: the list's order decides."""

@@ -2,17 +2,17 @@
 
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.dispatch.dispatcher import Dispatcher, ExpertPlaces, LocalDispatch
+from megamoe.moe.dispatch.dispatcher import DispatchConfig, Dispatcher, LocalDispatch
 from megamoe.moe.process_groups import size_of
 from megamoe.registry import get_part
 
 
-def build_dispatcher(choice: PartChoice, places: ExpertPlaces) -> Dispatcher:
+def build_dispatcher(choice: PartChoice, settings: DispatchConfig) -> Dispatcher:
     """Return a layer's dispatch; on a rank that holds all experts whole it sends nothing."""
-    groups = places.groups
+    groups = settings.groups
     if size_of(groups.expert) == size_of(groups.expert_tensor) == 1:
-        return LocalDispatch(None, places)
-    dispatcher: Dispatcher = get_part("exchange", choice.name).build(choice.options, places)
+        return LocalDispatch(None, settings)
+    dispatcher: Dispatcher = get_part("exchange", choice.name).build(choice.options, settings)
     return dispatcher
 
 

@@ -12,9 +12,11 @@ from megamoe.kernels.experts.rows import RowTokens, combine, gather, group_pairs
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.routing import Pairs, Routing
 
+NodeUse = Literal["none", "if_worth", "always"]
+
 
 @dataclass(frozen=True)
-class ExpertPlaces:
+class DispatchConfig:
     """What a dispatch is built with.
 
     num_experts: of the layer; rank r of `groups.expert` holds experts r*E/R .. (r+1)*E/R - 1. groups: the
@@ -30,32 +32,39 @@ class ExpertPlaces:
     host_counts: bool = False
 
 
+ExpertPlaces = DispatchConfig  # the name that earlier plugins import
+
+
 class Dispatcher:
     """Sends the rows of one MoE layer to their experts, and the experts' outputs back.
 
     Register a subclass as `@register("exchange", "my_name")` with a nested dataclass `Config`, and choose it
     by `parallel.exchange: {name: my_name, ...}`. The layer calls, in each forward pass and in this order,
-    `start`, `finish`, `send_along` if experts have dropout, and `combine`. Between `start` and `finish` it
-    computes the shared experts, so what `start` sends can travel meanwhile. All results carry gradients, to
-    the tokens, the experts and the weights of the pairs. Shapes: T tokens of this rank, N pairs of them, M
+    `start`, `finish`, `dispatch_values` if experts have dropout, and `combine`. Between `start` and `finish`
+    it computes the shared experts, so what `start` sends can travel meanwhile. All results carry gradients,
+    to the tokens, the experts and the weights of the pairs. Shapes: T tokens of this rank, N pairs of them, M
     rows for the experts of this rank, H the hidden size.
 
-    takes_places: whether `start` knows `Routing.places`. moves_weights: whether it has `row_weights` and
-    `add_up`, which `moe.weights_in_activation` needs in place of `combine`. node_use: whether
-    `places.groups` has the groups by node: never, where that saves enough, or always.
+    knows_slots: whether `start` knows `Routing.slots`. sends_weights: whether it has `dispatched_weights` and
+    `combine_weighted`, which `moe.weights_in_activation` needs in place of `combine`. node_use: whether
+    `settings.groups` has the groups by node: never, where that saves enough, or always.
     """
 
-    takes_places: bool = False
-    moves_weights: bool = False
-    node_use: Literal["none", "if_worth", "always"] = "none"
+    knows_slots: bool = False
+    sends_weights: bool = False
+    node_use: NodeUse = "none"
 
-    def __init__(self, config: Any, places: ExpertPlaces) -> None:
-        self.kernels = places.kernels
+    @dataclass
+    class Config:
+        """No options."""
+
+    def __init__(self, config: Any, settings: DispatchConfig) -> None:
+        self.kernels = settings.kernels
 
     @classmethod
-    def build(cls, config: Any, places: ExpertPlaces) -> "Dispatcher":
+    def build(cls, config: Any, settings: DispatchConfig) -> "Dispatcher":
         """Return the dispatch of a layer whose experts are spread over ranks."""
-        return cls(config, places)
+        return cls(config, settings)
 
     def start(self, hidden_TH: Tensor, routing: Routing) -> Any:
         """Begin to send the rows of `routing.pairs`; return the state of this pass, for the other methods.
@@ -72,7 +81,7 @@ class Dispatcher:
         """Return the counts of `finish` on the host, if they were read there; else None."""
         return None
 
-    def send_along(self, values_N: Tensor, state: Any) -> Tensor:
+    def dispatch_values(self, values_N: Tensor, state: Any) -> Tensor:
         """Send int64 values of `routing.pairs` the same way: those of the rows of `finish`, in their order,
         without gradient.
         """
@@ -84,11 +93,11 @@ class Dispatcher:
         """
         raise NotImplementedError
 
-    def row_weights(self, state: Any) -> Tensor:
+    def dispatched_weights(self, state: Any) -> Tensor:
         """Return the pairs' weights for the rows of `finish`, fp32 [M] in their order, with gradients."""
         raise NotImplementedError
 
-    def add_up(self, rows_MH: Tensor, state: Any) -> Tensor:
+    def combine_weighted(self, rows_MH: Tensor, state: Any) -> Tensor:
         """Compute `combine` of rows that already have their weights; nothing is kept for the backward
         pass.
         """
@@ -118,16 +127,16 @@ class SortedPairs:
 class LocalDispatch(Dispatcher):
     """All experts are here: one stable sort of the pairs by expert."""
 
-    moves_weights = True
+    sends_weights = True
 
-    def __init__(self, config: None = None, places: ExpertPlaces | None = None) -> None:
-        super().__init__(config, places or ExpertPlaces(0, ParallelGroups()))
+    def __init__(self, config: None = None, settings: DispatchConfig | None = None) -> None:
+        super().__init__(config, settings or DispatchConfig(0, ParallelGroups()))
 
     def start(self, hidden_TH: Tensor, routing: Routing) -> SortedPairs:
         """See `Dispatcher`."""
-        if routing.places is not None:
-            rows, hidden_TH = rows_of_places(hidden_TH, routing, self.kernels)
-            rows_E = torch.full((routing.num_experts,), routing.places, device=hidden_TH.device)
+        if routing.slots is not None:
+            rows, hidden_TH = rows_of_slots(hidden_TH, routing, self.kernels)
+            rows_E = torch.full((routing.num_experts,), routing.slots, device=hidden_TH.device)
             return SortedPairs(*rows, hidden_TH, rows_E, routing.num_tokens)
         sizes = (routing.num_tokens, routing.num_experts)
         found, counts_E = sort_by_expert(routing.pairs, sizes, self.kernels)
@@ -139,7 +148,7 @@ class LocalDispatch(Dispatcher):
         """See `Dispatcher`."""
         return gather(state.hidden_TH, state.rows, self.kernels), state.counts_E
 
-    def send_along(self, values_N: Tensor, state: SortedPairs) -> Tensor:
+    def dispatch_values(self, values_N: Tensor, state: SortedPairs) -> Tensor:
         """See `Dispatcher`."""
         return values_N.index_select(0, state.order_N)
 
@@ -147,16 +156,16 @@ class LocalDispatch(Dispatcher):
         """See `Dispatcher`."""
         return of_tokens(combine(rows_MH, state.weight_N, state.rows, self.kernels), state.num_tokens)
 
-    def row_weights(self, state: SortedPairs) -> Tensor:
+    def dispatched_weights(self, state: SortedPairs) -> Tensor:
         """See `Dispatcher`."""
         return state.weight_N
 
-    def add_up(self, rows_MH: Tensor, state: SortedPairs) -> Tensor:
+    def combine_weighted(self, rows_MH: Tensor, state: SortedPairs) -> Tensor:
         """See `Dispatcher`."""
         return of_tokens(sum_rows(rows_MH, state.rows, self.kernels), state.num_tokens)
 
 
-def rows_of_places(
+def rows_of_slots(
     hidden_TH: Tensor, routing: Routing, kernels: Kernels
 ) -> tuple[tuple[RowTokens, Tensor, Tensor], Tensor]:
     """Return what `sort_by_expert` does, of pairs in fixed shares, and the tokens with one more, of zeros.
@@ -174,7 +183,7 @@ def rows_of_places(
 
 
 def of_tokens(output_TH: Tensor, num_tokens: int) -> Tensor:
-    """Return the sums without that of the token of zeros, if there is one (`rows_of_places`).
+    """Return the sums without that of the token of zeros, if there is one (`rows_of_slots`).
 
     A slice of everything would cost two passes over the gradient.
     """

@@ -15,7 +15,7 @@ from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.rows import RowTokens, gather, sum_rows
 from megamoe.moe.dispatch.fp8 import from_fp8, to_fp8
-from megamoe.moe.turns import end_turn, in_flight
+from megamoe.moe.interleaving import in_flight, yield_to_other
 
 
 @dataclass
@@ -53,14 +53,14 @@ class Transfer:
     reverse: autograd runs nodes in the reverse order of their creation, so the gradient's exchange starts
     before the backward of what was computed between, and is waited for after it.
 
-    sent, received: rows to and from each rank of `group`. takes_turns: while the rows travel, the other of
-    two micro batches in flight goes on (`end_turn`).
+    sent, received: rows to and from each rank of `group`. interleaves: while the rows travel, the other of
+    two micro batches in flight goes on (`yield_to_other`).
     """
 
     sent: list[int]
     received: list[int]
     group: dist.ProcessGroup
-    takes_turns: bool = False
+    interleaves: bool = False
     encoded: Tensor | None = field(default=None, init=False)  # bytes that arrived, for `finish`
     _beside: bool = field(default=True, init=False, repr=False)
     _work: Any = field(default=None, init=False, repr=False)
@@ -73,7 +73,7 @@ class Transfer:
 
     def finish(self, rows: Rows) -> Rows:
         """Return the rows that arrived, sum(received) of them."""
-        values = end_turn(rows.values) if self.takes_turns else rows.values
+        values = yield_to_other(rows.values) if self.interleaves else rows.values
         if rows.encoded is None:
             return Rows(_Finish.apply(values, self, False))
         placeholder = _Finish.apply(values, self, True)
@@ -84,7 +84,7 @@ class Transfer:
         """Send values and wait, with nothing of this micro batch beside it: [N, ...] to
         [sum(received), ...].
         """
-        self._beside = self.takes_turns and in_flight()
+        self._beside = self.interleaves and in_flight()
         return self.finish(self.start(Rows(values))).values
 
     def begin(self, rows: Tensor, sent: list[int], received: list[int]) -> None:

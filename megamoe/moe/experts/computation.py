@@ -30,7 +30,7 @@ class ExpertComputation:
         weighs_inside: bool,
         reads_counts: bool,
     ) -> None:
-        if weighs_inside and not dispatcher.moves_weights:
+        if weighs_inside and not dispatcher.sends_weights:
             raise UserError(
                 f"moe.weights_in_activation: the exchange {type(dispatcher).__name__} does not send the "
                 "weights to the experts; set it to false, or parallel.exchange to direct or by_node"
@@ -50,7 +50,7 @@ class ExpertComputation:
         """Return the experts' outputs of the rows of `Dispatcher.finish`, [N, H]; state: of the dispatch."""
         options: dict[str, Any] = {}
         if self._weighs_inside:
-            options["weight_N"] = self.dispatcher.row_weights(state)
+            options["weight_N"] = self.dispatcher.dispatched_weights(state)
         if self._reads_counts:
             host_E = self.dispatcher.host_counts(state)
             # Where nothing is exchanged, this is the layer's one wait for the device.
@@ -66,4 +66,4 @@ class ExpertComputation:
     def combine(self, rows_NH: Tensor, state: Any) -> Tensor:
         """Return each token's weighted sum of its experts' outputs, [T, H]."""
         dispatcher = self.dispatcher
-        return (dispatcher.add_up if self._weighs_inside else dispatcher.combine)(rows_NH, state)
+        return (dispatcher.combine_weighted if self._weighs_inside else dispatcher.combine)(rows_NH, state)

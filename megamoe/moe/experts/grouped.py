@@ -16,7 +16,7 @@ from torch.nn import functional
 from megamoe.config.schema import Activation
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.experts.ffn import add_expert_bias, experts_of_rows, is_one_pass, swiglu_experts
-from megamoe.kernels.experts.grouped_gemm import LaterGradients, grouped_product, takes_any_count
+from megamoe.kernels.experts.grouped_gemm import DelayedWeightGradients, grouped_product, takes_any_count
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import activate, is_gated, up_width
 from megamoe.moe.experts.dropout import ExpertDropout
@@ -28,7 +28,7 @@ PADDED_ROWS = 64
 
 # (rows [N, in] grouped by expert, weight [experts, out, in], counts [experts] int64) -> [N, out]: each row
 # times the transposed weight of its expert. An expert, or all of them, may have no row. Our own product also
-# takes `later`.
+# takes `delayed`.
 GroupedProduct = Callable[..., Tensor]
 
 
@@ -131,7 +131,7 @@ class GroupedExperts(nn.Module):
             self.up.data[local] = cut_up(whole_up, ffn_size, cut)
             self.down.data[local] = whole_down[:, cut.of(ffn_size)]
 
-    def put_off_gradients(self) -> LaterGradients | None:
+    def put_off_gradients(self) -> DelayedWeightGradients | None:
         """Return what computes the weights' gradients at the place of this call in the backward pass, which
         is later than the place of `forward`: what is begun in between runs beside them.
 
@@ -142,23 +142,23 @@ class GroupedExperts(nn.Module):
         wanted = torch.is_grad_enabled() and all(weight.requires_grad for weight in weights)
         if not wanted or self.products.make is not None or any(weight.dim() != 3 for weight in weights):
             return None
-        later: LaterGradients = self.weight_gradients(*weights)
+        delayed: DelayedWeightGradients = self.weight_gradients(*weights)
         # ZeRO 3's hooks hand over other tensors, also for a small weight that stays whole.
-        return later if later.weights == [id(weight) for weight in weights] else None
+        return delayed if delayed.weights == [id(weight) for weight in weights] else None
 
     def forward(
         self,
         rows_NH: Tensor,
         counts_E: Tensor,
         dropout: ExpertDropout | None = None,
-        later: LaterGradients | None = None,
+        delayed: DelayedWeightGradients | None = None,
         weight_N: Tensor | None = None,
         only_gate: bool = False,
         host_E: Tensor | None = None,
     ) -> Tensor:
         """[N, H] rows grouped by expert and their counts, int64 [E_local] -> [N, H].
 
-        later: of `put_off_gradients`; not used where one pass of kernels computes all gradients. weight_N:
+        delayed: of `put_off_gradients`; not used where one pass of kernels computes all gradients. weight_N:
         fp32, of each row; it multiplies the activation, and thereby the output of experts without biases.
         host_E: the counts on the host, for products that read them there; None: they are read here.
         only_gate: return the first product alone, of the gate if there is one, without bias and activation,
@@ -175,7 +175,7 @@ class GroupedExperts(nn.Module):
         if multiple == 1:
             if only_gate:
                 return self._gate(rows_NH, host_E)
-            return self._ffn(rows_NH, counts_E, host_E, dropout, later, weight_N)
+            return self._ffn(rows_NH, counts_E, host_E, dropout, delayed, weight_N)
         place_N, padded_E = padded_places(counts_E, multiple, len(rows_NH))
         host_E = padded_counts(host_E, multiple)
         num_rows = int(host_E.sum())
@@ -185,7 +185,7 @@ class GroupedExperts(nn.Module):
         spread = None if dropout is None else dropout.spread(place_N, num_rows)
         if weight_N is not None:
             weight_N = weight_N.new_zeros(num_rows).index_copy(0, place_N, weight_N)
-        return self._ffn(padded, padded_E, host_E, spread, later, weight_N).index_select(0, place_N)
+        return self._ffn(padded, padded_E, host_E, spread, delayed, weight_N).index_select(0, place_N)
 
     def _gate(self, rows_NH: Tensor, counts_E: Tensor) -> Tensor:
         rows_NG = self.up_product(rows_NH, self.up, counts_E)
@@ -197,7 +197,7 @@ class GroupedExperts(nn.Module):
         counts_E: Tensor,
         product_counts_E: Tensor,
         dropout: ExpertDropout | None,
-        later: LaterGradients | None,
+        delayed: DelayedWeightGradients | None,
         weight_N: Tensor | None,
     ) -> Tensor:
         """product_counts_E: the counts where the products read them."""
@@ -207,8 +207,8 @@ class GroupedExperts(nn.Module):
         own_form &= self.products.make is None
         operands = rows_NH, self.up, self.down
         if own_form and (not self.discards or is_one_pass(*operands, self.kernels, weight_N is not None)):
-            return swiglu_experts(*operands, counts_E, self.kernels, later, weight_N)
-        options = {} if later is None else {"later": later}
+            return swiglu_experts(*operands, counts_E, self.kernels, delayed, weight_N)
+        options = {} if delayed is None else {"delayed": delayed}
         rows_NG = self.up_product(rows_NH, self.up, product_counts_E, **options)
         if self.up_bias is not None and expert_N is not None:
             rows_NG = add_expert_bias(rows_NG, self.up_bias, expert_N)
@@ -231,9 +231,9 @@ class GroupedExperts(nn.Module):
 class WeightGradients(nn.Module):
     """A module of its own, so that a plan can tell these products from the experts' others."""
 
-    def forward(self, *weights: Tensor) -> LaterGradients:
-        """See `LaterGradients.of`."""
-        return LaterGradients.of(*weights)
+    def forward(self, *weights: Tensor) -> DelayedWeightGradients:
+        """See `DelayedWeightGradients.of`."""
+        return DelayedWeightGradients.of(*weights)
 
 
 def cut_up(weight: Tensor, ffn_size: int, cut: Slice) -> Tensor:
@@ -247,7 +247,7 @@ def padded_counts(counts_E: Tensor, unit: int) -> Tensor:
 
 
 def padded_places(counts_E: Tensor, unit: int, num_rows: int) -> tuple[Tensor, Tensor]:
-    """Return the places of rows grouped by expert if each group is padded to a multiple of `unit`.
+    """Return the positions of rows grouped by expert if each group is padded to a multiple of `unit`.
 
     counts_E: int64, with the sum `num_rows` -> (each row's place, int64 [N]; the padded counts, int64 [E]).
     """

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from megamoe.kernels.experts.ffn import add_expert_bias, expert_rows
-from megamoe.kernels.experts.grouped_gemm import LaterGradients
+from megamoe.kernels.experts.grouped_gemm import DelayedWeightGradients
 from megamoe.moe.experts.dropout import ExpertDropout
 from megamoe.moe.experts.grouped import GroupedExperts
 
@@ -48,7 +48,7 @@ class ExpertStack(nn.Module):
             for number in range(1, num_sublayers + 1)
         )
 
-    def put_off_gradients(self) -> list[LaterGradients | None]:
+    def put_off_gradients(self) -> list[DelayedWeightGradients | None]:
         """Return those of each sub-layer, see `GroupedExperts`."""
         return [sublayer.put_off_gradients() for sublayer in self.sublayers]  # type: ignore[operator]
 
@@ -57,20 +57,20 @@ class ExpertStack(nn.Module):
         rows_NH: Tensor,
         counts_E: Tensor,
         dropout: ExpertDropout | None = None,
-        later: list[LaterGradients | None] | None = None,
+        delayed: list[DelayedWeightGradients | None] | None = None,
         host_E: Tensor | None = None,
     ) -> Tensor:
         """[N, H] rows grouped by expert and their counts, int64 [E_local] -> S(x) - x, [N, H].
 
         host_E: see `GroupedExperts`.
         """
-        laters = later or [None] * len(self.sublayers)
+        delayed = delayed or [None] * len(self.sublayers)
         experts_E = torch.arange(len(counts_E), device=counts_E.device)
         expert_N = torch.repeat_interleave(experts_E, counts_E, output_size=len(rows_NH))
         change_NH = torch.zeros_like(rows_NH)
-        for norm, sublayer, of_sublayer in zip(self.norms, self.sublayers, laters, strict=True):
+        for norm, sublayer, sublayer_delayed in zip(self.norms, self.sublayers, delayed, strict=True):
             normed_NH = norm(rows_NH + change_NH, expert_N)
-            change_NH = change_NH + sublayer(normed_NH, counts_E, dropout, of_sublayer, host_E=host_E)
+            change_NH = change_NH + sublayer(normed_NH, counts_E, dropout, sublayer_delayed, host_E=host_E)
         return change_NH
 
 

@@ -4,7 +4,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.kernels.router import masked
-from megamoe.moe.score_functions.biased import BiasedScoreFunction
+from megamoe.moe.score_functions.expert_bias import BiasedScoreFunction
 from megamoe.registry import register
 
 

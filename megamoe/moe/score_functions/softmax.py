@@ -6,7 +6,7 @@ from typing import Any, Literal
 from torch import Tensor
 
 from megamoe.kernels.router import masked, softmax
-from megamoe.moe.score_functions.biased import BiasedScoreFunction
+from megamoe.moe.score_functions.expert_bias import BiasedScoreFunction
 from megamoe.registry import register
 
 

@@ -6,9 +6,9 @@ bid tops the price by what the token would lose with its second best expert, plu
 the total is within T * eps of the optimum. Phases from a large eps to a small one (eps scaling), prices
 kept, are quicker than the last alone; the prices also bound the optimum from above, which tells when to stop.
 
-Where T does not divide by E, experts have ceil(T / E) places and E - T mod E blanks, of no score, take the
-places that stay empty, at most one of each expert. Blanks are all alike, so that they bid together: each
-for one of the cheapest places.
+Where T does not divide by E, experts have ceil(T / E) slots and E - T mod E blanks, of no score, take the
+slots that stay empty, at most one of each expert. Blanks are all alike, so that they bid together: each
+for one of the cheapest slots.
 
 Shape suffixes beside those of `routing`: A those of the tokens that matter at the moment.
 """
@@ -59,8 +59,8 @@ def balanced_assignment(scores_TE: Tensor, tolerance: float = 1e-9) -> Tensor:
 def _auction(scores_TE: Tensor, price_E: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Each token's expert, and the prices, of one phase."""
     num_tokens, num_experts = scores_TE.shape
-    places = -(-num_tokens // num_experts)
-    num_blanks = num_experts * places - num_tokens
+    slots = -(-num_tokens // num_experts)
+    num_blanks = num_experts * slots - num_tokens
     bid_T = torch.full((num_tokens,), NONE, dtype=torch.float64, device=scores_TE.device)
     blank_E = torch.full_like(price_E, NONE)  # the bid of the blank that an expert holds
     expert_T = torch.full((num_tokens,), num_experts, device=scores_TE.device)  # E: none
@@ -77,7 +77,7 @@ def _auction(scores_TE: Tensor, price_E: Tensor, eps: float) -> tuple[Tensor, Te
             cost, cheapest = cost_E.topk(free_blanks + 1, largest=False)
             blank_E[cheapest[:-1]] = cost[-1] + eps
             busy_E[cheapest[:-1]] = True
-        price_E = _settle(expert_T, bid_T, blank_E, price_E, busy_E, places)
+        price_E = _settle(expert_T, bid_T, blank_E, price_E, busy_E, slots)
         free_A = (expert_T == num_experts).nonzero()[:, 0]
         if num_blanks:
             free_blanks = num_blanks - int(blank_E.isfinite().sum())
@@ -85,9 +85,9 @@ def _auction(scores_TE: Tensor, price_E: Tensor, eps: float) -> tuple[Tensor, Te
 
 
 def _settle(
-    expert_T: Tensor, bid_T: Tensor, blank_E: Tensor, price_E: Tensor, busy_E: Tensor, places: int
+    expert_T: Tensor, bid_T: Tensor, blank_E: Tensor, price_E: Tensor, busy_E: Tensor, slots: int
 ) -> Tensor:
-    """Turn out, in place, the lowest bids of experts that have more than places; the prices from then on.
+    """Turn out, in place, the lowest bids of experts that have more than slots; the prices from then on.
 
     busy_E: the experts with new bids; the others stay as they are and are left out of the sort.
     """
@@ -104,9 +104,9 @@ def _settle(
         nth_E = bids_A[(start_E + n_E - 1).clamp(0, len(token_A))].masked_fill(count_E < n_E, NONE)
         return nth_E.masked_fill(n_E == 0, torch.inf)
 
-    blank_E.masked_fill_(lowest_of_first(torch.full_like(count_E, places)) >= blank_E, NONE)
+    blank_E.masked_fill_(lowest_of_first(torch.full_like(count_E, slots)) >= blank_E, NONE)
     has_blank_E = blank_E.isfinite()
-    kept_E = places - has_blank_E.long()
+    kept_E = slots - has_blank_E.long()
     place_A = torch.arange(len(token_A), device=bid_T.device) - start_E[expert_A]
     expert_T[token_A[place_A >= kept_E[expert_A]]] = len(price_E)
     lowest_E = lowest_of_first(kept_E)
@@ -119,8 +119,8 @@ def _is_close(scores_TE: Tensor, expert_T: Tensor, price_E: Tensor, tolerance: f
     num_tokens, num_experts = scores_TE.shape
     least, left = divmod(num_tokens, num_experts)
     total = scores_TE.gather(1, expert_T[:, None]).double().sum()
-    places = price_E.sum() * least + price_E.topk(left).values.sum()
-    bound = (scores_TE - price_E).amax(dim=1).sum() + places
+    slots = price_E.sum() * least + price_E.topk(left).values.sum()
+    bound = (scores_TE - price_E).amax(dim=1).sum() + slots
     return bool(bound - total <= tolerance * bound.abs())
 
 

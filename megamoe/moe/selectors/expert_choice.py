@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.router import largest
-from megamoe.moe.capacity.places import num_open
+from megamoe.moe.capacity.slots import num_open
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from megamoe.moe.selectors.choices import WeightedByP, probs_N
@@ -75,15 +75,15 @@ class ExpertChoice(WeightedByP):
         """The mean number of experts per token."""
         return float(self.config.k)
 
-    def places(self, num_tokens: int, open_E: Tensor | None = None) -> int:
+    def slots(self, num_tokens: int, open_E: Tensor | None = None) -> int:
         """Return C, the number of tokens of each expert; with open_E (see `Scored`) the host waits for it."""
         num_experts = int(num_open(open_E, self.dims.num_experts))
         return min(math.ceil(Fraction(str(self.config.k)) * num_tokens / num_experts), num_tokens)
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """C * E pairs, fewer where masks leave an expert too few candidates."""
-        places = self.places(scored.num_tokens, scored.open_E)
-        best_EC = largest(_values_TE(scored, self.dims.kernels).T, places)
+        slots = self.slots(scored.num_tokens, scored.open_E)
+        best_EC = largest(_values_TE(scored, self.dims.kernels).T, slots)
         expert_E1 = torch.arange(len(best_EC), device=best_EC.device)[:, None]
         token_N, expert_N = best_EC.reshape(-1), expert_E1.expand_as(best_EC).reshape(-1)
         if scored.candidates_TE is not None:

@@ -53,7 +53,7 @@ class OutputOrthogonality(Part):
     def attach(self, layer: Any) -> None:
         """Let the dispatch send a row for each pair, and read the outputs before they are added up."""
         dispatcher, kernels = layer.dispatcher, layer.router.dims.kernels
-        start, combine, add_up = dispatcher.start, dispatcher.combine, dispatcher.add_up
+        start, combine, combine_weighted = dispatcher.start, dispatcher.combine, dispatcher.combine_weighted
         self._token_sharding = layer.token_sharding
 
         def start_of_pairs(hidden_TH: Tensor, routing: Routing) -> Any:
@@ -68,7 +68,10 @@ class OutputOrthogonality(Part):
 
         self._sent: dict[int, Routing] = {}  # by the dispatch's state: passes may take turns
         dispatcher.start = start_of_pairs
-        dispatcher.combine, dispatcher.add_up = partial(read, combine), partial(read, add_up)
+        dispatcher.combine, dispatcher.combine_weighted = (
+            partial(read, combine),
+            partial(read, combine_weighted),
+        )
 
     def _of_tokens(self, output_NH: Tensor, pairs: Pairs, num_tokens: int) -> Tensor:
         """Return each token's sum, fp32 [T]. The host waits for the device unless all tokens have as many

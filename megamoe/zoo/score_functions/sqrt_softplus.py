@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.kernels.router import masked
-from megamoe.moe.score_functions.biased import BiasedScoreFunction
+from megamoe.moe.score_functions.expert_bias import BiasedScoreFunction
 from megamoe.registry import register
 
 _LOWEST = -15.0  # below it softplus(s) is exp(s) in fp32

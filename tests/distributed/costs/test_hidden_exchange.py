@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.moe.experts.grouped import GroupedExperts
-from megamoe.moe.turns import Turns
+from megamoe.moe.interleaving import Interleaving
 from megamoe.parallel.zero.engine import Engine
 from megamoe.train.step import Passes
 from megamoe.train.trainer import Trainer
@@ -97,7 +97,7 @@ class Watch:
 
     @contextmanager
     def watching(self, in_flight: int) -> Iterator[None]:
-        kind, name = (Passes, "forward") if in_flight == 1 else (Turns, "run")
+        kind, name = (Passes, "forward") if in_flight == 1 else (Interleaving, "run")
         self.seen.clear()
         self.seconds.clear()
         with (

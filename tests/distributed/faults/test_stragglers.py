@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megamoe import registry
-from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
+from megamoe.moe.dispatch.direct import DirectDispatch
 from megamoe.moe.router import Router
 from megamoe.resilience import stragglers
 from megamoe.train.callbacks import Callback
@@ -75,7 +75,7 @@ def test_a_rank_that_sleeps_before_it_sends_is_named(pool: Pool, tmp_path: Path)
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("where", "sleeper", "named"),
-    [((Trainer, "_take"), 1, 1), ((Trainer, "_take"), None, 0), ((AllToAllDispatch, "start"), 1, 0)],
+    [((Trainer, "_take"), 1, 1), ((Trainer, "_take"), None, 0), ((DirectDispatch, "start"), 1, 0)],
 )
 def test_data_is_own_time_and_exchanges_are_not(
     where: Any, sleeper: int | None, named: int, pool: Pool, tmp_path: Path

@@ -14,7 +14,7 @@ from torch import Tensor
 from megamoe import registry
 from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
-from megamoe.moe.dispatch import between_nodes
+from megamoe.moe.dispatch import by_node
 from megamoe.moe.experts.grouped import GroupedExperts, Products
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.recompute import recomputed
@@ -156,17 +156,17 @@ def compare(layout: Layout, which: str) -> list[str]:
     """Job: what differs on this rank, and which exchanges were taken."""
     launch.start(launch.find_world(), timeout_minutes=2)
     taken: set[type] = set()
-    real = between_nodes.ByNodeDispatch.start
+    real = by_node.ByNodeDispatch.start
 
     def started(self: Any, *given: Any) -> Any:
         taken.add(type(self))
         return real(self, *given)
 
-    between_nodes.ByNodeDispatch.start = started  # type: ignore[method-assign,assignment]
+    by_node.ByNodeDispatch.start = started  # type: ignore[method-assign,assignment]
     try:
         found = list(differences(layout, MODES if which == "modes" else cases()))
     finally:
-        between_nodes.ByNodeDispatch.start = real  # type: ignore[method-assign]
+        by_node.ByNodeDispatch.start = real  # type: ignore[method-assign]
     if bool(taken) != (layout.nodes > 1):
         found.append(f"taken: {taken}")
     return found

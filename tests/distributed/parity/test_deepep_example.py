@@ -13,7 +13,7 @@ from torch import Tensor
 from megamoe import registry
 from megamoe.config import PartChoice
 from megamoe.errors import UserError
-from megamoe.moe.dispatch.dispatcher import ExpertPlaces
+from megamoe.moe.dispatch.dispatcher import DispatchConfig
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
@@ -85,4 +85,6 @@ def test_a_layer_is_the_same(pool: Pool) -> None:
 def test_what_it_cannot_do_is_refused(further: dict[str, Any], key: str, own_registry: None) -> None:
     choice = exchange_of("deepep")
     with pytest.raises(UserError, match=f"^{key}: .*legal: "):
-        registry.get_part("exchange", "deepep")(choice.options, ExpertPlaces(8, ParallelGroups(), **further))
+        registry.get_part("exchange", "deepep")(
+            choice.options, DispatchConfig(8, ParallelGroups(), **further)
+        )

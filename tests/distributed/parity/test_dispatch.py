@@ -10,9 +10,9 @@ from torch import Tensor
 
 from megamoe.config import PartChoice
 from megamoe.kernels.choice import DEFAULT_KERNELS
-from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
 from megamoe.moe.dispatch.choice import build_dispatcher
-from megamoe.moe.dispatch.dispatcher import Dispatcher, ExpertPlaces, LocalDispatch
+from megamoe.moe.dispatch.direct import DirectDispatch
+from megamoe.moe.dispatch.dispatcher import DispatchConfig, Dispatcher, LocalDispatch
 from megamoe.moe.experts.activations import activate
 from megamoe.moe.experts.grouped import GroupedExperts, Slice
 from megamoe.moe.process_groups import ParallelGroups
@@ -120,7 +120,7 @@ def start(layout: Layout) -> tuple[launch.World, Dispatcher]:
     world = launch.find_world()
     launch.start(world, timeout_minutes=1)
     groups: ParallelGroups = start_groups(layout, timeout_minutes=1).layer
-    return world, build_dispatcher(PartChoice.default("exchange"), ExpertPlaces(EXPERTS, groups))
+    return world, build_dispatcher(PartChoice.default("exchange"), DispatchConfig(EXPERTS, groups))
 
 
 def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
@@ -165,9 +165,9 @@ def stray(case: Case) -> str:
     problem = make_problem(case, world.rank)
     routing = problem.routing()
     routing.is_local = True
-    places = ExpertPlaces(EXPERTS, ParallelGroups(expert=dist.group.WORLD))
+    places = DispatchConfig(EXPERTS, ParallelGroups(expert=dist.group.WORLD))
     try:
-        AllToAllDispatch(None, places).dispatch(problem.hidden_TH, routing)
+        DirectDispatch(None, places).dispatch(problem.hidden_TH, routing)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -177,7 +177,7 @@ def through(dispatcher: Dispatcher, experts: GroupedExperts, problem: Problem) -
     """Dispatch, experts, combine, and back. along: the number of each row's token over all ranks."""
     routing = problem.routing()
     rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, routing)
-    along = dispatcher.send_along(routing.pairs.token_N + 100 * problem.rank, plan)
+    along = dispatcher.dispatch_values(routing.pairs.token_N + 100 * problem.rank, plan)
     output_TH = dispatcher.combine(experts(rows, counts_E), plan)
     output_TH.backward(problem.upstream_TH)
     result = {"output": output_TH.detach(), "rows": rows.detach(), "along": along, "counts": counts_E}

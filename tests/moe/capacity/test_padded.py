@@ -10,9 +10,9 @@ from torch import Tensor
 from megamoe.errors import UserError
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.rows import sum_rows
-from megamoe.moe.dispatch.dispatcher import rows_of_places
+from megamoe.moe.dispatch.dispatcher import rows_of_slots
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.routing import Places
+from megamoe.moe.routing import CapacitySlots
 from megamoe.moe.validation import check_parts
 from tests.support.moe.build import make_hidden, make_layer, make_pairs, moe_config, observed
 
@@ -21,11 +21,11 @@ TOP_2 = {"selector": {"name": "top_k", "k": 2}}
 
 
 def test_the_rows_by_hand() -> None:
-    """Three tokens of two experts each; expert 1 has 2 places for 3 pairs, expert 2 a place too many."""
+    """Three tokens of two experts each; expert 1 has 2 slots for 3 pairs, expert 2 a place too many."""
     pairs = make_pairs([[1, 0], [1, 2], [0, 1]], [[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]])
-    places = Places(torch.tensor([0, 0, 1, 0, 1, 2]), size=2)
-    assert places.kept_N().tolist() == [True] * 5 + [False]
-    filled = places.filled(pairs, num_tokens=3, num_experts=3)
+    slots = CapacitySlots(torch.tensor([0, 0, 1, 0, 1, 2]), size=2)
+    assert slots.kept_N().tolist() == [True] * 5 + [False]
+    filled = slots.filled(pairs, num_tokens=3, num_experts=3)
     assert filled.expert_N.tolist() == [0, 0, 1, 1, 2, 2]
     assert filled.token_N.tolist() == [0, 2, 0, 1, 1, 3]
     torch.testing.assert_close(filled.weight_N, torch.tensor([0.2, 0.5, 0.1, 0.3, 0.4, 0.0]))
@@ -87,7 +87,7 @@ def test_kernels_do_not_add_up_the_empty_places() -> None:
         tokens = len(ends_T) - 1
         pairs = SimpleNamespace(token_N=torch.tensor(token_N, dtype=torch.int64), weight_N=None)
         routing = SimpleNamespace(pairs=pairs, num_tokens=tokens)
-        (rows, *_), hidden_TH = rows_of_places(torch.ones(tokens, 4), routing, Kernels())  # type: ignore[arg-type]
+        (rows, *_), hidden_TH = rows_of_slots(torch.ones(tokens, 4), routing, Kernels())  # type: ignore[arg-type]
         assert rows.ends_T is not None and rows.ends_T.tolist() == ends_T
         assert sum_rows(hidden_TH[rows.token_N], rows, Kernels())[:tokens].eq(1).all()
 

@@ -67,11 +67,11 @@ def test_first_choices_come_before_second_ones_of_a_larger_p() -> None:
     scored = make_scored(probs_TE.log(), probs_TE)
     kept = {}
     for priority in ("position", *BY_VALUE, "choice_then_position"):
-        for places in (1, 3):
-            part = make_capacity(3, num_choices=2, factor=places * 3 / 8, priority=priority)
-            assert part.places(4) == places
+        for slots in (1, 3):
+            part = make_capacity(3, num_choices=2, factor=slots * 3 / 8, priority=priority)
+            assert part.slots(4) == slots
             keep_N = part(wanted, scored, StepContext())
-            kept[priority, places] = wanted.token_N[keep_N & (wanted.expert_N == 0)].tolist()
+            kept[priority, slots] = wanted.token_N[keep_N & (wanted.expert_N == 0)].tolist()
     assert kept["position", 1] == [0] and kept["position", 3] == [0, 1, 2]
     assert kept["probability", 1] == [0] and kept["probability", 3] == [0, 2, 3]
     assert kept["choice_then_probability", 1] == [3] and kept["choice_then_probability", 3] == [0, 2, 3]
@@ -149,21 +149,21 @@ def test_the_places_are_the_ceiling_of_the_formula(
     factor: float, num_choices: int, num_tokens: int, num_experts: int, expected: int
 ) -> None:
     part = make_capacity(num_experts, num_choices=num_choices, factor=factor)
-    assert part.places(num_tokens) == expected
+    assert part.slots(num_tokens) == expected
 
 
 def test_min_capacity_is_a_floor_and_eval_factor_is_of_evaluation() -> None:
     part = make_capacity(factor=1.0, eval_factor=2.0, min_capacity=4)
-    assert part.places(12) == 4  # 3, under the floor
-    assert part.places(40) == 10
-    assert part.eval().places(40) == 20
-    assert make_capacity(factor=1.0).eval().places(40) == 10
+    assert part.slots(12) == 4  # 3, under the floor
+    assert part.slots(40) == 10
+    assert part.eval().slots(40) == 20
+    assert make_capacity(factor=1.0).eval().slots(40) == 10
 
 
 def test_there_is_no_floor_where_the_papers_have_none() -> None:
     """By default and in every preset, C = ceil(factor * k * T / E), and at least 1."""
     part = make_capacity(8, factor=1.0)
-    assert [part.places(num_tokens) for num_tokens in (1, 8, 9, 24)] == [1, 1, 2, 3]
+    assert [part.slots(num_tokens) for num_tokens in (1, 8, 9, 24)] == [1, 1, 2, 3]
     for name in registry.list_presets():
         capacity = moe_config(router=name, num_experts=16).router.capacity
         assert capacity.name != "per_expert" or capacity.options.min_capacity == 0, name
@@ -198,7 +198,7 @@ def test_masks_of_the_whole_step_give_the_others_more_places() -> None:
     router = make_router(16, masks=masks, selector={"k": 2}, capacity=capacity)
     routing = route_scores(router, torch.arange(16.0).expand(64, 16))
     assert routing.open_E is not None and routing.open_E.sum() == 8
-    assert routing.counts_E().max() == cast(Any, router.capacity).places(64, routing.open_E) == 16
+    assert routing.counts_E().max() == cast(Any, router.capacity).slots(64, routing.open_E) == 16
 
 
 @pytest.mark.parametrize("priority", BY_VALUE)

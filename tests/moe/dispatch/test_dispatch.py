@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megamoe.moe.dispatch.all_to_all import AllToAllDispatch
-from megamoe.moe.dispatch.dispatcher import ExpertPlaces, LocalDispatch
+from megamoe.moe.dispatch.direct import DirectDispatch
+from megamoe.moe.dispatch.dispatcher import DispatchConfig, LocalDispatch
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.routing import Routing
 from tests.support.moe.build import make_hidden, make_pairs, make_scored, routed
@@ -24,8 +24,8 @@ def alone() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def of_group(group: dist.ProcessGroup) -> AllToAllDispatch:
-    return AllToAllDispatch(None, ExpertPlaces(4, ParallelGroups(expert=group)))
+def of_group(group: dist.ProcessGroup) -> DirectDispatch:
+    return DirectDispatch(None, DispatchConfig(4, ParallelGroups(expert=group)))
 
 
 def make_routing(experts: list[list[int]], weights: list[list[float]]) -> Routing:
@@ -69,7 +69,7 @@ def test_the_exchange_of_one_rank_equals_the_local_path(
     results: list[list[Tensor]] = []
     for dispatcher in (
         LocalDispatch(),
-        AllToAllDispatch(None, ExpertPlaces(4, ParallelGroups(expert=alone))),
+        DirectDispatch(None, DispatchConfig(4, ParallelGroups(expert=alone))),
     ):
         routing, hidden_TH = make_routing(*case), make_hidden(len(case[0])).requires_grad_()
         rows_NH, counts_E, plan = dispatcher.dispatch(hidden_TH, routing)

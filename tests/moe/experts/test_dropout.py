@@ -151,7 +151,7 @@ def test_in_bf16s_padded_groups_the_same_elements_are_dropped() -> None:
 
 def test_it_costs_nothing_if_it_is_off(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = make_layer(moe_config(num_experts=4))
-    monkeypatch.setattr(layer.dispatcher, "send_along", None)
+    monkeypatch.setattr(layer.dispatcher, "dispatch_values", None)
     assert layer(make_hidden(4)).shape == (4, HIDDEN)
     layer.dropout = (0.1, 0.0)
     with pytest.raises(TypeError):

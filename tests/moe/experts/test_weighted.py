@@ -91,6 +91,6 @@ def test_experts_that_are_no_multiple_are_refused(tree: dict[str, Any]) -> None:
 
 
 def test_an_exchange_without_weights_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(LocalDispatch, "moves_weights", False)
+    monkeypatch.setattr(LocalDispatch, "sends_weights", False)
     with pytest.raises(UserError, match=r"moe\.weights_in_activation"):
         make_layer(moe_config(weights_in_activation=True))

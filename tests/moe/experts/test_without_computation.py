@@ -147,7 +147,7 @@ def test_the_capacity_of_both_kinds_by_hand() -> None:
     part = make_part(
         "capacity", "per_expert", 6, dims={"num_zero": 2, "num_choices": 2}, factor=1.1, tau=0.75
     )
-    assert part.places(10).tolist() == [4] * 4 + [5] * 2  # 1.1 * 20 / 5 = 4.4, and three quarters of it
+    assert part.slots(10).tolist() == [4] * 4 + [5] * 2  # 1.1 * 20 / 5 = 4.4, and three quarters of it
     layer = make_layer(
         moe_config(
             num_experts=E,

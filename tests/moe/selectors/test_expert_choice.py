@@ -24,14 +24,14 @@ def test_by_hand() -> None:
     torch.testing.assert_close(pairs.weight_N, torch.tensor([0.7, 0.6, 0.3, 0.5, 0.4, 0.9]))
 
 
-@pytest.mark.parametrize(("k", "places"), [(1.0, 5), (2.0, 10), (0.5, 3), (8.0, 40)])
-def test_against_a_loop_over_experts(k: float, places: int) -> None:
+@pytest.mark.parametrize(("k", "slots"), [(1.0, 5), (2.0, 10), (0.5, 3), (8.0, 40)])
+def test_against_a_loop_over_experts(k: float, slots: int) -> None:
     probs_TE = torch.randn(40, 8, generator=torch.Generator().manual_seed(0)).softmax(-1)
     pairs = route(make_scored(probs_TE.log(), probs_TE), k=k)
     values: list[list[float]] = probs_TE.tolist()
     expected: dict[int, list[int]] = {token: [] for token in range(40)}
     for expert in range(8):
-        for token in sorted(range(40), key=lambda token: -values[token][expert])[:places]:
+        for token in sorted(range(40), key=lambda token: -values[token][expert])[:slots]:
             expected[token].append(expert)
     for token, experts in expected.items():
         found = pairs.expert_N[pairs.token_N == token].tolist()

@@ -18,7 +18,8 @@ from torch.utils._pytree import tree_leaves
 from megamoe.config import RunConfig
 from megamoe.kernels.attention.rotary import angles
 from megamoe.moe.auxiliary_losses import device_scalar
-from megamoe.moe.dispatch import all_to_all, between_nodes
+from megamoe.moe.dispatch import by_node as between_nodes
+from megamoe.moe.dispatch import direct as all_to_all
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
 from megamoe.parallel.zero.engine import Engine

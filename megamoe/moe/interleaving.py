@@ -1,7 +1,7 @@
 """Two micro batches in flight: their passes take turns, so that one computes while the other's rows travel.
 
 Each forward pass has a thread of its own, and one of the two threads runs at a time. A pass hands its turn
-over where an exchange between ranks was started (`end_turn`). So the passes call the collectives in one
+over where an exchange between ranks was started (`yield_to_other`). So the passes call the collectives in one
 order, the same on all ranks.
 
 One backward pass over both graphs takes the same turns in reverse, and each graph's nodes run in the order of
@@ -23,7 +23,7 @@ from megamoe.compat.torch_compat import next_node_number, raise_node_numbers
 from megamoe.kernels.autograd import Function
 
 
-class Turns:
+class Interleaving:
     """The turns of two passes, the first and the second.
 
     leave: returns what belongs to the pass that hands over; enter: puts it back before the pass goes on.
@@ -94,7 +94,7 @@ class Turns:
 
         values: of the graph; returned with a node that begins this turn in the backward pass.
         """
-        ended: Tensor = _EndOfTurn.apply(values, self._enter_backward, place)
+        ended: Tensor = _Yield.apply(values, self._enter_backward, place)
         if self._is_over[1 - place]:
             return ended
         state, self._number = self._leave(), next_node_number()
@@ -112,7 +112,7 @@ class _GivenUp(Exception):
 
 
 class _Own(threading.local):
-    turn: tuple[Turns, int] | None = None  # and this thread's place in them
+    turn: tuple[Interleaving, int] | None = None  # and this thread's place in them
 
 
 _own = _Own()
@@ -123,7 +123,7 @@ def in_flight() -> bool:
     return _own.turn is not None
 
 
-def end_turn(values: Tensor) -> Tensor:
+def yield_to_other(values: Tensor) -> Tensor:
     """Let the other micro batch in flight go on; return the values when it is this one's turn again.
 
     An exchange that was started before this call is sent meanwhile. In the backward pass the same holds for
@@ -137,7 +137,7 @@ def end_turn(values: Tensor) -> Tensor:
 
 
 @contextmanager
-def without_turns() -> Iterator[None]:
+def uninterrupted() -> Iterator[None]:
     """Context of a recomputation, which is one whole part of its pass: no turn ends in it."""
     turn, _own.turn = _own.turn, None
     try:
@@ -146,7 +146,7 @@ def without_turns() -> Iterator[None]:
         _own.turn = turn
 
 
-class _EndOfTurn(Function):
+class _Yield(Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, begin: Callable[[int], None], place: int) -> Tensor:
         ctx.begin, ctx.place = begin, place

@@ -17,17 +17,18 @@ from torch import Tensor
 from megamoe.compat.torch_compat import assert_on_device
 from megamoe.kernels.experts.rows import Order, RowTokens, combine, permute, sum_rows
 from megamoe.moe.dispatch.dispatcher import (
+    DispatchConfig,
     Dispatcher,
-    ExpertPlaces,
     ReadCounts,
     of_tokens,
     read_counts,
-    rows_of_places,
+    rows_of_slots,
     sort_by_expert,
 )
 from megamoe.moe.dispatch.transfer import Rows, Transfer
 from megamoe.moe.process_groups import gather_rows, rank_in, size_of
 from megamoe.moe.routing import Pairs, Routing
+from megamoe.registry import register
 
 
 @dataclass
@@ -56,26 +57,29 @@ class DirectState:
     by_expert_M: Order | None = None
 
 
-class AllToAllDispatch(Dispatcher):
-    """The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`.
+@register("exchange", "direct")
+class DirectDispatch(Dispatcher):
+    """A row for each of a token's experts goes straight to the rank that holds the expert, and back.
+
+    The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`.
+    Source: GShard (Lepikhin et al. 2020), section 3.2; with uneven splits in place of a capacity.
 
     read_counts: reads the numbers of rows by name: `sent` to each rank of `expert`, `received` from each, and
-    `gathered`, held by each rank of `expert_tensor`; with `places.host_counts` those of each expert here,
-    `experts`. A simulation, whose tensors have no values, gives its
-    own.
+    `gathered`, held by each rank of `expert_tensor`; with `settings.host_counts` those of each expert here,
+    `experts`. A simulation, whose tensors have no values, gives its own.
     """
 
-    takes_places = True
-    moves_weights = True
+    knows_slots = True
+    sends_weights = True
 
-    def __init__(self, config: Any, places: ExpertPlaces) -> None:
-        super().__init__(config, places)
-        self.expert, self.expert_tensor = places.groups.expert, places.groups.expert_tensor
+    def __init__(self, config: Any, settings: DispatchConfig) -> None:
+        super().__init__(config, settings)
+        self.expert, self.expert_tensor = settings.groups.expert, settings.groups.expert_tensor
         self.num_ranks, self.rank = size_of(self.expert), rank_in(self.expert)
         self.num_slices, self.slice = size_of(self.expert_tensor), rank_in(self.expert_tensor)
-        self.fp8, self.reads_experts = places.fp8, places.host_counts
+        self.fp8, self.reads_experts = settings.fp8, settings.host_counts
         self.read_counts: ReadCounts = read_counts
-        self.takes_turns = True  # not inside a node, where the exchange between nodes does
+        self.interleaves = True  # not inside a node, where the exchange between nodes does
 
     def start(self, hidden_TH: Tensor, routing: Routing) -> DirectState:
         """See `Dispatcher`.
@@ -84,8 +88,8 @@ class AllToAllDispatch(Dispatcher):
             RuntimeError: if the routing stays home, but a pair's expert is on another rank; on a GPU it is
                 raised there, where nobody waits for it.
         """
-        if routing.places is not None:
-            return self._start_places(hidden_TH, routing, routing.places)
+        if routing.slots is not None:
+            return self._start_slots(hidden_TH, routing, routing.slots)
         sizes = (routing.num_tokens, routing.num_experts)
         found, counts_E = sort_by_expert(routing.pairs, sizes, self.kernels)
         if counts_E is not None:
@@ -100,19 +104,19 @@ class AllToAllDispatch(Dispatcher):
         self.send(Rows.of(hidden_TH, fp8), state, numbers)
         return state
 
-    def _start_places(self, hidden_TH: Tensor, routing: Routing, places: int) -> DirectState:
-        """Begin to send rows whose numbers all ranks know: `places` of each rank for each expert."""
-        found, hidden_TH = rows_of_places(hidden_TH, routing, self.kernels)
+    def _start_slots(self, hidden_TH: Tensor, routing: Routing, slots: int) -> DirectState:
+        """Begin to send rows whose numbers all ranks know: `slots` of each rank for each expert."""
+        found, hidden_TH = rows_of_slots(hidden_TH, routing, self.kernels)
         experts = routing.num_experts // self.num_ranks
         sizes = (self.num_slices, self.num_ranks, experts)
-        counts_XSL = torch.full(sizes, places, device=hidden_TH.device)
+        counts_XSL = torch.full(sizes, slots, device=hidden_TH.device)
         numbers: dict[str, list[int]] = {}
         if self.expert is not None:
-            numbers = dict.fromkeys(("sent", "received"), [experts * places] * self.num_ranks)
+            numbers = dict.fromkeys(("sent", "received"), [experts * slots] * self.num_ranks)
         if self.expert_tensor is not None:
-            numbers["gathered"] = [routing.num_experts * places] * self.num_slices
+            numbers["gathered"] = [routing.num_experts * slots] * self.num_slices
         if self.reads_experts:
-            numbers["experts"] = [self.num_slices * self.num_ranks * places] * experts
+            numbers["experts"] = [self.num_slices * self.num_ranks * slots] * experts
         state = DirectState(*found, counts_XSL, routing.num_tokens)
         self.send(Rows.of(hidden_TH, self.fp8 and self.expert is not None), state, numbers)
         return state
@@ -194,9 +198,9 @@ class AllToAllDispatch(Dispatcher):
 
     def _transfer(self, sent: list[int] | None, received: list[int] | None) -> Transfer:
         assert self.expert is not None and sent is not None and received is not None
-        return Transfer(sent, received, self.expert, self.takes_turns)
+        return Transfer(sent, received, self.expert, self.interleaves)
 
-    def send_along(self, values_N: Tensor, state: DirectState) -> Tensor:
+    def dispatch_values(self, values_N: Tensor, state: DirectState) -> Tensor:
         """See `Dispatcher`; the same exchanges once more."""
         values = values_N.index_select(0, state.order_N)
         if state.by_expert_M is None:
@@ -212,7 +216,7 @@ class AllToAllDispatch(Dispatcher):
         rows_NH = self._send_back(rows_MH, state)
         return of_tokens(combine(rows_NH, state.weight_N, state.rows, self.kernels), state.num_tokens)
 
-    def row_weights(self, state: DirectState) -> Tensor:
+    def dispatched_weights(self, state: DirectState) -> Tensor:
         """See `Dispatcher`; the same exchanges once more."""
         if state.by_expert_M is None:
             return state.weight_N
@@ -222,7 +226,7 @@ class AllToAllDispatch(Dispatcher):
             weights = Transfer(state.sent_R, state.received_R, self.expert).run(weights)
         return permute(self._to_slices(weights, state)[:, 0], state.by_expert_M)
 
-    def add_up(self, rows_MH: Tensor, state: DirectState) -> Tensor:
+    def combine_weighted(self, rows_MH: Tensor, state: DirectState) -> Tensor:
         """See `Dispatcher`."""
         rows_NH = self._send_back(rows_MH, state)
         return of_tokens(sum_rows(rows_NH, state.rows, self.kernels), state.num_tokens)

@@ -19,11 +19,12 @@ from torch import Tensor
 
 from megamoe.compat.torch_compat import assert_on_device
 from megamoe.kernels.experts.rows import Order, RowTokens, permute, sum_rows
-from megamoe.moe.dispatch.all_to_all import AllToAllDispatch, DirectState
-from megamoe.moe.dispatch.dispatcher import Dispatcher, ExpertPlaces, ReadCounts, read_counts
+from megamoe.moe.dispatch.direct import DirectDispatch, DirectState
+from megamoe.moe.dispatch.dispatcher import DispatchConfig, Dispatcher, NodeUse, ReadCounts, read_counts
 from megamoe.moe.dispatch.transfer import Rows, Transfer
 from megamoe.moe.process_groups import ParallelGroups, rank_in, size_of
 from megamoe.moe.routing import Pairs, Routing
+from megamoe.registry import register
 
 
 @dataclass
@@ -46,40 +47,45 @@ class NodeState:
     inside: DirectState | None = None
 
 
+@register("exchange", "by_node")
 class ByNodeDispatch(Dispatcher):
-    """The exchange by nodes, over `groups.between_nodes` and `groups.inside_node`.
+    """A row crosses to another node once, to the rank with the sender's number there, and is copied to the
+    ranks of the experts inside the node; the weighted outputs are summed there, and one row returns.
 
-    read_counts: as of `AllToAllDispatch`, with four more vectors: `rows_sent` and `rows_received`,
+    Source: DeepSeek-V3, section 3.2.2. The groups: `groups.between_nodes` and `groups.inside_node`.
+
+    read_counts: as of `DirectDispatch`, with four more vectors: `rows_sent` and `rows_received`,
     `pairs_sent` and `pairs_received`, of each node; the others are of the ranks in the node.
     """
 
-    moves_weights = True
+    sends_weights = True
+    node_use: NodeUse = "always"
 
     @classmethod
-    def build(cls, config: Any, places: ExpertPlaces) -> Dispatcher:
+    def build(cls, config: Any, settings: DispatchConfig) -> Dispatcher:
         """Return the exchange by node, or the direct one if all experts are on one node."""
-        if places.groups.between_nodes is None:
-            return AllToAllDispatch(config, places)
-        return super().build(config, places)
+        if settings.groups.between_nodes is None:
+            return DirectDispatch(config, settings)
+        return super().build(config, settings)
 
-    def __init__(self, config: Any, places: ExpertPlaces) -> None:
-        super().__init__(config, places)
-        groups = places.groups
+    def __init__(self, config: Any, settings: DispatchConfig) -> None:
+        super().__init__(config, settings)
+        groups = settings.groups
         assert groups.between_nodes is not None, "all experts are on one node"
         self.between = groups.between_nodes
         self.num_nodes, self.node = size_of(self.between), rank_in(self.between)
-        self.node_experts = places.num_experts // self.num_nodes
-        self.fp8 = places.fp8
+        self.node_experts = settings.num_experts // self.num_nodes
+        self.fp8 = settings.fp8
         in_node = ParallelGroups(expert=groups.inside_node, expert_tensor=groups.expert_tensor)
-        self.inside = AllToAllDispatch(None, replace(places, num_experts=self.node_experts, groups=in_node))
-        self.inside.takes_turns = False
+        self.inside = DirectDispatch(None, replace(settings, num_experts=self.node_experts, groups=in_node))
+        self.inside.interleaves = False
         self.read_counts: ReadCounts = read_counts
 
     def start(self, hidden_TH: Tensor, routing: Routing) -> NodeState:
         """See `Dispatcher`.
 
         Raises:
-            RuntimeError: as of `AllToAllDispatch.start`.
+            RuntimeError: as of `DirectDispatch.start`.
         """
         pairs, counts_SE = routing.pairs, routing.counts_E().view(self.num_nodes, -1)
         node_N, expert_N = pairs.expert_N // self.node_experts, pairs.expert_N % self.node_experts
@@ -105,7 +111,7 @@ class ByNodeDispatch(Dispatcher):
         state.numbers = numbers
         token_U = _tokens_of_rows(place_ST, counts_S, sum(numbers["rows_sent"]))
         state.sent = RowTokens.of(token_U, routing.num_tokens, self.kernels)
-        state.rows = Transfer(numbers["rows_sent"], numbers["rows_received"], self.between, takes_turns=True)
+        state.rows = Transfer(numbers["rows_sent"], numbers["rows_received"], self.between, interleaves=True)
         state.pairs = Transfer(numbers["pairs_sent"], numbers["pairs_received"], self.between)
         row_N = place_ST.view(-1).index_select(0, node_N * routing.num_tokens + pairs.token_N) - 1
         numbers_N = (row_N * self.node_experts + expert_N).index_select(0, order_N.order_N)
@@ -148,33 +154,45 @@ class ByNodeDispatch(Dispatcher):
         assert state.inside is not None
         return self.inside.host_counts(state.inside)
 
-    def send_along(self, values_N: Tensor, state: NodeState) -> Tensor:
+    def dispatch_values(self, values_N: Tensor, state: NodeState) -> Tensor:
         """See `Dispatcher`; the same exchanges once more."""
         assert state.inside is not None
         if state.pairs is not None:
             values_N = state.pairs.run(values_N.index_select(0, state.order_N.order_N))
-        return self.inside.send_along(values_N, state.inside)
+        return self.inside.dispatch_values(values_N, state.inside)
 
     def combine(self, rows_MH: Tensor, state: NodeState) -> Tensor:
         """See `Dispatcher`; the sum of each node is rounded to the model's dtype before it returns."""
         assert state.inside is not None
         return self._between_nodes(self.inside.combine(rows_MH, state.inside), state)
 
-    def row_weights(self, state: NodeState) -> Tensor:
+    def dispatched_weights(self, state: NodeState) -> Tensor:
         """See `Dispatcher`; to the nodes they have travelled with the pairs."""
         assert state.inside is not None
-        return self.inside.row_weights(state.inside)
+        return self.inside.dispatched_weights(state.inside)
 
-    def add_up(self, rows_MH: Tensor, state: NodeState) -> Tensor:
+    def combine_weighted(self, rows_MH: Tensor, state: NodeState) -> Tensor:
         """See `Dispatcher`, and `combine`."""
         assert state.inside is not None
-        return self._between_nodes(self.inside.add_up(rows_MH, state.inside), state)
+        return self._between_nodes(self.inside.combine_weighted(rows_MH, state.inside), state)
 
     def _between_nodes(self, rows_UH: Tensor, state: NodeState) -> Tensor:
         if state.rows is None or state.sent is None:
             return rows_UH
-        back = Transfer(state.rows.received, state.rows.sent, self.between, takes_turns=True)
+        back = Transfer(state.rows.received, state.rows.sent, self.between, interleaves=True)
         return sum_rows(back.run(rows_UH), state.sent, self.kernels)
+
+
+@register("exchange", "auto")
+class AutoDispatch(ByNodeDispatch):
+    """`by_node` where the experts of a group lie on several nodes, evenly, and a token has at least 1.25
+    times as many experts as nodes on average; else `direct`.
+
+    Source: none; the ratio is where the rows saved between nodes outweigh the second copy inside one.
+    """
+
+    node_use = "if_worth"
+    knows_slots = True  # with them no rows travel by node
 
 
 def _places(token_N: Tensor, node_N: Tensor, nodes: int, tokens: int) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Limited places, assigned by priority."""
+"""Limited slots, assigned by priority."""
 
 import math
 from fractions import Fraction

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts import grouped_gemm
-from megamoe.kernels.experts.grouped_gemm import LaterGradients
+from megamoe.kernels.experts.grouped_gemm import DelayedWeightGradients
 from megamoe.moe.experts.grouped import GroupedExperts
 
 PLAIN = Kernels(compiled=False)
@@ -20,10 +20,10 @@ def make_experts(activation: Any = "swiglu", **options: Any) -> GroupedExperts:
     return GroupedExperts(16, 32, range(4), activation=activation, **sizes, **options)
 
 
-def gradients(experts: GroupedExperts, later: LaterGradients | None) -> dict[str, Tensor]:
+def gradients(experts: GroupedExperts, delayed: DelayedWeightGradients | None) -> dict[str, Tensor]:
     experts.zero_grad()
     rows_NH = torch.randn(16, 16, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    output_NH = experts(rows_NH, COUNTS, None, later)
+    output_NH = experts(rows_NH, COUNTS, None, delayed)
     output_NH.square().sum().backward()
     assert rows_NH.grad is not None
     named = {name: parameter.grad for name, parameter in experts.named_parameters()}
@@ -34,10 +34,10 @@ def gradients(experts: GroupedExperts, later: LaterGradients | None) -> dict[str
 def test_they_are_the_same_to_the_bit(options: dict[str, Any]) -> None:
     experts = make_experts(**options)
     now = gradients(experts, None)
-    later = gradients(experts, experts.put_off_gradients())
-    assert later.keys() == now.keys()
+    delayed = gradients(experts, experts.put_off_gradients())
+    assert delayed.keys() == now.keys()
     for name, value in now.items():
-        assert torch.equal(later[name], value), name
+        assert torch.equal(delayed[name], value), name
 
 
 class Marked(torch.autograd.Function):
@@ -69,10 +69,10 @@ def test_an_exchange_between_runs_beside_them(monkeypatch: pytest.MonkeyPatch) -
         experts = make_experts()
         rows = torch.randn(16, 16, requires_grad=True)
         sent: Tensor = Marked.apply(rows, "wait", order)
-        later = experts.put_off_gradients() if puts_off else None
+        delayed = experts.put_off_gradients() if puts_off else None
         shared: Tensor = Marked.apply(rows, "shared", order)
         received: Tensor = Marked.apply(sent, "begin", order)
-        (experts(received, COUNTS, None, later) + shared).sum().backward()
+        (experts(received, COUNTS, None, delayed) + shared).sum().backward()
         expected = ["begin", "shared", "weight", "weight", "wait"]
         assert order == (expected if puts_off else ["weight", "weight", "begin", "shared", "wait"])
 

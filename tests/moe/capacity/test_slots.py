@@ -1,4 +1,4 @@
-"""Places by priority against Python's sorted."""
+"""CapacitySlots by priority against Python's sorted."""
 
 import math
 from fractions import Fraction
@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.moe.capacity.places import place_in_group, share_of_pairs, value_of_pairs
+from megamoe.moe.capacity.slots import place_in_group, share_of_pairs, value_of_pairs
 from tests.support.moe.build import make_pairs
 
 
 def plain_places(group_N: Tensor, rank_N: Tensor | None, value_N: Tensor | None) -> list[int]:
     """Each group's pairs sorted by a Python key, which compares rank, value and place in the list in turn."""
-    places = [0] * len(group_N)
+    slots = [0] * len(group_N)
     for group in set(group_N.tolist()):
         members = [n for n in range(len(group_N)) if group_N[n] == group]
         members.sort(
@@ -24,8 +24,8 @@ def plain_places(group_N: Tensor, rank_N: Tensor | None, value_N: Tensor | None)
             )
         )
         for place, n in enumerate(members):
-            places[n] = place
-    return places
+            slots[n] = place
+    return slots
 
 
 @pytest.mark.parametrize("with_rank", [False, True])

@@ -1,1 +1,0 @@
-"""Exchanges: how rows travel to the ranks of their experts (`parallel.exchange`)."""
