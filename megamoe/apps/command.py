@@ -7,12 +7,13 @@ import errno
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from megamoe.compat.startup import check_versions, configure_libraries
 from megamoe.errors import ExitCode, UserError
-from megamoe.io import replace_file
+from megamoe.io import read_json, read_plain, reason, replace_file
 from megamoe.resilience.error_reporting import report_error
 
 # By these a process takes itself for one rank of several.
@@ -20,6 +21,7 @@ LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
+STDIN = Path("-")  # the standard input, where a command reads lines
 # A terminal would obey control characters; files have them.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 
@@ -56,6 +58,43 @@ def run_tool(work: Callable[[], None]) -> int:
     except (Exception, SystemExit) as error:
         return report_error(error)
     return 0
+
+
+def json_of(option: str, path: Path, largest: int) -> Any:
+    """Return what a JSON file of at most `largest` bytes says.
+
+    Raises:
+        UserError: beginning with the option, if it cannot be read.
+    """
+    try:
+        return read_json(path, largest)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{option}: {path}: {reason(error)}; expected JSON") from None
+
+
+def lines_of(option: str, path: Path, largest: int) -> list[str]:
+    """Return the lines of a text file of at most `largest` bytes, or of the standard input for the path `-`.
+
+    Only a line feed ends a line.
+
+    Raises:
+        UserError: beginning with the option, if it is no text in UTF-8 that can be read.
+    """
+    try:
+        content = sys.stdin.buffer.read(largest + 1) if path == STDIN else read_plain(path, largest)
+        if len(content) > largest:
+            raise ValueError(f"larger than {largest:,} bytes")
+        text = content.decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        raise UserError(f"{option}: {path}: {reason(error)}; expected a text file in UTF-8") from None
+    return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as text: the first column on the left, the others on the right of their columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])] for row in rows)
+    return "\n".join("  ".join(cells).rstrip() for cells in lines)
 
 
 def check_positive(option: str, value: int | None) -> None:

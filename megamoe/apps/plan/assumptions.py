@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from megamoe.apps.command import json_of
 from megamoe.errors import UserError
-from megamoe.io import read_json, reason
 
 Case = Literal["pessimistic", "likely", "optimistic"]
 CASES: tuple[Case, ...] = ("pessimistic", "likely", "optimistic")
@@ -128,10 +128,7 @@ def read(path: str) -> tuple[Rate, ...]:
     Raises:
         UserError: for a file that is not such a list, naming the row.
     """
-    try:
-        found: Any = read_json(Path(path), MOST_BYTES)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--assumptions: {path} cannot be read: {reason(error)}") from None
+    found = json_of("--assumptions", Path(path), MOST_BYTES)
     if isinstance(found, dict) and found.get("rehearsal"):
         raise UserError(f"--assumptions: {path}: a rehearsal at small sizes; expected a check of a GPU")
     rows = found.get("rates") if isinstance(found, dict) else None

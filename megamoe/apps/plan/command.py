@@ -15,7 +15,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from megamoe.apps.command import check_positive, check_writable, run_tool, write_text
+from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
 from megamoe.apps.plan import cuda_device
 from megamoe.errors import UserError
 
@@ -24,24 +24,21 @@ MOST_GPUS = 1 << 17  # every process group of the run is made, one after the oth
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, metavar="FILE", help="the run's YAML")
-    parser.add_argument("--nodes", type=int, required=True, metavar="N")
-    parser.add_argument("--gpus-per-node", type=int, required=True, metavar="G")
-    parser.add_argument("--gpu", default="h100", help="h100, h200, b200, a100, mi300x, or a JSON file")
-    parser.add_argument("--load", type=float, default=1.0, help="rows of the fullest rank over the mean")
-    parser.add_argument("--assumptions", metavar="FILE", help="measured rates, as make gpu-check writes them")
-    parser.add_argument("--disk", type=float, default=1.0, help="GB/s that a node writes (1)")
-    parser.add_argument(
-        "--search", action="store_true", help="rank the layouts that fit, then plan the first"
-    )
-    parser.add_argument("--simulate", type=int, metavar="N", help="layouts that --search simulates (8)")
-    parser.add_argument("--all-blocks", action="store_true", help="simulate every block of a deep model")
-    parser.add_argument("--json", type=Path, metavar="FILE")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help="SVG of the memory by phase")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--config", required=True, metavar="FILE", help="the run's YAML")
+    add("--nodes", type=int, required=True, metavar="N")
+    add("--gpus-per-node", type=int, required=True, metavar="G")
+    add("--gpu", default="h100", help="h100, h200, b200, a100, mi300x, or a JSON file")
+    add("--load", type=float, default=1.0, help="rows of the fullest rank over the mean")
+    add("--assumptions", metavar="FILE", help="measured rates, as make gpu-check writes them")
+    add("--disk", type=float, default=1.0, help="GB/s that a node writes (1)")
+    add("--search", action="store_true", help="rank the layouts that fit, then plan the first")
+    add("--simulate", type=int, metavar="N", help="layouts that --search simulates (8)")
+    add("--all-blocks", action="store_true", help="simulate every block of a deep model")
+    add("--json", type=Path, metavar="FILE")
+    add("--picture", type=Path, metavar="FILE", help="SVG of the memory by phase")
+    add("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(arguments)
     try:
         cuda_device.load()

@@ -12,9 +12,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import parser_of, run_tool
+from megamoe.apps.command import aligned, check_positive, json_of, parser_of, run_tool
 from megamoe.errors import UserError
-from megamoe.io import read_json, reason
 
 MOST_BYTES = 1 << 20  # of a file of published numbers
 KEYS = ("total", "unit", "without_embedding", "explained", "source")
@@ -32,17 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    if options.vocab_size is not None and options.vocab_size < 1:
-        raise UserError(f"--vocab-size: found {options.vocab_size}, expected at least 1")
+    check_positive("--vocab-size", options.vocab_size)
     published = _published(options.published) if options.published else {}
     rows = [_row(path, options.vocab_size, published) for path in _files(options.configs)]
     unknown = published.keys() - {row[0] for row in rows}
     if unknown:
         raise UserError(f"--published: {min(unknown)!r} is not among the configurations; leave it out")
-    widths = [max(len(row[column]) for row in [HEADER, *rows]) for column in range(len(HEADER))]
-    for row in [HEADER, *rows]:
-        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
-        print("  ".join([row[0].ljust(widths[0]), *cells]).rstrip())
+    print(aligned([HEADER, *rows]))
 
 
 def _files(paths: list[Path]) -> list[Path]:
@@ -77,10 +72,7 @@ def _row(path: Path, vocab_size: int | None, published: dict[str, dict[str, Any]
 
 
 def _published(path: Path) -> dict[str, dict[str, Any]]:
-    try:
-        found = read_json(path, MOST_BYTES)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--published: {path}: {reason(error)}; expected JSON") from None
+    found = json_of("--published", path, MOST_BYTES)
     if not isinstance(found, dict):
         raise UserError(f"--published: {path}: expected a mapping of names")
     for name, entry in found.items():

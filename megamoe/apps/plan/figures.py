@@ -75,18 +75,12 @@ class Figures:
 
 @dataclass(frozen=True)
 class Models:
-    """The GPU, its nodes, and the assumptions of the likely, the optimistic and the pessimistic case."""
+    """The GPU, its nodes, and the assumptions of the likely case and of those that bound it."""
 
     gpu: Gpu
     topology: Topology
     likely: Assumptions
-    optimistic: Assumptions
-    pessimistic: Assumptions
-
-    @property
-    def others(self) -> tuple[Assumptions, Assumptions]:
-        """The assumptions of the cases that bound the likely one."""
-        return self.optimistic, self.pessimistic
+    bounds: tuple[Assumptions, ...]
 
 
 def figures_of(costs: StepCosts, models: Models) -> Figures:
@@ -94,7 +88,7 @@ def figures_of(costs: StepCosts, models: Models) -> Figures:
     gpu, topology, assumed = models.gpu, models.topology, models.likely
     times = roofline(costs, gpu, assumed, topology.seconds)
     backward_seconds, overlapped = beside_seconds(costs, gpu, assumed, topology.seconds)
-    others = {each.case: roofline(costs, gpu, each, topology.seconds) for each in models.others}
+    bounds = {each.case: roofline(costs, gpu, each, topology.seconds) for each in models.bounds}
     counts = costs.counts
     many = {key: total for key, total in counts.collectives.items() if len(key.ranks) > 1}
     return Figures(
@@ -107,7 +101,7 @@ def figures_of(costs: StepCosts, models: Models) -> Figures:
             "waits": (counts.syncs + counts.uploads).total(),
             "backward_seconds": assumed.hidden * backward_seconds,
             "overlapped": assumed.hidden * overlapped,
-            **{case: other.seconds - other.hidden for case, other in others.items()},
+            **{case: other.seconds - other.hidden for case, other in bounds.items()},
         },
         states={
             PARAMETERS: costs.parameter_bytes,
@@ -163,13 +157,15 @@ def with_micro_batches(costs: StepCosts, models: Models, micro_batches: int) -> 
 
 
 def combined(terms: Iterable[tuple[float, Figures]]) -> Figures:
-    """Return the sum of figures, each with its factor."""
+    """Return the sum of figures, each with its factor, and no negative size of memory."""
     totals: dict[str, dict[Any, float]] = {each.name: defaultdict(float) for each in fields(Figures)}
     for factor, figures in terms:
         for name, total in totals.items():
             for key, value in getattr(figures, name).items():
                 total[key] += factor * value
-    return Figures(**{name: dict(total) for name, total in totals.items()})
+    for name in ("peaks", "kept"):  # the moments of the peaks may differ a little between the models
+        totals[name] = {key: max(0.0, size) for key, size in totals[name].items()}
+    return Figures(**totals)
 
 
 SIMULATED = 1  # blocks of each kind
@@ -293,9 +289,5 @@ def is_worth_it(config: RunConfig) -> bool:
 def extrapolated(config: RunConfig, simulate: Callable[[RunConfig], Figures]) -> tuple[Figures, list[int]]:
     """Return the figures of the whole model, and the numbers of blocks of the models that were simulated."""
     terms = fewer_blocks(config)
-    found = [(factor, simulate(with_blocks(config, blocks))) for factor, blocks in terms]
-    whole = combined(found)
-    # The moments of the peaks may differ a little between the models.
-    peaks = {key: max(0.0, size) for key, size in whole.peaks.items()}
-    kept = {key: max(0.0, size) for key, size in whole.kept.items()}
-    return replace(whole, peaks=peaks, kept=kept), [len(blocks) for _, blocks in terms]
+    whole = combined((factor, simulate(with_blocks(config, blocks))) for factor, blocks in terms)
+    return whole, [len(blocks) for _, blocks in terms]

@@ -4,14 +4,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.plan.assumptions import ASSUMED, Assumptions
+from megamoe.apps.plan.assumptions import Assumptions
 from megamoe.apps.plan.counter import CollectiveKey, CollectiveTotal
 from megamoe.errors import UserError
 from megamoe.io import read_json, reason
 from megamoe.metrics.gpus import GPUS, Gpu
-
-__all__ = ["ASSUMED", "GPUS", "RANKS_OF_A_NODE", "Assumptions", "Gpu"]
-
 
 RANKS_OF_A_NODE = 8
 # Kinds of which all bytes pass each link: what stages send, and NCCL's chains from rank to rank.
@@ -47,21 +44,13 @@ def gpu_of(name: str) -> Gpu:
 
 
 @dataclass(frozen=True)
-class Sent:
-    """Bytes that one rank sends on average: to ranks of its node, and to other nodes."""
-
-    inside: float
-    between: float
-
-
-@dataclass(frozen=True)
 class Topology:
     """Nodes of `ranks` GPUs each, whose ranks are neighbours. Each GPU has a network port of its own."""
 
     ranks: int
 
-    def sent(self, key: CollectiveKey, total: CollectiveTotal) -> Sent:
-        """Return the bytes of all calls.
+    def sent(self, key: CollectiveKey, total: CollectiveTotal) -> tuple[float, float]:
+        """Return the bytes of all calls that one rank sends on average: in its node, and to other nodes.
 
         Reductions and gathers are rings, one for each rank of the group in a node, as NCCL makes them: each
         ring leaves the node once. A reduction to one rank is a chain: all bytes pass each link. An
@@ -72,20 +61,20 @@ class Topology:
         rounds = 2 if key.kind.startswith("allreduce") else 1
         traffic = rounds * total.bytes * (1.0 if key.kind in WHOLE else (size - 1) / size)
         if here == size:
-            return Sent(traffic, 0.0)
+            return traffic, 0.0
         if key.kind == "send":
-            return Sent(0.0, traffic)
+            return 0.0, traffic
         share = (size - here) / (size - 1) if key.kind.startswith("alltoall") else 1 / here
-        return Sent(traffic * (1 - share), traffic * share)
+        return traffic * (1 - share), traffic * share
 
     def seconds(self, key: CollectiveKey, total: CollectiveTotal, gpu: Gpu, assumed: Assumptions) -> float:
         """Return the time of all calls; both links are in use at the same time."""
         if len(key.ranks) == 1 or not total.calls:
             return 0.0
-        sent = self.sent(key, total)
+        inside, between = self.sent(key, total)
         size = total.bytes / total.calls
-        inside = sent.inside / (gpu.nvlink * assumed.of("link", size))
-        between = sent.between / (gpu.network * assumed.of("network", size))
+        inside_s = inside / (gpu.nvlink * assumed.of("link", size))
+        between_s = between / (gpu.network * assumed.of("network", size))
         away = sum(rank // self.ranks != key.ranks[0] // self.ranks for rank in key.ranks)
         peers = away if key.kind.startswith("alltoall") else 0
-        return total.calls * (assumed.collective_s + peers * assumed.peer_s) + max(inside, between)
+        return total.calls * (assumed.collective_s + peers * assumed.peer_s) + max(inside_s, between_s)

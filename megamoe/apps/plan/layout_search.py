@@ -38,6 +38,7 @@ SIMULATED = 8  # layouts, unless the user says how many
 CHUNKS = (1, 2, 4, 8)  # of a pipeline stage
 CONTEXT = (1, 2, 4)  # parts of a sequence
 MOST_STAGES = 32
+ALWAYS_SHOWN = ("tensor", "sequence", "expert", "expert_tensor", "deepspeed")  # keys of a layout
 NEAR = 1.3  # times the usable memory: larger estimates are not simulated
 
 
@@ -57,19 +58,13 @@ class Candidate:
     def overrides(self) -> list[str]:
         """What to add to the command line of training."""
         parallel, recompute = self.config.parallel, self.config.model.recompute
-        stages = [f"parallel.pipeline={parallel.pipeline}"]
-        if parallel.pipeline_chunks > 1:
-            stages.append(f"parallel.pipeline_chunks={parallel.pipeline_chunks}")
-        if parallel.context > 1:
-            stages.append(f"parallel.context={parallel.context}")
+        keys = ["pipeline"] if parallel.pipeline * parallel.context > 1 else []
+        keys += [key for key in ("pipeline_chunks", "context") if getattr(parallel, key) > 1]
+        values = {key: getattr(parallel, key) for key in (*keys, *ALWAYS_SHOWN)}
+        values["sequence"] = str(parallel.sequence).lower()
         shown = recompute if isinstance(recompute, str) else f"[{','.join(recompute)}]"
         return [
-            *(stages if parallel.pipeline * parallel.context > 1 else []),
-            f"parallel.tensor={parallel.tensor}",
-            f"parallel.sequence={str(parallel.sequence).lower()}",
-            f"parallel.expert={parallel.expert}",
-            f"parallel.expert_tensor={parallel.expert_tensor}",
-            f"parallel.deepspeed={parallel.deepspeed}",
+            *(f"parallel.{key}={value}" for key, value in values.items()),
             f"model.recompute={shown}",
             f"train.micro_batch_size={self.config.train.micro_batch_size}",
         ]
@@ -145,17 +140,13 @@ def search(
         first, reason = refused[0]
         found = f"none of {len(refused)} layouts can be simulated"
         raise UserError(f"--search: {found}; {' '.join(first.overrides)}: {reason}")
-    plans.sort(
-        key=lambda found: (
-            not found[1].fits,
-            found[0].offloads,
-            -found[1].tokens_per_second,
-            found[0].overrides,
-        )
-    )
-    return SearchResult(
-        len(considered), len(considered) - len(legal), len(known) - len(near), skipped, plans, refused
-    )
+
+    def order(found: tuple[Candidate, Plan]) -> tuple[bool, bool, float, list[str]]:
+        candidate, plan = found
+        return not plan.fits, candidate.offloads, -plan.tokens_per_second, candidate.overrides
+
+    counts = len(considered), len(considered) - len(legal), len(known) - len(near), skipped
+    return SearchResult(*counts, sorted(plans, key=order), refused)
 
 
 def variants(config: RunConfig, cluster: Cluster) -> Iterator[RunConfig]:

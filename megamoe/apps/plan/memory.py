@@ -83,10 +83,6 @@ class MemoryTimeline:
                 allocation.category = TEMPORARY
         self._forward = len(self.allocations)
 
-    def begin_forward(self) -> None:
-        """What is allocated from here on may be kept for the backward pass."""
-        self.end_forward()  # of a micro batch whose backward pass is still to come
-
     def live_bytes(self, category: str) -> int:
         """Bytes of a category now."""
         live = (self.allocations[number] for number in self._live.values())

@@ -45,8 +45,8 @@ class Cluster:
     @property
     def models(self) -> Models:
         """The model of time."""
-        cases = (each.changed(self.measured) for each in (ASSUMED, OPTIMISTIC, PESSIMISTIC))
-        return Models(self.gpu, Topology(self.gpus_per_node), *cases)
+        likely, *bounds = (each.changed(self.measured) for each in (ASSUMED, OPTIMISTIC, PESSIMISTIC))
+        return Models(self.gpu, Topology(self.gpus_per_node), likely, tuple(bounds))
 
     @property
     def ranks(self) -> int:

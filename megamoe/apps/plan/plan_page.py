@@ -1,10 +1,10 @@
 """A plan as a page, as JSON, and as a picture of the memory by phase (SVG)."""
 
+import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
-from xml.sax.saxutils import escape
 
 from megamoe.apps.plan.counter import CollectiveTotal
 from megamoe.apps.plan.hardware import Topology
@@ -28,7 +28,6 @@ COLOURS = {  # of the picture; what stays from step to step comes first
     ACTIVATIONS: "#ee6677",
     TEMPORARY: "#ccbb44",
 }
-WIDTH, ROW, LEFT, TOP = 640, 36, 150, 36  # of the picture, in pixels
 
 
 def page(plan: Plan) -> str:
@@ -244,7 +243,7 @@ def collective_rows(plan: Plan) -> list[dict[str, Any]]:
     topology, rows = Topology(plan.cluster.gpus_per_node), []
     for key, calls in plan.figures.calls.items():
         total = CollectiveTotal(round(calls), round(plan.figures.bytes[key]))
-        sent = topology.sent(key, total)
+        inside, between = topology.sent(key, total)
         rows.append(
             {
                 "part": key.part,
@@ -255,8 +254,8 @@ def collective_rows(plan: Plan) -> list[dict[str, Any]]:
                 "group": shown_ranks(key.ranks),
                 "calls": total.calls,
                 "bytes": total.bytes,
-                "inside": sent.inside,
-                "between": sent.between,
+                "inside": inside,
+                "between": between,
                 "ms": topology.seconds(key, total, plan.cluster.gpu, plan.cluster.models.likely) * 1e3,
             }
         )
@@ -399,36 +398,26 @@ def record(plan: Plan) -> dict[str, Any]:
 
 def picture(plan: Plan) -> str:
     """Return an SVG: a bar for each phase, of the categories of memory at its peak, and the device's size."""
-    phases = plan.figures.phase_peaks()
-    names = _categories(plan)
-    scale = WIDTH / max(*phases.values(), plan.cluster.gpu.capacity)
-    bottom = TOP + ROW * len(phases)
-    cluster = f"{plan.cluster.nodes} x {plan.cluster.gpus_per_node} {plan.cluster.gpu.name}"
-    texts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{bottom + 48}" '
-        'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>',
-        _text(8, 18, f"{plan.config.name} on {cluster}: memory of a rank at the peak of each phase"),
-    ]
-    for row, phase in enumerate(phases):
-        x, y = float(LEFT), TOP + ROW * row
-        texts.append(_text(LEFT - 8, y + 16, f"{phase} {phases[phase] / GB:.1f} GB", "end"))
-        for name in names:
-            width = plan.figures.peaks.get((phase, name), 0.0) * scale
-            texts.append(_bar(x, y, width, 24, COLOURS[name]))
-            x += width
-    edge = LEFT + plan.usable_bytes * scale
-    texts.append(f'<line x1="{edge:.1f}" x2="{edge:.1f}" y1="{TOP - 6}" y2="{bottom - 6}" stroke="black"/>')
-    texts.append(_text(edge, bottom + 8, f"{plan.usable_bytes / GB:.1f} GB usable", "end"))
-    x = 8.0
-    for name in names:
-        texts += [_bar(x, bottom + 24, 10, 10, COLOURS[name]), _text(x + 14, bottom + 33, name)]
-        x += 34 + 7 * len(name)
-    return "\n".join([*texts, "</svg>\n"])
+    import matplotlib
+    from matplotlib.figure import Figure
 
-
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
-    return f'<text x="{x:.1f}" y="{y}" text-anchor="{anchor}">{escape(text)}</text>'
-
-
-def _bar(x: float, y: float, width: float, height: int, colour: str) -> str:
-    return f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{height}" fill="{colour}"/>'
+    phases, cluster = plan.figures.phase_peaks(), plan.cluster
+    rows = [f"{phase} {total / GB:.1f} GB" for phase, total in phases.items()]
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memory"}):
+        figure = Figure(figsize=(8.4, 1.6 + 0.4 * len(rows)), layout="constrained")
+        axes = figure.subplots()
+        left = [0.0] * len(rows)
+        for name in _categories(plan):
+            sizes = [plan.figures.peaks.get((phase, name), 0.0) / GB for phase in phases]
+            axes.barh(rows, sizes, left=left, height=0.65, color=COLOURS[name], label=name)
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+        axes.axvline(plan.usable_bytes / GB, color="black", label=f"{plan.usable_bytes / GB:.1f} GB usable")
+        axes.invert_yaxis()
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+        figure.suptitle(
+            f"{plan.config.name} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}: "
+            "memory of a rank at the peak of each phase"
+        )
+        svg = io.StringIO()
+        figure.savefig(svg, format="svg", metadata={"Date": None})
+    return svg.getvalue()

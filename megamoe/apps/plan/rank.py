@@ -80,7 +80,6 @@ class StepCosts:
     """
 
     counts: Counts
-    peak: Peak
     peaks: dict[str, Peak]
     passes: dict[Pass, Counts]
     parameters: int
@@ -95,6 +94,11 @@ class StepCosts:
     in_flight: int = 1
     travel_ranks: tuple[int, ...] = ()
     exchanges_again: bool = False
+
+    @property
+    def peak(self) -> Peak:
+        """The largest of the phases' peaks."""
+        return max(self.peaks.values(), key=lambda peak: peak.bytes)
 
     @property
     def micro_batches(self) -> int:
@@ -115,7 +119,7 @@ class CountedEngine(Engine):
 
     def forward(self, **inputs: Any) -> Any:
         """See `Engine`."""
-        self.counter.memory.begin_forward()
+        self.counter.memory.end_forward()  # of a micro batch whose backward pass is still to come
         with self.counter.during("forward"):
             return super().forward(**inputs)
 
@@ -209,8 +213,18 @@ def simulate_step(
         stack.enter_context(stages_that_send(parts, counter))
         stack.enter_context(parts.followed())
         stack.enter_context(counter)
-        costs = _count(config, run, sample, world, model, context, counter, passes, micro_batches, load)
-        return replace(costs, in_flight=in_flight)
+        engine = _two_steps(config, run, world, model, context, counter, passes, [sample] * micro_batches)
+        return _costs_of(
+            engine,
+            counter,
+            passes,
+            host=_offloaded(run, counter),
+            tokens=micro_batches * sample.tokens_BS.numel(),
+            load=load,
+            in_flight=in_flight,
+            travel_ranks=_travel_ranks(run.plan.layout, rank),
+            exchanges_again=bool(recomputed_modules(config.model) & {"block", "moe_layer"}),
+        )
 
 
 def _check_load(load: float, expert: int) -> None:
@@ -298,19 +312,17 @@ def fake_mode() -> FakeCudaMode:
     return FakeCudaMode()
 
 
-def _count(
+def _two_steps(
     config: RunConfig,
     run: ResolvedRun,
-    sample: Batch,
     world: launch.World,
     model: LanguageModel,
     context: StepContext,
     counter: CostCounter,
     passes: CountedPasses,
-    micro_batches: int,
-    load: float,
-) -> StepCosts:
-    memory = counter.memory
+    batches: list[Batch],
+) -> CountedEngine:
+    """Train a step on one batch and then one on all, which is counted; return the engine."""
     for tensor in weights_of(model):
         counter.memory_of(tensor).add(tensor, PARAMETERS, "model")
     counter.phase = "start"
@@ -318,41 +330,35 @@ def _count(
     engine.counter = counter
     engine.train(True)
     counter.phase = "step"
-    memory.begin_phase("step")
-    batch = without_values(sample)
-    for number in (1, 2):
-        context.step = number
-        if number == 2:
+    counter.memory.begin_phase("step")
+    batches = [without_values(batches[0])] * len(batches)
+    for context.step in (1, 2):
+        if context.step == 2:
             counter.counts = Counts()
             passes.counts.clear()
-            memory.start()
-        train_step(
-            engine,
-            context,
-            [batch] * (micro_batches if number == 2 else 1),
-            config.optimizer.lr,
-            config.train.label_smoothing,
-        )
+            counter.memory.start()
+        given = batches if context.step == 2 else batches[:1]
+        train_step(engine, context, given, config.optimizer.lr, config.train.label_smoothing)
         if engine.step_skipped:
             raise RuntimeError("the simulated step was skipped, so its update of the weights is not counted")
         engine.name_states()
-    peaks = memory.peaks_by_phase()
+    return engine
+
+
+def _costs_of(engine: CountedEngine, counter: CostCounter, passes: CountedPasses, **of_run: Any) -> StepCosts:
+    """Return the costs of what was counted; of_run: the fields that do not depend on it."""
+    memory = counter.memory
     return StepCosts(
-        counter.counts,
-        max(peaks.values(), key=lambda peak: peak.bytes),
-        peaks,
-        passes.counts,
-        num_parameters(model),
-        memory.live_bytes(PARAMETERS),
-        memory.live_bytes(OPTIMIZER),
-        engine.gradient_bytes,
-        memory.live_bytes(GRADIENTS),
-        _offloaded(run, counter),
-        micro_batches * batch.tokens_BS.numel(),
-        load,
-        passes.kept_bytes,
-        travel_ranks=_travel_ranks(run.plan.layout, world.rank),
-        exchanges_again=bool(recomputed_modules(config.model) & {"block", "moe_layer"}),
+        counts=counter.counts,
+        peaks=memory.peaks_by_phase(),
+        passes=passes.counts,
+        parameters=num_parameters(engine.model),
+        parameter_bytes=memory.live_bytes(PARAMETERS),
+        optimizer_bytes=memory.live_bytes(OPTIMIZER),
+        gradient_bytes=engine.gradient_bytes,
+        buffer_bytes=memory.live_bytes(GRADIENTS),
+        kept_bytes=passes.kept_bytes,
+        **of_run,
     )
 
 

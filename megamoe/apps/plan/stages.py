@@ -5,7 +5,6 @@ long its passes take does not depend on their number. How many micro batches it 
 the passes (`parallel.pipeline.schedule`).
 """
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -158,17 +157,14 @@ def _figures(
             blocks_per_stage=[1] * len(before) + [len(blocks)] + [1] * len(after),
         )
         total.append((factor, simulated(smaller, len(before))))
-    found = combined(total)
-    peaks = {key: max(0.0, size) for key, size in found.peaks.items()}
-    kept = {key: max(0.0, size) for key, size in found.kept.items()}
-    return replace(found, peaks=peaks, kept=kept)
+    return combined(total)
 
 
 def holding(figures: Figures, extra: float) -> Figures:
     """Return the figures with the activations of so many more micro batches, or fewer."""
-    peaks = copy.copy(dict(figures.peaks))
-    for phase in HOLDING:
-        if (phase, ACTIVATIONS) in peaks:
-            more = peaks[phase, ACTIVATIONS] + extra * figures.numbers["kept"]
-            peaks[phase, ACTIVATIONS] = max(0.0, more)
+    more = extra * figures.numbers["kept"]
+    peaks = {
+        (phase, name): max(0.0, size + more) if phase in HOLDING and name == ACTIVATIONS else size
+        for (phase, name), size in figures.peaks.items()
+    }
     return replace(figures, peaks=peaks)

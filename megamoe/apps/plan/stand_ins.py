@@ -31,6 +31,7 @@ from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part
 from megamoe.train.resolved import ResolvedRun
 
+PART_OF_METHOD = {"finish": DISPATCH, "dispatched_weights": DISPATCH, "combine": COMBINE, "combine_weighted": COMBINE}
 STEPS_OF_EPOCHS = 1_000_000  # more than any warm-up or growth of the batch
 
 
@@ -206,33 +207,10 @@ class CountedDispatch:
         with self._parts.inside(DISPATCH):
             return self._inner.start(hidden_TH, routing)
 
-    def finish(self, state: Any) -> tuple[Tensor, Tensor]:
-        """See `Dispatcher`."""
-        with self._parts.inside(DISPATCH):
-            return self._inner.finish(state)
-
-    def host_counts(self, state: Any) -> Tensor | None:
-        """See `Dispatcher`."""
-        return self._inner.host_counts(state)
-
-    def dispatch_values(self, values_N: Tensor, state: Any) -> Tensor:
-        """See `Dispatcher`."""
-        return self._inner.dispatch_values(values_N, state)
-
-    def combine(self, rows_MH: Tensor, state: Any) -> Tensor:
-        """See `Dispatcher`."""
-        with self._parts.inside(COMBINE):
-            return self._inner.combine(rows_MH, state)
-
-    def dispatched_weights(self, state: Any) -> Tensor:
-        """See `Dispatcher`."""
-        with self._parts.inside(DISPATCH):
-            return self._inner.dispatched_weights(state)
-
-    def combine_weighted(self, rows_MH: Tensor, state: Any) -> Tensor:
-        """See `Dispatcher`."""
-        with self._parts.inside(COMBINE):
-            return self._inner.combine_weighted(rows_MH, state)
+    def __getattr__(self, name: str) -> Any:
+        """Return another method of the dispatch, with the part that it belongs to."""
+        method = getattr(self._inner, name)
+        return self._parts.within(PART_OF_METHOD[name], method) if name in PART_OF_METHOD else method
 
     def _counts(self, counts: Mapping[str, Tensor]) -> dict[str, list[int]]:
         """This rank is the fullest, and all ranks send to it alike; the others share the rest evenly."""

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from megamoe.apps.plan import roofline as module
+from megamoe.apps.plan.assumptions import ASSUMED
 from megamoe.apps.plan.counter import CollectiveKey, CollectiveTotal, OperatorKey, OperatorTotal
-from megamoe.apps.plan.hardware import ASSUMED, GPUS
+from megamoe.apps.plan.hardware import GPUS
 
 RANKS = (0, 8)
 PHASES = ("forward", "backward")

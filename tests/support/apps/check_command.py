@@ -82,7 +82,7 @@ def check_command_prints_a_plan() -> None:
     check_collective_lines(lines, plan["collectives"])
     assert lines[lines.index("assumed, not measured:") + 1 :] == plan["assumptions"]
     texts = [text.text or "" for text in bars.iter("{http://www.w3.org/2000/svg}text")]
-    assert texts[0] == "small on 1 x 4 H100 SXM: memory of a rank at the peak of each phase"
+    assert "small on 1 x 4 H100 SXM: memory of a rank at the peak of each phase" in texts
     for phase, sizes in plan["phases"].items():
         assert f"{phase} {sum(sizes.values()) / 1e9:.1f} GB" in texts
         assert sizes.keys() <= set(texts)
