@@ -114,7 +114,7 @@ endef
 
 # The evaluations of the X-MoE and MoEC papers in small: masked language models of 22 languages, tuned in English with
 # routers and experts as pretrained and evaluated in the 21 others; and translation from English into German. Then a
-# report of the runs and a table beside the baselines. Two runs at a time, with a thread each, are faster than one
+# report of the runs. Two runs at a time, with a thread each, are faster than one
 # with two. What is complete is not repeated.
 PAPERS_TUNED := x_moe_dense_small x_moe_switch_small x_moe_small
 PAPERS_TRANSLATED := moec_wmt14_no_dropout_small moec_wmt14_dense_small
@@ -131,8 +131,6 @@ $(PAPERS_DATA)/card.json: constraints/catalogues.txt | $(STAMP) $(WHEELS)/.compl
 papers-small: $(STAMP) $(PAPERS_DATA)/card.json
 	$(MAKE) --no-print-directory --jobs 2 $(PAPERS_ALL:%=paper-%)
 	$(PY) tools/report.py $(PAPERS_ALL:%=runs/%) --output runs/papers.html
-	$(PY) tools/papers_table.py $(PAPERS_TUNED:%=runs/papers_labels/%/results.json) \
-	  $(PAPERS_TRANSLATED:%=runs/%/translation.json) --json runs/papers.json --markdown runs/papers.md
 
 .PHONY: $(PAPERS_ALL:%=paper-%)
 $(PAPERS_ALL:%=paper-%): export OMP_NUM_THREADS := 1

@@ -53,10 +53,6 @@ COMMANDS = {
         "megamoe.apps.lm_eval.command",
         "lm-evaluation-harness on a checkpoint of ours, with any router, without conversion",
     ),
-    "papers-table": (
-        "megamoe.apps.reference.papers_table",
-        "One table of fine-tuned and translating models, beside the baselines that they must beat",
-    ),
     "parts": (
         "megamoe.apps.reference.parts",
         "List every part and every preset that a configuration can name, with options, defaults and sources",

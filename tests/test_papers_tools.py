@@ -1,9 +1,7 @@
-"""tools/count_parameters.py and tools/papers_table.py: their tables, and their mistakes in one line."""
+"""tools/count_parameters.py: its table, and its mistakes in one line."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
 
 import pytest
 
@@ -47,69 +45,3 @@ def test_mistakes_of_counting(
     (tmp_path / "one.yaml").write_text("name: one")
     (tmp_path / "published.json").write_text(published)
     assert message in refused("count_parameters", tmp_path, "--published=published.json", *arguments)
-
-
-def results(folder: Path, scores: dict[str, list[float]], majority: float) -> Path:
-    """Write a results.json with the scores of each language, a seed after the other."""
-    folder.mkdir()
-    seeds = range(len(next(iter(scores.values()))))
-    found = {
-        "metrics": ["accuracy"],
-        "seeds": {
-            str(seed): {"sets": {name: {"accuracy": values[seed]} for name, values in scores.items()}}
-            for seed in seeds
-        },
-        "sets": {name: {"examples": 7, "majority": {"accuracy": majority}} for name in scores},
-    }
-    (folder / "results.json").write_text(json.dumps(found))
-    return folder / "results.json"
-
-
-def translation(folder: Path, bleu: float, copy: float) -> Path:
-    folder.mkdir()
-    rows = {
-        row: {name: {"score": score, "signature": "s"} for name in ("BLEU", "chrF", "chrF++")}
-        for row, score in (("translation", bleu), ("copy", copy))
-    }
-    (folder / "t.json").write_text(json.dumps({"scores": rows, "step": 9, "sentences": [1, 2]}))
-    return folder / "t.json"
-
-
-def test_the_table_of_the_papers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    scores = {"valid": [0.9, 0.9], "en": [0.7, 0.8], "de": [0.5, 0.7], "fr": [0.3, 0.3]}
-    files = [
-        results(tmp_path / "x_moe", scores, 0.4),
-        translation(tmp_path / "moec", 20.0, 18.0),
-        translation(tmp_path / "dense", 18.5, 18.0),
-    ]
-    written = tmp_path / "p.json", tmp_path / "p.md"
-    text = output("papers_table", capsys, *files, "--json", written[0], "--markdown", written[1])
-    assert f"x_moe  75.0 ± {stdev([70, 80]):.1f}  40.0      45.0 ± {stdev([40, 50]):.1f}" in text
-    assert "1 of 2       +5.0 (at least 2)" in text
-    assert "+2.0 (at least 1)" in text
-    assert "+0.5 (less than 1)" in text
-    found = json.loads(written[0].read_text())
-    assert found["fine-tuned"][0]["others"] == pytest.approx([40, 50])
-    assert [one["beats"] for one in found["translation"]] == [True, False]
-    assert f"| de | 7 | {mean([50, 70]):.1f} ± {stdev([50, 70]):.1f} | 40.0 |" in written[1].read_text()
-    strict = output("papers_table", capsys, *files[:1], "--margin", 6)
-    assert "+5.0 (less than 6)" in strict
-
-
-@pytest.mark.parametrize(
-    ("content", "options", "message"),
-    [
-        ("{", (), "expected JSON of finetune.py or translate.py"),
-        ('{"step": 3}', (), "neither a results.json of finetune.py nor of translate.py --score --json"),
-        (None, ("--language", "xx"), "--language: found xx, expected one of en, de"),
-        (None, ("--metric", "f1"), "--metric: found f1, expected one of accuracy"),
-        (None, ("--json", "gone/p.json"), "--json"),
-    ],
-)
-def test_mistakes_of_the_table(
-    tmp_path: Path, refused: Callable[..., str], content: str | None, options: tuple[str, ...], message: str
-) -> None:
-    path = results(tmp_path / "one", {"en": [0.5], "de": [0.5]}, 0.4)
-    if content is not None:
-        path.write_text(content)
-    assert message in refused("papers_table", path, *options)

@@ -1,1 +1,1 @@
-"""Generated reference: the keys of the configuration, the parts, and tables of papers' results."""
+"""Generated reference: the keys of the configuration and the parts."""

@@ -6,7 +6,6 @@ python tools/list_keys.py
 python tools/list_keys.py --plugin my_router.py --schema my_schema.json
 """
 
-import argparse
 import copy
 import dataclasses
 import json
@@ -19,6 +18,7 @@ from typing import Any, get_args, get_type_hints
 from pydantic import TypeAdapter
 
 from megamoe import registry
+from megamoe.apps.command import parser_of
 from megamoe.apps.reference.parts import meanings, summary, yaml_value
 from megamoe.config import RunConfig
 from megamoe.config.moe_schema import MoELayerConfig
@@ -39,11 +39,9 @@ Schema = dict[str, Any]
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the files; 2 for a plugin that cannot be loaded, or a file that cannot be written."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--plugin", action="append", default=[], help="also the parts of this file or module")
-    parser.add_argument(
-        "--schema", type=Path, metavar="FILE", help="write the JSON Schema alone, to this file"
-    )
+    parser.add_argument("--schema", type=Path, metavar="FILE", help="write the JSON Schema alone")
     options = parser.parse_args(arguments)
     try:
         for plugin in options.plugin:

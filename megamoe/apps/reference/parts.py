@@ -3,7 +3,6 @@
 python tools/list_parts.py --kind loss --plugin my_router.py [--markdown]
 """
 
-import argparse
 import dataclasses
 import inspect
 import re
@@ -15,6 +14,7 @@ from typing import Any
 import yaml
 
 from megamoe import registry
+from megamoe.apps.command import parser_of
 from megamoe.errors import UserError
 
 KINDS = (*registry.KINDS, "preset")
@@ -23,7 +23,7 @@ WIDTH = 108
 
 def main(arguments: list[str] | None = None) -> int:
     """Print the list; 2 for a plugin that cannot be loaded."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser = parser_of(__doc__)
     parser.add_argument("--kind", choices=KINDS, help="only parts of this kind")
     parser.add_argument("--plugin", action="append", default=[], help="also the parts of this file or module")
     parser.add_argument("--markdown", action="store_true", help="tables, as in docs/all_parts.md")
