@@ -14,9 +14,16 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from tempfile import TemporaryDirectory
 from typing import Any
 
-from megamoe.apps.width.runs import WidthRun, trainer_of
+from megamoe.config import RunConfig, load_config
+from megamoe.errors import UserError
+from megamoe.train.step import evaluate
+from megamoe.train.trainer import Trainer
+
+MUP, STANDARD = "muP", "standard"
 
 # By the end of a module's name: what its output is, in the order of the pass.
 PLACES = {
@@ -28,31 +35,75 @@ PLACES = {
     "logits": re.compile(r"^model\.output_layer$"),
 }
 FLAT = 0.25  # half of the least exponent, up or down, that a wrong rate or initial std leaves
-OVERRIDES = ("optimizer.warmup_steps=0", "optimizer.schedule=constant", "evaluation.batches=0")
+# A run leaves nothing behind, and nothing but the width differs from another one's.
+OVERRIDES = (
+    *("optimizer.warmup_steps=0", "optimizer.schedule=constant", "evaluation.batches=0", "data.workers=0"),
+    *("checkpoint.save_at_end=false", "log.report=false", "overwrite=true", "train.callbacks=none"),
+)
 
 # [place][step] -> (root mean square of the activations, of their change since step 0)
 Coordinates = dict[str, list[tuple[float, float]]]
 
 
-def measure(run: WidthRun) -> Coordinates:
+def width_overrides(config: RunConfig, width: int, base: int, kind: str) -> tuple[str, ...]:
+    """Return the overrides that make a model of a width: FFN and latent sizes and the number of heads grow.
+
+    Raises:
+        UserError: naming the key, if a size would not be whole, or belongs to a group of layers.
+    """
+    model, moe = config.model, config.moe
+    own = ("expert_ffn_hidden_size", "shared_expert_ffn_hidden_size", "latent_size")
+    if any(getattr(group, key) for group in moe.groups for key in own):
+        raise UserError(
+            "moe.groups: has FFN or latent sizes of its own, which do not grow with the width; leave them out"
+        )
+    sizes = {
+        "model.hidden_size": model.hidden_size,
+        "model.ffn_hidden_size": model.ffn_hidden_size,
+        "model.num_attention_heads": model.num_attention_heads,
+        "model.num_query_groups": model.num_query_groups,
+        "moe.expert_ffn_hidden_size": moe.expert_ffn_hidden_size,
+        "moe.shared_expert_ffn_hidden_size": moe.shared_expert_ffn_hidden_size,
+        "moe.latent_size": moe.latent_size,
+    }
+    found = []
+    for key, size in sizes.items():
+        if size is None:
+            continue
+        grown = size * Fraction(width, model.hidden_size)
+        if grown.denominator != 1:
+            raise UserError(
+                f"--widths: {width} makes {key} {size} of hidden size {model.hidden_size} {float(grown):g}, "
+                "expected a whole number; choose another width"
+            )
+        found.append(f"{key}={grown}")
+    return (*found, "model.mup=null" if kind == STANDARD else f"model.mup={{base: {base}}}")
+
+
+def measure(config: str, steps: int, seed: int, overrides: Sequence[str]) -> Coordinates:
     """Return the activations' sizes on the first batch, before the first step and after each.
 
     All steps train on that batch, as `get_coord_data` of the authors' package mup does: an update has little
     in common with the activations of tokens that it has not seen, and is then mostly terms that fall off.
-    """
-    from megamoe.train.step import evaluate
 
-    with trainer_of(run, OVERRIDES) as trainer:
-        watch, batches = _Watch(trainer.model), trainer.take_batches()
-        found: Coordinates = defaultdict(list)
-        for step in range(run.steps + 1):
-            if step:
-                trainer.step(batches)
-            with watch:
-                evaluate(trainer.engine, trainer.context, batches)
-            for place, sizes in watch.sizes().items():
-                found[place].append(sizes)
-        return dict(found)
+    config: the file of the run. overrides: of it, for this width.
+    """
+    found: Coordinates = defaultdict(list)
+    with TemporaryDirectory() as folder:
+        own = (f"train.steps={steps}", f"seed={seed}", f"output={folder}")
+        trainer = Trainer(load_config(config, [*OVERRIDES, *overrides, *own]))
+        try:
+            watch, batches = _Watch(trainer.model), trainer.take_batches()
+            for step in range(steps + 1):
+                if step:
+                    trainer.step(batches)
+                with watch:
+                    evaluate(trainer.engine, trainer.context, batches)
+                for place, sizes in watch.sizes().items():
+                    found[place].append(sizes)
+        finally:
+            trainer.close()
+    return dict(found)
 
 
 class _Watch:
@@ -98,21 +149,15 @@ class _Watch:
         }
 
 
-def means(
-    results: Mapping[WidthRun, Coordinates], kind: str
-) -> dict[str, dict[int, list[tuple[float, float]]]]:
-    """Return the sizes of a kind by place and width: at each step the mean over the seeds."""
-    found: dict[str, dict[int, list[tuple[float, float]]]] = defaultdict(dict)
-    of_kind = {run: sizes for run, sizes in results.items() if run.kind == kind}
-    for width in sorted({run.width for run in of_kind}):
-        runs = [sizes for run, sizes in of_kind.items() if run.width == width]
-        for place in (name for name in PLACES if name in runs[0]):
-            steps = zip(*(sizes[place] for sizes in runs), strict=True)
-            found[place][width] = [
-                (sum(size for size, _ in step) / len(runs), sum(change for _, change in step) / len(runs))
-                for step in steps
-            ]
-    return dict(found)
+def means(of_seeds: Sequence[Coordinates]) -> Coordinates:
+    """Return at each place and step the mean over the seeds."""
+    return {
+        place: [
+            tuple(sum(sizes) / len(of_seeds) for sizes in zip(*of_step, strict=True))
+            for of_step in zip(*(found[place] for found in of_seeds), strict=True)
+        ]
+        for place in of_seeds[0]
+    }
 
 
 def exponent(sizes: Mapping[int, float]) -> float:
