@@ -8,11 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.generate import Generated, text_of, without_text
+from megamoe.apps.generation.generate import Generated, agreement, text_of, without_text
 from megamoe.apps.generation.runner import Runner, runner_of
 from megamoe.apps.generation.sampling import finite_norms
 from megamoe.errors import UserError
@@ -235,10 +234,3 @@ def never_written(trained: TrainedModel) -> list[int]:
     """Return the tokens that are no text: all reserved ones, and ids that no data has."""
     vocabulary = trained.vocabulary
     return sorted({*vocabulary.special.ids.values(), *without_text(trained)} - {vocabulary.eod})
-
-
-def agreement(trained: TrainedModel) -> Callable[[Tensor], None]:
-    """Return what overwrites a tensor with the first rank's: rounding must not make ranks differ."""
-    if trained.world.size == 1:
-        return lambda tensor: None
-    return lambda tensor: dist.broadcast(tensor, src=0)

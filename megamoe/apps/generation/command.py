@@ -20,9 +20,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import CONTROLS, check_positive, check_writable, model_parser, run_tool, write_text
+from megamoe.apps.command import (
+    CONTROLS,
+    check_positive,
+    check_writable,
+    lines_of,
+    model_parser,
+    run_tool,
+    write_text,
+)
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason
 
 MOST_BYTES, LONGEST = 1 << 28, 1 << 23  # of a file; characters of a prompt
 
@@ -35,40 +42,33 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
-    parser.add_argument("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
-    parser.add_argument("--file", type=Path, metavar="FILE", help="one prompt on each line")
-    parser.add_argument("--max-tokens", type=int, default=128, help="for each prompt; default: 128")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: the likeliest token; default: 1")
-    parser.add_argument("--top-k", type=int, help="draw from the k likeliest tokens only")
-    parser.add_argument("--top-p", type=float, help="draw from the fewest tokens of this probability only")
-    parser.add_argument("--seed", type=int, default=1234, help="of the draws; default: 1234")
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end there; repeatable")
-    parser.add_argument(
-        "--chat", action="store_true", help="prompts are a user's; without any, ask for lines"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="of --chat: the system's message")
-    parser.add_argument("--template", metavar="NAME", help="of --chat: a name, or a file of Jinja")
-    parser.add_argument("--beams", type=int, help="search with so many hypotheses instead of draws")
-    parser.add_argument("--length-penalty", type=float, default=1.0, help="of --beams; default: 1")
-    parser.add_argument("--batch-size", type=int, default=8, help="prompts computed together; default: 8")
-    parser.add_argument("--no-cache", action="store_true", help="compute every sequence anew for each token")
-    parser.add_argument("--keep-capacity", action="store_true", help="let the routers drop pairs")
-    parser.add_argument("--show-experts", action="store_true", help="print each token's experts and weights")
-    parser.add_argument("--html", type=Path, metavar="FILE", help="each token's experts as a page")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="the results as JSON")
+    add = parser.add_argument
+    add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
+    add("--file", type=Path, metavar="FILE", help="one prompt on each line")
+    add("--max-tokens", type=int, default=128, help="for each prompt; default: 128")
+    add("--temperature", type=float, default=1.0, help="0: the likeliest token; default: 1")
+    add("--top-k", type=int, help="draw from the k likeliest tokens only")
+    add("--top-p", type=float, help="draw from the fewest tokens of this probability only")
+    add("--seed", type=int, default=1234, help="of the draws; default: 1234")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end there; repeatable")
+    add("--chat", action="store_true", help="prompts are a user's; without any, ask for lines")
+    add("--system", metavar="TEXT", help="of --chat: the system's message")
+    add("--template", metavar="NAME", help="of --chat: a name, or a file of Jinja")
+    add("--beams", type=int, help="search with so many hypotheses instead of draws")
+    add("--length-penalty", type=float, default=1.0, help="of --beams; default: 1")
+    add("--batch-size", type=int, default=8, help="prompts computed together; default: 8")
+    add("--no-cache", action="store_true", help="compute every sequence anew for each token")
+    add("--keep-capacity", action="store_true", help="let the routers drop pairs")
+    add("--show-experts", action="store_true", help="print each token's experts and weights")
+    add("--html", type=Path, metavar="FILE", help="each token's experts as a page")
+    add("--json", type=Path, metavar="FILE", help="the results as JSON")
     return parser
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     prompts: list[str] = list(options.prompt)
     if options.file is not None:
-        try:
-            text = read_plain(options.file, MOST_BYTES).decode("utf-8-sig")
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"--file: {options.file}: {reason(error)}; expected a text file in UTF-8"
-            ) from error
-        found = [line.removesuffix("\r") for line in text.split("\n") if line.strip()]
+        found = [line for line in lines_of("--file", options.file, MOST_BYTES) if line.strip()]
         if not found:
             raise UserError(f"--file: {options.file} has no prompt; expected one on each line")
         prompts += found
@@ -181,10 +181,10 @@ def _beams(options: argparse.Namespace) -> Any:
 
 
 def _show(trained: Any, result: Any, say: Any) -> None:
-    from megamoe.apps.generation.experts import lines_of
+    from megamoe.apps.generation.experts import lines_of_experts
     from megamoe.apps.generation.generate import token_texts
 
-    for line in lines_of(token_texts(trained, result.prompt + result.tokens), result.experts):
+    for line in lines_of_experts(token_texts(trained, result.prompt + result.tokens), result.experts):
         say(line)
 
 

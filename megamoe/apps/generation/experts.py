@@ -4,6 +4,8 @@ import html
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from string import Template
 from typing import Any
 
 from torch import Tensor, nn
@@ -59,7 +61,7 @@ class ExpertRecord:
                     self.by_token[token % batch][positions[token]][name].append((expert, weight))
 
 
-def lines_of(texts: list[str], experts: list[Experts]) -> Iterator[str]:
+def lines_of_experts(texts: list[str], experts: list[Experts]) -> Iterator[str]:
     """Yield a line for each token: its text, and by layer its experts with their weights."""
     width = max((len(repr(text)) for text in texts), default=0)
     for text, by_layer in zip(texts, experts, strict=True):
@@ -71,34 +73,14 @@ def _pairs(pairs: list[tuple[int, float]]) -> str:
     return " ".join(f"{expert} ({weight:.2f})" for expert, weight in pairs) or "none"
 
 
-STYLE = """
-:root { color-scheme: light dark; --line: #ccc; }
-@media (prefers-color-scheme: dark) { :root { --line: #555; } }
-body { font: 15px/1.4 system-ui, sans-serif; margin: 1rem auto; max-width: 70rem; padding: 0 1rem; }
-.table { overflow-x: auto; }
-table { border-collapse: collapse; }
-th, td { border-bottom: 1px solid var(--line); padding: .15rem .6rem; text-align: left; }
-td:first-child { font-family: ui-monospace, monospace; white-space: pre; }
-tr.generated td:first-child { font-weight: 600; }
-.expert { border-left: .5rem solid; padding-left: .3rem; margin-right: .6rem; white-space: nowrap; }
-"""
-
-
 def page_of(title: str, tables: list[tuple[list[str], list[Experts], int]]) -> str:
     """Return a self-contained HTML page: for each prompt a table of tokens, layers and experts.
 
     tables: the tokens' texts, their experts, and the number of tokens that belong to the prompt.
     """
     body = "\n".join(_table(number, *table) for number, table in enumerate(tables, start=1))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">\n'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
-        f"<title>{html.escape(title)}</title><style>{STYLE}</style></head><body>\n"
-        f"<h1>{html.escape(title)}</h1>\n"
-        "<p>Each row is a token, generated tokens in bold. Each cell lists the experts of the token in that "
-        "layer in order of choice, with the weight on the expert's output. A colour stands for an expert."
-        f"</p>\n{body}\n</body></html>\n"
-    )
+    page = Template(Path(__file__).with_name("experts.html").read_text(encoding="utf-8"))
+    return page.substitute(title=html.escape(title), body=body)
 
 
 def _table(number: int, texts: list[str], experts: list[Experts], prompt: int) -> str:

@@ -2,12 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.ends import with_all_ends
@@ -134,7 +135,7 @@ def _generate_batch(
     results = [Generated(prompt) for prompt in prompts]
     banned = [token for token in without_text(trained) if token not in sampling.stop_tokens]
     banned_N = torch.tensor(banned, dtype=torch.int64, device=trained.world.device)
-    done = [False] * len(results)
+    done, agree = [False] * len(results), agreement(trained)
     record = ExpertRecord()
     observe = record.take if show_experts else None
     runner = runner_of(trained, prompts, sampling.max_tokens, cached, observe)
@@ -143,7 +144,9 @@ def _generate_batch(
         for place in range(sampling.max_tokens):
             finite_norms(logits_BV)
             allowed_BV = logits_BV.index_fill(1, banned_N, -math.inf)
-            new = _agreed(trained, sampling.choose(allowed_BV, keys, place))
+            new_B = torch.tensor(sampling.choose(allowed_BV, keys, place), device=trained.world.device)
+            agree(new_B)
+            new = new_B.tolist()
             for number, token in enumerate(new):
                 if not done[number]:
                     done[number] = _append(results[number], token, trained, sampling, joined)
@@ -161,11 +164,11 @@ def _generate_batch(
     return results
 
 
-def _agreed(trained: TrainedModel, tokens: list[int]) -> list[int]:
-    """Return the first rank's tokens: rounding on another rank must not make it choose others."""
-    tokens_B = torch.tensor(tokens, device=trained.world.device)
-    dist.broadcast(tokens_B, src=0)
-    return tokens_B.tolist()
+def agreement(trained: TrainedModel) -> Callable[[Tensor], None]:
+    """Return what overwrites a tensor with the first rank's: rounding must not make ranks differ."""
+    if trained.world.size == 1:
+        return lambda tensor: None
+    return lambda tensor: dist.broadcast(tensor, src=0)
 
 
 def text_of(trained: TrainedModel, prompt: list[int], tokens: list[int], joined: bool) -> str:

@@ -43,10 +43,10 @@ class Runner(Protocol):
 
 
 class CachedRunner:
-    """Each position of each sequence is computed once.
+    """Each position of each sequence is computed once, and so are the keys and values of their sources.
 
     observe: called after each forward pass with the positions of its tokens, int64 [B, S], -1 for what is no
-    token of a sequence.
+    token of a sequence. sources: of an encoder-decoder: the token ids of each sequence's source.
     """
 
     def __init__(
@@ -55,8 +55,10 @@ class CachedRunner:
         prompts: list[list[int]],
         max_tokens: int,
         observe: Observer | None = None,
+        sources: list[list[int]] | None = None,
     ) -> None:
-        self.trained, self.observe = trained, observe
+        self.trained, self.observe, self.sources = trained, observe, sources
+        self.encoded: SourceCache | None = None
         self.unit = trained.layout.tensor  # tensor-parallel ranks share a pass's positions evenly
         longest = max(map(len, prompts))
         device = trained.world.device
@@ -66,7 +68,9 @@ class CachedRunner:
         self.cache = KeyValueCache(start_B, longest + max_tokens + self.unit)
 
     def begin(self) -> Tensor:
-        """Compute the prompts in chunks."""
+        """Encode the sources, and compute the prompts in chunks."""
+        if self.sources is not None:
+            self.encoded = encoded(self.trained, self.sources)
         chunk = -(-CHUNK // self.unit) * self.unit
         for tokens_BS in self.prompts_BS.split(chunk, dim=1):
             logits_BV = self._forward(tokens_BS)
@@ -76,13 +80,15 @@ class CachedRunner:
         """Append a token to each sequence that goes on."""
         if rows is not None:
             self.cache.select(rows)
+            if self.encoded is not None:
+                self.encoded.select(rows)
         return self._forward(torch.tensor(new, device=self.prompts_BS.device)[:, None])
 
     def _forward(self, tokens_BS: Tensor) -> Tensor:
         size = tokens_BS.shape[1]
         padded_BS = nn.functional.pad(tokens_BS, (0, -size % self.unit))
         position_BS = self.cache.positions_BS(padded_BS.shape[1])
-        logits_BSV = self._logits(padded_BS, position_BS, size)
+        logits_BSV = _logits(self.trained, padded_BS, position_BS, size, self.encoded, self.cache)
         if self.observe is not None:
             slot_S = torch.arange(self.cache.length, self.cache.length + padded_BS.shape[1])
             is_token_BS = (slot_S >= self.cache.start_B.cpu()[:, None]) & (slot_S < self.cache.length + size)
@@ -90,25 +96,27 @@ class CachedRunner:
         self.cache.advance(size)
         return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
 
-    def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int) -> Tensor:
-        """Run the model on a pass of `size` tokens and padding, [B, S, words]."""
-        return _logits(self.trained, tokens_BS, position_BS, self.cache)
-
 
 class PlainRunner:
     """Whole sequences are computed for each token: the definition, and for what cannot be cached.
 
-    Each hypothesis of each prompt is computed by itself.
+    Each hypothesis of each prompt is computed by itself. sources, observe: as in `CachedRunner`.
     """
 
     def __init__(
-        self, trained: TrainedModel, prompts: list[list[int]], observe: Observer | None = None
+        self,
+        trained: TrainedModel,
+        prompts: list[list[int]],
+        observe: Observer | None = None,
+        sources: list[list[int]] | None = None,
     ) -> None:
-        self.trained, self.observe = trained, observe
+        self.trained, self.observe, self.sources = trained, observe, sources or []
+        self.encoded: list[SourceCache] = []
         self.sequences = list(enumerate(prompts))  # with the number of their prompt
 
     def begin(self) -> Tensor:
-        """Compute the prompts."""
+        """Encode each source, and compute the prompts."""
+        self.encoded = [encoded(self.trained, [source]) for source in self.sources]
         return torch.cat([self._forward(number, tokens) for number, tokens in self.sequences])
 
     def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
@@ -125,14 +133,11 @@ class PlainRunner:
         device = self.trained.world.device
         tokens_BS = torch.tensor([tokens + [0] * padding], device=device)
         position_BS = torch.arange(size + padding, device=device)[None]
-        logits_BSV = self._logits(tokens_BS, position_BS, size, number)
+        source = self.encoded[number] if self.encoded else None
+        logits_BSV = _logits(self.trained, tokens_BS, position_BS, size, source, None)
         if self.observe is not None:
             self.observe(torch.where(position_BS < size, position_BS, -1).cpu())
         return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
-
-    def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int, number: int) -> Tensor:
-        """Run the model on one sequence, of the prompt with that number, [1, S, words]."""
-        return _logits(self.trained, tokens_BS, position_BS, None)
 
 
 def runner_of(
@@ -141,11 +146,12 @@ def runner_of(
     max_tokens: int,
     cached: bool,
     observe: Observer | None = None,
+    sources: list[list[int]] | None = None,
 ) -> Runner:
-    """Return the runner of a batch of prompts."""
+    """Return the runner of a batch of prompts, of an encoder-decoder with the sources of its targets."""
     if cached:
-        return CachedRunner(trained, prompts, max_tokens, observe)
-    return PlainRunner(trained, prompts, observe)
+        return CachedRunner(trained, prompts, max_tokens, observe, sources)
+    return PlainRunner(trained, prompts, observe, sources)
 
 
 def describe_pass(trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor) -> Tensor:
@@ -162,11 +168,22 @@ def describe_pass(trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor)
 
 @torch.no_grad()
 def _logits(
-    trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor, cache: KeyValueCache | None
+    trained: TrainedModel,
+    tokens_BS: Tensor,
+    position_BS: Tensor,
+    size: int,
+    source: SourceCache | None,
+    cache: KeyValueCache | None,
 ) -> Tensor:
-    """Run the model on tokens with the layers' context set; collective over all ranks."""
+    """Run the decoder on tokens, those from `size` on padding, [B, S, words]; collective over all ranks."""
+    num_rows, padded = tokens_BS.shape
     position_BS = describe_pass(trained, tokens_BS, position_BS)
-    return trained.decoder.whole_logits(tokens_BS, position_BS, cache)
+    if source is None:
+        return trained.decoder.whole_logits(tokens_BS, position_BS, cache)
+    if size < padded:
+        padding = Padding.of(torch.full((num_rows,), size), padded, tokens_BS.device)
+        trained.context.batch = replace(trained.context.batch, padding=padding)
+    return encoder_decoder_of(trained).next_logits(tokens_BS, position_BS, source, cache)
 
 
 class KeepAll(Part):
@@ -236,51 +253,6 @@ def encoder_decoder_of(trained: TrainedModel) -> EncoderDecoder:
     return trained.model
 
 
-class CachedSourceRunner(CachedRunner):
-    """Each position of each target is computed once, and so are the cross attentions' keys and values.
-
-    sources: token ids of each source, which may have different lengths. prefix: the tokens with which all
-    targets begin. most: the most tokens after it.
-    """
-
-    def __init__(self, trained: TrainedModel, sources: list[list[int]], prefix: list[int], most: int) -> None:
-        super().__init__(trained, [prefix] * len(sources), most)
-        self.sources = sources
-
-    def begin(self) -> Tensor:
-        """Encode the sources; return the logits of the targets' first tokens, fp32 [B, vocabulary]."""
-        self.encoded = encoded(self.trained, self.sources)
-        return super().begin()
-
-    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
-        """Append a token to each target that goes on, see `runner.Runner`."""
-        if rows is not None:
-            self.encoded.select(rows)
-        return super().feed(new, rows)
-
-    def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int) -> Tensor:
-        return _target_logits(self.trained, tokens_BS, position_BS, size, self.encoded, self.cache)
-
-
-class PlainSourceRunner(PlainRunner):
-    """Whole targets are computed for each token, each by itself, after its source by itself.
-
-    This is the definition, and serves routers for which a token's experts depend on other tokens.
-    """
-
-    def __init__(self, trained: TrainedModel, sources: list[list[int]], prefix: list[int]) -> None:
-        super().__init__(trained, [prefix] * len(sources))
-        self.sources = sources
-
-    def begin(self) -> Tensor:
-        """Encode each source; return the logits of the targets' first tokens, fp32 [B, vocabulary]."""
-        self.encoded = [encoded(self.trained, [source]) for source in self.sources]
-        return super().begin()
-
-    def _logits(self, tokens_BS: Tensor, position_BS: Tensor, size: int, number: int) -> Tensor:
-        return _target_logits(self.trained, tokens_BS, position_BS, size, self.encoded[number], None)
-
-
 @torch.no_grad()
 def encoded(trained: TrainedModel, sources: list[list[int]]) -> SourceCache:
     """Run the encoder on sources, filled up to the longest; collective over all ranks."""
@@ -302,21 +274,3 @@ def encoded(trained: TrainedModel, sources: list[list[int]]) -> SourceCache:
     context.batch = MicroBatch(source=source)
     model = encoder_decoder_of(trained)
     return model.encoded(source_BL.to(device), position_BL.to(device), lengths_B)
-
-
-@torch.no_grad()
-def _target_logits(
-    trained: TrainedModel,
-    tokens_BS: Tensor,
-    position_BS: Tensor,
-    size: int,
-    source: SourceCache,
-    cache: KeyValueCache | None,
-) -> Tensor:
-    """Run the decoder on tokens, those from `size` on padding; collective over all ranks."""
-    num_rows, padded = tokens_BS.shape
-    position_BS = describe_pass(trained, tokens_BS, position_BS)
-    if size < padded:
-        padding = Padding.of(torch.full((num_rows,), size), padded, tokens_BS.device)
-        trained.context.batch = replace(trained.context.batch, padding=padding)
-    return encoder_decoder_of(trained).next_logits(tokens_BS, position_BS, source, cache)

@@ -1,22 +1,15 @@
-"""Translates sentences with an encoder-decoder, by beam search, greedily, or by draws; before that, the
-directions that a checkpoint was trained for, and its sources and references.
+"""Translates sentences with an encoder-decoder by beam search; before that, the directions that a checkpoint
+was trained for, and its sources and references.
 """
 
-import math
-from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, agreement, beam_search, never_written
-from megamoe.apps.generation.generate import check_tokens, tokenizer_of
-from megamoe.apps.generation.runner import CachedSourceRunner, PlainSourceRunner, Runner
-from megamoe.apps.generation.sampling import Sampling, finite_norms
+from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search, never_written
+from megamoe.apps.generation.generate import agreement, check_tokens, tokenizer_of
+from megamoe.apps.generation.runner import runner_of
 from megamoe.apps.translation.card import load_pair_card
 from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag
 from megamoe.apps.translation.pairs import normalize_language, select_languages
@@ -231,30 +224,11 @@ class Lengths:
         return max(1, min(most, self.longest or most, source + self.beyond))
 
 
-@dataclass(frozen=True)
-class Drawing:
-    """Independent draws from the model instead of a search. min_length, n_best: as in `BeamOptions`."""
-
-    sampling: Sampling
-    min_length: int = 1
-    n_best: int = 1
-
-
-@dataclass(frozen=True)
-class _Task:
-    """A source that is translated. key: of its draws. number: its place in the input."""
-
-    number: int
-    tokens: list[int]
-    limit: int
-    key: int = 0
-
-
 def translate(
     trained: TrainedModel,
     direction: TranslationDirection,
     sentences: Sentences,
-    search: BeamOptions | Drawing,
+    search: BeamOptions,
     lengths: Lengths,
     *,
     batch_size: int = 32,
@@ -265,90 +239,20 @@ def translate(
     Sources of similar lengths form a batch. cached: see `runner.prepare`, which tells whether a model can;
     otherwise every source is translated by itself.
     """
-    tasks = []
-    seen: Counter[tuple[int, ...]] = Counter()
-    for number, tokens in enumerate(sentences.tokens):
-        limit = lengths.limit(len(tokens), trained, len(direction.target_prefix))
-        if tokens and isinstance(search, BeamOptions):
-            tasks.append(_Task(number, tokens, limit))
-        elif tokens and isinstance(search, Drawing):
-            for _ in range(search.n_best):
-                key = search.sampling.key_of(tokens, seen[tuple(tokens)])
-                tasks.append(_Task(number, tokens, limit, key))
-                seen[tuple(tokens)] += 1
-    tasks.sort(key=lambda task: -len(task.tokens))
-    found: list[list[Hypothesis]] = [[] for _ in sentences.tokens]
-    size = batch_size if cached else 1
-    for first in range(0, len(tasks), size):
-        batch = tasks[first : first + size]
-        for task, hypotheses in zip(batch, _batch(trained, direction, batch, search, cached), strict=True):
-            found[task.number] += hypotheses
-    return [sorted(each, key=lambda one: -one.score) for each in found]
-
-
-def _batch(
-    trained: TrainedModel,
-    direction: TranslationDirection,
-    batch: list[_Task],
-    search: BeamOptions | Drawing,
-    cached: bool,
-) -> list[list[Hypothesis]]:
-    end = trained.vocabulary.eod
-    assert end is not None
+    end = _end(trained)
     prefix = [end, *direction.target_prefix]
-    sources, limits = [task.tokens for task in batch], [task.limit for task in batch]
-    runner: Runner = (
-        CachedSourceRunner(trained, sources, prefix, max(limits))
-        if cached
-        else PlainSourceRunner(trained, sources, prefix)
-    )
-    forbidden = never_written(trained)
-    agree = agreement(trained)
-    if isinstance(search, BeamOptions):
-        return beam_search(runner, limits, search, end=end, forbidden=forbidden, agree=agree)
-    keys = [task.key for task in batch]
-    drawn = draw(runner, limits, search, keys, end=end, forbidden=forbidden, agree=agree)
-    return [[hypothesis] for hypothesis in drawn]
-
-
-@torch.no_grad()
-def draw(
-    runner: Runner,
-    limits: Sequence[int],
-    drawing: Drawing,
-    keys: list[int],
-    *,
-    end: int,
-    forbidden: Sequence[int] = (),
-    agree: Callable[[Tensor], None] = lambda tensor: None,
-) -> list[Hypothesis]:
-    """Return a draw of each sequence; arguments as `beam_search`.
-
-    keys: of each sequence's draws, see `Sampling`. The log probabilities are the model's own, of which
-    temperature, top-k and top-p are no part; the score is their mean.
-    """
-    tokens: list[list[int]] = [[] for _ in limits]
-    totals = [0.0] * len(limits)
-    active, logits_RV = list(range(len(limits))), runner.begin()
-    while True:
-        place = len(tokens[active[0]])
-        banned = [*forbidden, *([end] if place < drawing.min_length else [])]
-        index = torch.tensor(banned, dtype=torch.int64, device=logits_RV.device)
-        finite_norms(logits_RV)
-        allowed_RV = logits_RV.index_fill(1, index, -math.inf)
-        new = drawing.sampling.choose(allowed_RV, [keys[number] for number in active], place)
-        new_R = torch.tensor(new, device=logits_RV.device)
-        agree(new_R)
-        new = new_R.tolist()
-        log_R = logits_RV.log_softmax(1).gather(1, new_R[:, None])[:, 0].tolist()
-        going = []
-        for row, (number, token) in enumerate(zip(active, new, strict=True)):
-            tokens[number].append(token)
-            totals[number] += log_R[row]
-            if token != end and len(tokens[number]) < limits[number]:
-                going.append(row)
-        if not going:
-            columns = zip(tokens, totals, strict=True)
-            return [Hypothesis(each, total, total / len(each)) for each, total in columns]
-        logits_RV = runner.feed([new[row] for row in going], going)
-        active = [active[row] for row in going]
+    found: list[list[Hypothesis]] = [[] for _ in sentences.tokens]
+    numbers = [number for number, tokens in enumerate(sentences.tokens) if tokens]
+    numbers.sort(key=lambda number: -len(sentences.tokens[number]))
+    size = batch_size if cached else 1
+    for first in range(0, len(numbers), size):
+        batch = numbers[first : first + size]
+        sources = [sentences.tokens[number] for number in batch]
+        limits = [lengths.limit(len(source), trained, len(direction.target_prefix)) for source in sources]
+        runner = runner_of(trained, [prefix] * len(batch), max(limits), cached, sources=sources)
+        hypotheses = beam_search(
+            runner, limits, search, end=end, forbidden=never_written(trained), agree=agreement(trained)
+        )
+        for number, of_source in zip(batch, hypotheses, strict=True):
+            found[number] = of_source
+    return found

@@ -19,15 +19,21 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import CONTROLS, check_positive, check_writable, model_parser, run_tool, write_text
+from megamoe.apps.command import (
+    CONTROLS,
+    STDIN,
+    check_positive,
+    check_writable,
+    lines_of,
+    model_parser,
+    run_tool,
+    write_text,
+)
 from megamoe.errors import UserError
-from megamoe.io import read_plain, real, reason
+from megamoe.io import real
 
 MOST_BYTES = 1 << 28
-STDIN = Path("-")
-# Options that have an effect together with others only.
-OF_BEAMS = ("beams", "length_penalty", "early_stopping")
-OF_DRAWS = ("temperature", "top_k", "top_p", "seed")
+OF_SEARCH = ("beams", "length_penalty", "early_stopping", "min_length", "n_best")  # as in `BeamOptions`
 OF_PAIRS = ("pairs", "split", "samples", "write_references")
 
 
@@ -48,18 +54,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--split", help="of the pairs; default: test")
     add("--samples", type=int, metavar="N", help="the first N pairs only")
     add("--too-long", choices=("error", "truncate"), default="error", help="sources of too many tokens")
-    add("--beams", type=int, help="hypotheses of the beam search; 1: greedy; default: 4")
-    add("--length-penalty", type=float, help="p of log P / tokens^p; default: 1")
-    add("--early-stopping", choices=("yes", "no", "never"), help="when the search ends; default: no")
+    add("--beams", type=int, default=4, help="hypotheses of the beam search; 1: greedy; default: 4")
+    add("--length-penalty", type=float, default=1.0, help="p of log P / tokens^p; default: 1")
+    add("--early-stopping", choices=("yes", "no", "never"), default="no", help="when it ends; default: no")
     add("--min-length", type=int, default=1, help="tokens before the end at least; default: 1")
     add("--max-length", type=int, help="tokens at most; default: data.sequence_length")
     add("--max-extra", type=int, default=50, help="tokens beyond those of the source at most; default: 50")
     add("--n-best", type=int, default=1, help="hypotheses of each sentence in the output; default: 1")
-    add("--sample", action="store_true", help="draw instead of a search")
-    add("--temperature", type=float, help="of draws, above 0; default: 1")
-    add("--top-k", type=int, help="draw from the k likeliest tokens only")
-    add("--top-p", type=float, help="draw from the fewest tokens of this probability only")
-    add("--seed", type=int, help="of the draws; default: 1234")
     add("--batch-size", type=int, default=32, help="sentences translated together; default: 32")
     add("--no-cache", action="store_true", help="compute every hypothesis anew for each token")
     add("--keep-capacity", action="store_true", help="let the routers drop pairs, as in evaluation")
@@ -73,16 +74,18 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(options: argparse.Namespace) -> None:
     _check(options)
-    lines = _lines("--input", options.input)
-    references = _lines("--reference", options.reference)
-    from megamoe.apps.generation.translate import Lengths
-
-    search, lengths = _search(options), Lengths(options.max_length, options.max_extra)
+    lines, references = (
+        None if path is None else lines_of(option, path, MOST_BYTES)
+        for option, path in (("--input", options.input), ("--reference", options.reference))
+    )
     from megamoe.apps.evaluation.trained_model import session
+    from megamoe.apps.generation.beam_search import BeamOptions
     from megamoe.apps.generation.runner import prepare
     from megamoe.apps.generation.scores import default_tokenize, metrics_of, scored_twice
-    from megamoe.apps.generation.translate import direction_of, of_lines, of_pairs, translate
+    from megamoe.apps.generation.translate import Lengths, direction_of, of_lines, of_pairs, translate
 
+    search = BeamOptions(*(getattr(options, name) for name in OF_SEARCH))
+    lengths = Lengths(options.max_length, options.max_extra)
     tokenize = options.tokenize or default_tokenize(options.target)
     metrics = metrics_of(tokenize) if options.score else {}
     with session(options.overrides, options.precision) as ranks:
@@ -113,7 +116,10 @@ def _run(options: argparse.Namespace) -> None:
         )
         texts = _texts(trained, found)
         result = _result(trained, options, sentences, found, texts)
-        result |= {"search": _settings(options, search), "speed": speed}
+        settings = {**dataclasses.asdict(search), "max_extra": options.max_extra}
+        if options.max_length is not None:
+            settings["max_length"] = options.max_length
+        result |= {"search": settings, "speed": speed}
         if metrics and sentences.references is not None:
             best = [hypotheses[0] for hypotheses in texts]
             scores = scored_twice(metrics, best, sentences.texts, sentences.references)
@@ -137,8 +143,10 @@ def _check(options: argparse.Namespace) -> None:
             raise UserError(f"{option}: {path} is also the file of {other}; name another one")
     if options.input == STDIN and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--input: -, but only one of several ranks has the standard input; name a file")
-    if options.input is not None and (given := _given(options, OF_PAIRS)):
-        raise UserError(f"{given[0]}: is for pairs, but --input names lines; leave one of the two out")
+    for name in OF_PAIRS if options.input is not None else ():
+        if getattr(options, name) is not None:
+            option = _spelling(name)
+            raise UserError(f"{option}: is for pairs, but --input names lines; leave one of the two out")
     if options.reference is not None and options.input is None:
         raise UserError("--reference: is for --input; the pairs have references")
     if options.score and options.input is not None and options.reference is None:
@@ -147,10 +155,6 @@ def _check(options: argparse.Namespace) -> None:
         raise UserError("--reference: is for --score; add it")
     if options.tokenize is not None and not options.score:
         raise UserError("--tokenize: is for BLEU; add --score, or leave it out")
-    if not options.sample and (given := _given(options, OF_DRAWS)):
-        raise UserError(f"{given[0]}: is for draws; add --sample, or leave it out")
-    if options.sample and (given := _given(options, OF_BEAMS)):
-        raise UserError(f"--sample: found with {given[0]}, which is for the beam search; leave one out")
     if options.max_length is not None and options.min_length > options.max_length > 0:
         raise UserError(
             f"--min-length: found {options.min_length}, more than --max-length {options.max_length}; lower "
@@ -158,50 +162,8 @@ def _check(options: argparse.Namespace) -> None:
         )
 
 
-def _given(options: argparse.Namespace, names: tuple[str, ...]) -> list[str]:
-    """Return those of the options that the command line has, as they are written there."""
-    return [_spelling(name) for name in names if getattr(options, name) is not None]
-
-
 def _spelling(name: str) -> str:
     return f"--{name.replace('_', '-')}"
-
-
-def _search(options: argparse.Namespace) -> Any:
-    from megamoe.apps.generation.beam_search import BeamOptions
-    from megamoe.apps.generation.sampling import Sampling
-    from megamoe.apps.generation.translate import Drawing
-
-    if not options.sample:
-        return BeamOptions(
-            **{name: getattr(options, name) for name in OF_BEAMS if getattr(options, name) is not None},
-            min_length=options.min_length,
-            n_best=options.n_best,
-        )
-    temperature = 1.0 if options.temperature is None else options.temperature
-    if not temperature > 0:
-        raise UserError(f"--temperature: found {temperature:g}, expected above 0; --beams 1 is greedy")
-    check_positive("--n-best", options.n_best)
-    if options.min_length < 0:
-        raise UserError(f"--min-length: found {options.min_length}, expected at least 0")
-    seed = 1234 if options.seed is None else options.seed
-    sampling = Sampling(temperature=temperature, top_k=options.top_k, top_p=options.top_p, seed=seed)
-    return Drawing(sampling, options.min_length, options.n_best)
-
-
-def _lines(option: str, path: Path | None) -> list[str] | None:
-    """Return the lines of a file; only a line feed ends a line, as in sacreBLEU."""
-    if path is None:
-        return None
-    is_stdin = path == STDIN and option == "--input"
-    try:
-        content = sys.stdin.buffer.read(MOST_BYTES + 1) if is_stdin else read_plain(path, MOST_BYTES)
-        text = content.decode("utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{option}: {path}: {reason(error)}; expected a text file in UTF-8") from error
-    if len(content) > MOST_BYTES:
-        raise UserError(f"{option}: {path}: more than {MOST_BYTES} bytes; translate it in parts")
-    return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
 
 
 def _texts(trained: Any, found: list[list[Any]]) -> list[list[str]]:
@@ -269,16 +231,6 @@ def _result(
         "cut": sentences.cut,
         "sentences": entries,
     }
-
-
-def _settings(options: argparse.Namespace, search: Any) -> dict[str, Any]:
-    """Return what the search or the draws depended on, defaults included, for --json."""
-    used = dataclasses.asdict(search)
-    if options.sample:
-        sampling = used.pop("sampling")
-        used |= {name: sampling[name] for name in OF_DRAWS}
-    used |= {name: getattr(options, name) for name in ("sample", "max_length", "max_extra")}
-    return {name: value for name, value in used.items() if value is not None}
 
 
 def _speed(found: list[list[Any]], seconds: float) -> dict[str, float]:

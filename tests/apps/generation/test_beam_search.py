@@ -8,7 +8,7 @@ import torch
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search
-from megamoe.apps.generation.runner import CachedSourceRunner
+from megamoe.apps.generation.runner import runner_of
 from megamoe.errors import UserError
 from tests.support.apps.encoder_decoders import END, opened, whole_batch
 
@@ -41,7 +41,7 @@ def test_a_wide_beam_is_an_exhaustive_search(
 ) -> None:
     trained = opened(vocabulary=WORDS)
     options = BeamOptions(WIDE, penalty, "never", shortest, n_best=60)
-    runner = CachedSourceRunner(trained, SOURCES, [END], LIMIT)
+    runner = runner_of(trained, [[END]] * len(SOURCES), LIMIT, cached=True, sources=SOURCES)
     found = beam_search(runner, [LIMIT, LIMIT], options, end=END, forbidden=forbidden)
     for source, hypotheses in zip(SOURCES, found, strict=True):
         wanted = exhaustive(trained, source, penalty, shortest, forbidden)[:60]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.apps.generation.experts import ExpertRecord, Experts, lines_of, page_of
+from megamoe.apps.generation.experts import ExpertRecord, Experts, lines_of_experts, page_of
 from megamoe.apps.generation.sampling import Sampling, finite_norms
 from megamoe.errors import UserError
 from megamoe.moe.routing import Pairs
@@ -87,7 +87,10 @@ def test_options_out_of_range(options: dict[str, Any], start: str) -> None:
 def test_experts_as_lines_and_page() -> None:
     texts = ["<b>", "\n"]
     experts: list[Experts] = [{"2": [(3, 0.75), (5, 0.25)]}, {"2": []}]
-    assert list(lines_of(texts, experts)) == ["'<b>'  layer 2: 3 (0.75) 5 (0.25)", " '\\n'  layer 2: none"]
+    assert list(lines_of_experts(texts, experts)) == [
+        "'<b>'  layer 2: 3 (0.75) 5 (0.25)",
+        " '\\n'  layer 2: none",
+    ]
     page = page_of("a & b", [(texts, experts, 1)])
     assert "<b>" not in page and "&lt;b&gt;" in page and "a &amp; b" in page
     assert "3 (0.75)" in page and page.count('class="generated"') == 1

@@ -5,9 +5,8 @@ import torch
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis
-from megamoe.apps.generation.runner import CachedSourceRunner, PlainSourceRunner, prepare
-from megamoe.apps.generation.sampling import Sampling
-from megamoe.apps.generation.translate import Drawing, Lengths, translate
+from megamoe.apps.generation.runner import prepare, runner_of
+from megamoe.apps.generation.translate import Lengths, translate
 from tests.support.apps.encoder_decoders import DIRECTION, END, SOURCES, opened, sentences, whole_logits
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -39,8 +38,7 @@ def test_caches_give_the_logits_of_whole_passes(kind: str) -> None:
     can, _ = prepare(trained, keep_capacity=False, cache=True)
     assert can
     sources = SOURCES[:3]
-    cached = CachedSourceRunner(trained, sources, prefix, 8)
-    plain = PlainSourceRunner(trained, sources, prefix)
+    cached, plain = (runner_of(trained, [prefix] * 3, 8, caches, sources=sources) for caches in (True, False))
     rows = [(source, list(prefix)) for source in sources]
     found, again = cached.begin(), plain.begin()
     for new, parents in [*STEPS, ([], [])]:
@@ -84,33 +82,6 @@ def test_a_sentence_is_translated_alone_as_in_a_batch(kind: str) -> None:
     assert close(alone, best(trained, 4, cached=False))
 
 
-def test_draws_depend_on_the_seed_and_not_on_the_batch() -> None:
-    trained = opened(*KINDS["sinusoidal"])
-    found = [
-        translate(
-            trained,
-            DIRECTION,
-            sentences([*SOURCES, SOURCES[0]]),
-            Drawing(Sampling(top_k=12, seed=seed), n_best=2),
-            Lengths(longest=9),
-            batch_size=size,
-        )
-        for seed, size in ((1, 1), (1, 4), (2, 4))
-    ]
-    assert close(found[0], found[1])
-    one, other = (found[0][place] for place in (0, 4))  # the same source twice, with draws of its own
-    assert [each.tokens for each in one] != [each.tokens for each in other]
-    assert [each.tokens for row in found[0] for each in row] != [
-        each.tokens for row in found[2] for each in row
-    ]
-    for row, source in zip(found[0], [*SOURCES, SOURCES[0]], strict=True):
-        for each in row:
-            assert 2 <= len(each.tokens) <= 9 and END not in each.tokens[:-1]
-            log_SV = whole_logits(trained, source, [END, *each.tokens[:-1]]).log_softmax(1)
-            total = log_SV[torch.arange(len(each.tokens)), each.tokens].sum()
-            assert each.log_probability == pytest.approx(float(total), abs=1e-4)
-
-
 def test_what_looks_at_other_tokens_is_computed_by_itself() -> None:
     layers = "moe.layers={encoder: {at: [2]}, decoder: {at: [2]}}"
     trained = opened(layers, CHOOSING, "moe.losses={}")
@@ -121,7 +92,7 @@ def test_what_looks_at_other_tokens_is_computed_by_itself() -> None:
     kept = opened(layers, CAPACITY, "moe.losses={}")
     can, lines = prepare(kept, keep_capacity=True, cache=True)
     assert not can and "drops pairs by all tokens of a sequence" in lines[0]
-    runner = PlainSourceRunner(kept, SOURCES[:2], [END])
+    runner = runner_of(kept, [[END]] * 2, 8, cached=False, sources=SOURCES[:2])
     found = runner.begin()
     for row, source in zip(found, SOURCES, strict=False):
         torch.testing.assert_close(row, whole_logits(kept, source, [END])[-1], rtol=0, atol=1e-5)
