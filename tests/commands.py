@@ -100,7 +100,7 @@ RULES = [
     Rule(r"python tools/prepare_data\.py \S+\.bin'? .*", "tests/apps/prepare/test_token_files.py"),
     Rule(r"python examples/data/pipeline\.py .*", "tests/apps/datatrove/test_pipeline.py"),
     Rule(r"sbatch .*|\.venv/bin/python tools/status\.py runs/first --watch", "tests/slurm/test_jobs.py"),
-    Rule(r"python tools/lab\.py .* --slurm .*", "tests/apps/lab/test_lab.py"),
+    Rule(r"python tools/lab\.py .* --launcher .*", "tests/apps/lab/test_lab.py"),
     Rule(r"python tools/convert_hf\.py (import models/small runs/small|export runs/small_continued .*)",
          "tests/test_tutorial.py"),
     Rule(r".* data/small/text|python .*runs/small/continue\.yaml .*|python .*runs/small_continued .*",

@@ -2,12 +2,12 @@
 
 python tools/lab.py yang2024_table1 --size smoke
 python tools/lab.py yang2024_table1 --size cpu --workers 2
-python tools/lab.py my_study.yaml --size gpu --slurm "--partition=gpu --gpus=1 --time=4:00:00"
+python tools/lab.py my_study.yaml --size gpu --workers 16 --launcher "srun --ntasks=1 --gpus=1 --time=4:00:00"
 python tools/lab.py --list
 python tools/lab.py tournament --size cpu --configurations docs/lab/tournament/results.json
 
 STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes
-on where an earlier one stopped. The results are in OUTPUT/page: index.md, results.json and report.html.
+on where an earlier one stopped. The results are in OUTPUT/page: index.md and results.json.
 
 Exit code 1: a run failed, no run has the metric of a measure or curve, or a configuration has another digest.
 """
@@ -53,18 +53,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="default: runs/lab/<study>_<size>")
     add("--workers", type=int, metavar="N", help="processes at a time; default: as many as GPUs, or cores")
     add("--overwrite", action="store_true", help="begin anew in the output folder")
-    add("--publish", type=Path, metavar="DIR", help="copy the page (without report.html)")
     add(
         "--configurations",
         type=Path,
         metavar="RESULTS",
         help="write the YAML of the runs of a results.json to OUTPUT/configurations, compare, and end",
     )
-    add("--slurm", metavar="OPTIONS", help="submit job arrays with these options of sbatch, and end")
+    add(
+        "--launcher", type=shlex.split, default=[], metavar="WORDS", help="before each run's command, as srun"
+    )
     add("--list", action="store_true", help="list the studies of examples/studies, and end")
-    add("--index", type=Path, metavar="DIR", help="write DIR/index.md, a list of the pages in DIR, and end")
-    add("--chain", type=int, help=argparse.SUPPRESS)  # of a job array: the number of the chain, from 0
-    add("--phase", choices=("tuning", "study"), help=argparse.SUPPRESS)
     return parser
 
 
@@ -72,11 +70,6 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
     """failed: receives a line for each run that failed, and for each metric that no run has."""
     if options.list:
         _list()
-        return
-    if options.index is not None:
-        from megamoe.apps.lab.index import write_index
-
-        print(f"written: {write_index(options.index, sorted(STUDIES.glob('*.yaml')))}")
         return
     if options.study is None:
         raise UserError("STUDY: none is named; --list shows those of examples/studies")
@@ -86,21 +79,13 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
 
     plan = load_plan(_path_of(options.study), options.size, options.seeds, options.overrides, options.rows)
     output = options.output or Path("runs/lab") / f"{plan.name}_{plan.size_name}"
-    if options.chain is not None:
-        _run_chain(plan, output, options)
-        return
     lock = _open_folder(output, options.overwrite)
     try:
         if options.configurations is not None:
             failed += _write_configurations(plan, output, options.configurations)
             return
         _introduce(plan, output)
-        if options.slurm is not None:
-            from megamoe.apps.lab.slurm import submit
-
-            submit(plan, output, options.slurm, _repeated(options), _of_last_job(options))
-        else:
-            failed += _run_here(plan, output, options)
+        failed += _run_study(plan, output, options, lock)
     finally:
         os.close(lock)
 
@@ -172,7 +157,7 @@ def _introduce(plan: Any, output: Path) -> None:
         print(line, flush=True)
 
 
-def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]:
+def _run_study(plan: Any, output: Path, options: argparse.Namespace, lock: int) -> list[str]:
     """Run what is missing and write the page; return a line for each run that failed, and for each metric
     that no run has.
     """
@@ -182,15 +167,16 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]
     from megamoe.apps.lab.tasks import study_tasks
     from megamoe.apps.lab.tuning import tune, values_of
 
-    ranks = plan.size.ranks
-    runner = Runner(output, _slots(ranks, options.workers), lambda line: print(line, flush=True), ranks)
+    ranks, workers = plan.size.ranks, options.workers
+    slots = [None] * (workers or 1) if options.launcher else _slots(ranks, workers)
+    runner = Runner(output, slots, lambda line: print(line, flush=True), ranks, options.launcher, lock)
     choices = tune(plan, output, runner)
     _tell(plan, choices)
     tasks = study_tasks(plan, output, *values_of(choices))
     runner.run(tasks.by_name.values())
     results = results_of(plan, tasks, runner, choices, _command(options))
     page = output / "page"
-    write_results(plan, tasks, results, page)
+    write_results(plan, results, page)
     for claim in results["claims"]:
         print(f"{claim['verdict']}: {claim['text']} ({claim['test']})")
     failed = list(dict.fromkeys(line for row in results["rows"].values() for line in row["failed"]))
@@ -199,8 +185,6 @@ def _run_here(plan: Any, output: Path, options: argparse.Namespace) -> list[str]
     for line in results["unrecorded"]:
         print(line)
     print(f"page: {page / PAGE}")
-    if options.publish is not None:
-        _publish(page, options.publish)
     # Of some rows, such as dense ones, a metric may be missing by right.
     return failed + (results["unrecorded"] if len(plan.configs) == len(plan.study.rows) else [])
 
@@ -217,35 +201,6 @@ def _tell(plan: Any, choices: dict[str, Any]) -> None:
         )
         chosen = "not tuned, so not trained" if choice.index is None else choice.values[choice.index]
         print(f"{row}: {rule.key} {chosen} ({rule.by} of {shown})", flush=True)
-
-
-def _run_chain(plan: Any, output: Path, options: argparse.Namespace) -> None:
-    """Run one chain of tasks, in a job of an array. The tasks' own locks keep two jobs from the same one.
-
-    A job of the study only reads what the tuning came to: of many at a time, none runs the tuning. While a
-    run of it was interrupted, the rows that it decides wait for the last job.
-    """
-    from megamoe.apps.lab.runner import Runner
-    from megamoe.apps.lab.tasks import planned_tasks, study_tasks, tuning_tasks
-    from megamoe.apps.lab.tuning import tune, tuning_to_run, values_of
-
-    runner = Runner(output, [None], lambda line: print(line, flush=True), plan.size.ranks)
-    choices: dict[str, Any] = {}
-    if options.phase == "tuning":
-        chains = tuning_tasks(plan, output)[0].chains()
-        tasks = {task.name: task for task in tuning_to_run(plan, output, runner)}
-    else:
-        planned = planned_tasks(plan, output)
-        chains, choices = planned.chains(), tune(plan, output, runner, run=False)
-        tasks = study_tasks(plan, output, *values_of(choices)).by_names_in(planned)
-    if not 0 <= options.chain < len(chains):
-        raise UserError(f"--chain: found {options.chain}, the study has {len(chains)}")
-    chain = chains[options.chain]
-    if choices and chain[0].name not in tasks:
-        waits = dict.fromkeys(line for it in choices.values() if it.index is None for line in it.problems)
-        told = "the last job, or another submission, completes the tuning first"
-        print(f"{chain[0].name}: not run, because its row has no tuned value: {'; '.join(waits)}; {told}")
-    runner.run([tasks[each.name] for each in chain if each.name in tasks])
 
 
 def _slots(ranks: int, workers: int | None) -> list[str | None]:
@@ -296,33 +251,9 @@ def _write_configurations(plan: Any, output: Path, path: Path) -> list[str]:
     return differ
 
 
-def _publish(page: Path, target: Path) -> None:
-    try:
-        target.mkdir(parents=True, exist_ok=True)
-        for path in sorted(page.iterdir()):
-            if path.suffix in (".md", ".json", ".svg"):
-                shutil.copyfile(path, target / path.name)
-    except OSError as error:
-        raise UserError(f"--publish: {target} cannot be written: {error.strerror}") from None
-    print(f"published: {target}")
-
-
-def _repeated(options: argparse.Namespace) -> list[str]:
-    """Return the arguments with which a job of an array repeats this call."""
+def _command(options: argparse.Namespace) -> str:
+    """Return the command that makes these results, in whatever folder."""
     given = [options.study, "--size", options.size]
     given += [] if options.seeds is None else ["--seeds", str(options.seeds)]
     given += [] if options.rows is None else ["--rows", ",".join(options.rows)]
-    given += [] if options.output is None else ["--output", str(options.output)]
-    return [*given, *options.overrides]
-
-
-def _of_last_job(options: argparse.Namespace) -> list[str]:
-    """Return what the last job of a submission is told besides: it runs what is missing, and publishes."""
-    given = [] if options.publish is None else ["--publish", str(options.publish)]
-    return given + ([] if options.workers is None else ["--workers", str(options.workers)])
-
-
-def _command(options: argparse.Namespace) -> str:
-    """Return the command that makes these results, in whatever folder."""
-    given = argparse.Namespace(**{**vars(options), "output": None})
-    return "python tools/lab.py " + shlex.join(_repeated(given))
+    return "python tools/lab.py " + shlex.join([*given, *options.overrides])

@@ -38,11 +38,11 @@ def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
         if not runner.is_done(training):
             continue
         run = read.setdefault(training.folder, None) or read_run(training.folder)
-        read[training.folder] = run
+        read[training.folder], record = run, runner.record_of(training)
         for name, measure in plan.study.measures.items():
             value = None
             if measure.stage is None:
-                value = _of_run(measure, run, runner, training)
+                value = FACTS[measure.fact](run, record) if measure.fact else _taken(measure, run)
             else:
                 value = _of_stage(plan, tasks, runner, name, row, seed)
             if value is not None:
@@ -208,12 +208,6 @@ def sizes(tasks: Tasks, runner: Runner) -> dict[str, dict[str, int]]:
     return found
 
 
-def _of_run(measure: Measure, run: Run, runner: Runner, task: Task) -> float | None:
-    if measure.fact is not None:
-        return FACTS[measure.fact](run, runner, task)
-    return _taken(measure, run)
-
-
 def _taken(measure: Measure, run: Run) -> float | None:
     assert measure.metric is not None
     recorded = [float(value) for value in series(run.rows, measure.metric)[1] if _is_number(value)]
@@ -249,21 +243,9 @@ def spikes(values: Sequence[float]) -> int:
 def flops_per_token(run: Run) -> float | None:
     """Return the FLOPs of a training step's forward and backward pass by the tokens of the step, 2 for a
     multiply-add: the mean of `perf/gflops_per_token` over the logged steps.
-
-    Records of earlier versions lack it: the mean of what `perf/tflops_per_rank` counts, by the tokens of the
-    step, whose batch may grow.
     """
     logged = series(run.rows, names.GFLOPS_PER_TOKEN)[1]
-    if logged:
-        return 1e9 * statistics.fmean(logged)
-    ranks = run.summary.get("ranks") or 1
-    length = run.config.get("data.sequence_length")
-    keys = (names.TFLOPS_PER_RANK, names.STEP_S, names.BATCH_SIZE)
-    of_steps = [
-        tuple(row[key] for key in keys) for row in run.rows if all(row.get(key) for key in keys) and length
-    ]
-    found = [1e12 * rate * seconds * ranks / (batch * length) for rate, seconds, batch in of_steps]
-    return statistics.fmean(found) if found else None
+    return 1e9 * statistics.fmean(logged) if logged else None
 
 
 def _training_flops(run: Run) -> float | None:
@@ -272,11 +254,11 @@ def _training_flops(run: Run) -> float | None:
 
 
 FACTS = {
-    "flops_per_token": lambda run, runner, task: flops_per_token(run),
-    "training_flops": lambda run, runner, task: _training_flops(run),
-    "memory": lambda run, runner, task: float(runner.record_of(task).memory) or None,
-    "parameters": lambda run, runner, task: run.summary.get("parameters_total"),
-    "active_parameters": lambda run, runner, task: run.summary.get("parameters_active"),
+    "flops_per_token": lambda run, record: flops_per_token(run),
+    "training_flops": lambda run, record: _training_flops(run),
+    "memory": lambda run, record: float(record.memory) or None,
+    "parameters": lambda run, record: run.summary.get("parameters_total"),
+    "active_parameters": lambda run, record: run.summary.get("parameters_active"),
 }
 
 

@@ -1,25 +1,15 @@
-"""The page of a study: results.json, index.md with a picture of each measure, and report.html.
-
-index.md is what is kept in a repository: tables, verdicts, and how it was made. report.html also has the
-curves of all runs, and needs no network.
-"""
+"""The page of a study: results.json, and index.md with tables, verdicts, pictures and how it was made."""
 
 import json
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from megamoe.apps.lab.pictures import draw
 from megamoe.apps.lab.plan import Plan
-from megamoe.apps.lab.tasks import Tasks
-from megamoe.apps.report.comparison import comparison_sections
-from megamoe.apps.report.page import document, main_of, table
-from megamoe.apps.report.run_statistics import read_run
-from megamoe.errors import UserError
 from megamoe.io import replace_file
 from megamoe.metrics.formats import format_count
 
-PAGE, RESULTS, REPORT = "index.md", "results.json", "report.html"
+PAGE, RESULTS = "index.md", "results.json"
 Table = list[list[str]]
 SIGNS = {
     "seen": "seen",
@@ -29,7 +19,7 @@ SIGNS = {
 }
 
 
-def write_results(plan: Plan, tasks: Tasks, results: dict[str, Any], folder: Path) -> list[Path]:
+def write_results(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
     """Write the page's files; return their paths.
 
     Raises:
@@ -41,7 +31,6 @@ def write_results(plan: Plan, tasks: Tasks, results: dict[str, Any], folder: Pat
     written = {
         folder / RESULTS: json.dumps(results, indent=1, allow_nan=True) + "\n",
         folder / PAGE: text,
-        folder / REPORT: _html(plan, tasks, results),
     }
     for path, content in written.items():
         replace_file(path, content.encode(errors="backslashreplace"))
@@ -255,30 +244,3 @@ def markdown_table(rows: Table) -> str:
     """Return a table in Markdown, the first row as its head."""
     lines = [rows[0], ["---"] * len(rows[0]), *rows[1:]]
     return "\n".join(f"| {' | '.join(row)} |" for row in lines)
-
-
-def _html(plan: Plan, tasks: Tasks, results: dict[str, Any]) -> str:
-    parts = []
-    tables = [("Claims", claims_table(results)), ("Numbers", rows_table(plan, results))]
-    if results["control"] is not None:
-        tables.append((f"Differences from {results['control']['row']}", control_table(plan, results)))
-    for title, rows in tables:
-        if len(rows) > 1:
-            plain = [[cell.replace("`", "").replace("**", "") for cell in row] for row in rows]
-            parts.append(f"<section><h2>{title}</h2>{table(plain[1:], plain[0])}</section>")
-    notes = [
-        *plan.study.remarks,
-        *results.get("unrecorded", []),
-        " ".join([_rule(results), _tuning(results), plan.study.differs, _sizes(results)]),
-    ]
-    parts.append(f"<section>{''.join(f'<p>{escape(note)}</p>' for note in notes)}</section>")
-    runs = []
-    for folder in dict.fromkeys(task.folder for task in tasks.training.values()):
-        try:
-            runs.append(read_run(folder))
-        except UserError:
-            continue  # a run that failed before its first step
-    source = f"{plan.study.source} · " if plan.study.source else ""
-    subtitle = f"{source}size {plan.size_name} · seeds {', '.join(map(str, plan.seeds))}"
-    sections = comparison_sections([run for run in runs if run.rows])
-    return document(plan.study.title, main_of(plan.study.title, subtitle, parts, sections))

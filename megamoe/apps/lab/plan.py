@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.lab.claims import Claim
-from megamoe.apps.lab.study import OF_LAB, ClaimText, Row, Size, Study, checked_claims, load_study
+from megamoe.apps.lab.study import (
+    OF_LAB,
+    ClaimText,
+    Row,
+    Size,
+    Study,
+    check_names,
+    checked_claims,
+    load_study,
+)
 from megamoe.config.files import merge, plugins_beside, read_run
 from megamoe.config.load import apply_override, configure, to_dict
 from megamoe.config.schema import RunConfig
@@ -112,9 +121,7 @@ def _check_own_keys(study: Study, name: str, size: Size, overrides: list[str]) -
 def _rows(study: Study, size: Size) -> dict[str, Row]:
     if size.rows is None:
         return dict(study.rows)
-    for name in size.rows:
-        if name not in study.rows:
-            raise ValueError(f"rows: found {name!r}, expected some of {', '.join(study.rows)}")
+    check_names("rows", size.rows, study.rows)
     return {name: row for name, row in study.rows.items() if name in size.rows}
 
 

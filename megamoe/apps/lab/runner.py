@@ -1,22 +1,18 @@
 """Runs the tasks of a study that are not complete, as processes side by side, and keeps a record of each.
 
 A record (tasks/<name>.json) says what a task was started with, and how it ended. A complete task is never
-repeated. A training run that was interrupted goes on with its last checkpoint. While a process runs, it
-holds a lock on its task, which the kernel takes back however it ends.
+repeated. A training run that was interrupted goes on with its last checkpoint.
 """
 
-import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean
-from typing import Any
 
 from megamoe.apps.command import LAUNCHER
 from megamoe.apps.lab.tasks import Task
@@ -34,8 +30,8 @@ from megamoe.io import (
 from megamoe.metrics.formats import format_duration
 
 LARGEST_RECORD = 1 << 20  # bytes
-POLL_S, PROGRESS_S, WAIT_S = 0.1, 30.0, 60.0
-STAGE_STEPS = 20  # of training, as which a stage counts until one has ended
+POLL_S, PROGRESS_S = 0.1, 30.0
+STAGE_STEPS = 20  # of training, as which a stage counts for the time left
 STARTED, DONE, STOPPED, FAILED = "started", "done", "stopped", "failed"
 MOST_TAIL = 1 << 16  # bytes at the end of a task's output that are searched for its error
 
@@ -60,24 +56,30 @@ class _Running:
     process: subprocess.Popen[bytes]
     since: float
     slot: str | None
-    lock: int
 
 
 class Runner:
     """Tasks of one study's folder.
 
     slots: one for each process that may run at the same time; text: the GPUs that it sees, None: no choice.
-    report: called with each line of progress. ranks: of each run, which share the cores of a slot.
+    report: called with each line of progress. ranks: of each run, which share the cores of a slot. launcher:
+    the words before the command of each process. lock: an open file that each process inherits.
     """
 
     def __init__(
-        self, output: Path, slots: list[str | None], report: Callable[[str], None], ranks: int = 1
+        self,
+        output: Path,
+        slots: list[str | None],
+        report: Callable[[str], None],
+        ranks: int = 1,
+        launcher: Sequence[str] = (),
+        lock: int | None = None,
     ) -> None:
         self.folder = output / "tasks"
-        self.slots = slots
-        self.report = report
+        self.slots, self.report, self.launcher = slots, report, launcher
         self.threads = max(1, len(os.sched_getaffinity(0)) // (len(slots) * ranks))
-        self.pace = Pace([])
+        self.inherited = [] if lock is None else [lock]
+        self.begun, self.total, self.steps = 0.0, 0, 0  # when `run` began, its tasks and their steps
 
     def record(self, task: Task) -> TaskRecord | None:
         """Return what is known of a task, None if it was never started.
@@ -112,10 +114,6 @@ class Runner:
         found = self.record(task)
         return found is not None and found.state in (DONE, FAILED)
 
-    def was_started(self, task: Task) -> bool:
-        """Whether the task has a record, of whatever identity."""
-        return (self.folder / f"{task.name}.json").exists()
-
     def problem_of(self, task: Task) -> str:
         """Return why a task is not complete, in a line; empty if it is."""
         found = self.record(task)
@@ -123,56 +121,45 @@ class Runner:
             return ""
         return (found.problem if found is not None else "") or "not complete"
 
-    def run(self, tasks: Iterable[Task], after: int = 0) -> None:
+    def run(self, tasks: Iterable[Task]) -> None:
         """Run all tasks that are not complete, each after those that it needs.
 
         What needs a task that failed or stopped fails too. A process that a signal ended is started once
-        more. after: the steps of later calls, which the time left includes.
+        more.
         """
-        tasks = [*tasks]
         waiting = [task for task in tasks if not self.is_done(task)]
-        self.pace = Pace(waiting, after, len(self.slots))
-        for known in tasks:
-            if self.is_done(known):
-                self.pace.know(known, self.record_of(known).seconds)
         self.folder.mkdir(parents=True, exist_ok=True)
-        total, running, tried = len(waiting), list[_Running](), set[str]()
-        failed: set[str] = set()
+        running, tried, failed = list[_Running](), set[str](), set[str]()
         free = list(self.slots)
-        told = time.monotonic()
+        told = self.begun = time.monotonic()
+        self.total, self.steps = len(waiting), sum(map(_steps_left, waiting))
         try:
             while waiting or running:
                 self._drop_blocked(waiting, failed)
                 while free and (task := self._next(waiting, running)) is not None:
                     waiting.remove(task)
-                    if (started := self._start(task, free[0])) is not None:
-                        running.append(started)
-                        free.pop(0)
+                    running.append(self._start(task, free.pop(0)))
                 time.sleep(POLL_S)
                 for each in [it for it in running if self._ended(it)]:
                     running.remove(each)
                     free.append(each.slot)
-                    record = self.record_of(each.task)
-                    self.pace.ended(each.task, record.state == DONE, record.seconds)
                     if each.process.returncode < 0 and each.task.name not in tried:
                         tried.add(each.task.name)
                         waiting.insert(0, each.task)
                         self.report(
                             f"{each.task.name}: ended by signal {-each.process.returncode}; once more"
                         )
-                    elif record.state != DONE:
+                    elif not self.is_done(each.task):
                         failed.add(each.task.name)
-                    self.report(self._progress(total, waiting, running))
+                    told = 0.0
+                if (running and time.monotonic() - told > PROGRESS_S) or not told:
                     told = time.monotonic()
-                if running and time.monotonic() - told > PROGRESS_S:
-                    told = time.monotonic()
-                    self.report(self._progress(total, waiting, running))
+                    self.report(self._progress(waiting, [each.task for each in running]))
         finally:
             for each in running:
                 each.process.send_signal(signal.SIGTERM)
             for each in running:
                 each.process.wait()
-                os.close(each.lock)
 
     def record_of(self, task: Task) -> TaskRecord:
         """Return the record of a task that was started."""
@@ -191,12 +178,8 @@ class Runner:
             missing = ", ".join(sorted(failed & set(task.needs)))
             self._write(task, TaskRecord(task.identity, FAILED, problem=f"{missing} is not complete"))
 
-    def _start(self, task: Task, slot: str | None) -> _Running | None:
-        """Start a task's process; None if another lab, such as a job of an array, has completed it by now."""
-        lock = locked(self.folder / f"{task.name}.lock")
-        if self.is_done(task):
-            os.close(lock)
-            return None
+    def _start(self, task: Task, slot: str | None) -> _Running:
+        """Start a task's process."""
         task.folder.parent.mkdir(parents=True, exist_ok=True)
         arguments = list(task.arguments)
         if task.configuration is not None:
@@ -214,15 +197,15 @@ class Runner:
             environment["CUDA_VISIBLE_DEVICES"] = slot
         with (self.folder / f"{task.name}.log").open("ab") as log:
             process = subprocess.Popen(
-                [sys.executable, *arguments],
+                [*self.launcher, sys.executable, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=environment,
-                pass_fds=[lock],
+                pass_fds=self.inherited,
                 preexec_fn=_end_with_parent,
             )
-        return _Running(task, process, time.monotonic(), slot, lock)
+        return _Running(task, process, time.monotonic(), slot)
 
     def _ended(self, each: _Running) -> bool:
         """Whether the process has ended; then its record is written."""
@@ -230,91 +213,34 @@ class Runner:
         if pid == 0:
             return False
         each.process.returncode = code = os.waitstatus_to_exitcode(status)
-        seconds = time.monotonic() - each.since
+        seconds, memory = time.monotonic() - each.since, 0 if self.launcher else usage.ru_maxrss << 10
         state, problem = _outcome(each.task, code, self.folder / f"{each.task.name}.log")
-        self._write(each.task, TaskRecord(each.task.identity, state, seconds, usage.ru_maxrss << 10, problem))
-        os.close(each.lock)
+        self._write(each.task, TaskRecord(each.task.identity, state, seconds, memory, problem))
         return True
 
     def _write(self, task: Task, record: TaskRecord) -> None:
-        content: dict[str, Any] = asdict(record)
-        replace_file(self.folder / f"{task.name}.json", json.dumps(content, indent=1).encode(), synced=True)
+        content = json.dumps(asdict(record), indent=1).encode()
+        replace_file(self.folder / f"{task.name}.json", content, synced=True)
 
-    def _progress(self, total: int, waiting: list[Task], running: list[_Running]) -> str:
+    def _progress(self, waiting: list[Task], running: list[Task]) -> str:
         """Return a line: what runs and how far it is, and the time left at the pace so far."""
-        steps = [(each.task, _last_step(each.task.folder / METRICS_FILE)) for each in running]
-        past = time.monotonic() - self.pace.begun
-        seconds = self.pace.seconds_left(past, waiting, steps)
-        left = "" if seconds is None else f", about {format_duration(seconds)} left"
+        past, left = time.monotonic() - self.begun, sum(map(_steps_left, [*waiting, *running]))
+        done = self.steps - left
+        time_left = f", about {format_duration(past / done * left)} left" if done >= STAGE_STEPS else ""
         names = ", ".join(
-            f"{task.name} step {step:,} of {task.steps:,}" if task.steps else task.name
-            for task, step in steps
+            f"{task.name} step {_last_step(task.folder / METRICS_FILE):,} of {task.steps:,}"
+            if task.steps
+            else task.name
+            for task in running
         )
-        done = total - len(waiting) - len(running)
-        return f"{done} of {total} tasks, {format_duration(past)}{left}" + (f": {names}" if names else "")
+        ended = self.total - len(waiting) - len(running)
+        told = f"{ended} of {self.total} tasks, {format_duration(past)}{time_left}"
+        return told + (f": {names}" if names else "")
 
 
-class Pace:
-    """The time left: steps at the pace of this call, and each stage as long as the mean of those before it.
-
-    after: the steps of later calls. slots: processes at a time. begun: when this call began, of the monotonic
-    clock. Steps that an earlier call has trained and saved count neither as done nor as left. A stage, or a
-    run of epochs, of which none is complete yet, counts as STAGE_STEPS steps.
-    """
-
-    def __init__(self, tasks: Iterable[Task], after: int = 0, slots: int = 1) -> None:
-        self.begun = time.monotonic()
-        self._after, self._slots = after, slots
-        self._saved = {task.name: _saved_step(task) for task in tasks}
-        self._done = 0
-        self._seconds: dict[Path, list[float]] = {}  # of complete tasks without a number of steps
-        self._in_stages = 0.0  # seconds of this call's processes
-
-    def know(self, task: Task, seconds: float) -> None:
-        """A task is complete, and its process took so long."""
-        if not task.steps:
-            self._seconds.setdefault(task.folder.parent, []).append(seconds)
-
-    def ended(self, task: Task, whole: bool, seconds: float = 0.0) -> None:
-        """A task's process has ended, after so long; whole: with success."""
-        if whole and not task.steps:
-            self.know(task, seconds)
-            self._in_stages += seconds
-            return
-        step = task.steps if whole else _last_step(task.folder / METRICS_FILE)
-        self._done += max(0, min(step, steps_of(task)) - self._saved[task.name])
-        self._saved[task.name] = _saved_step(task)
-
-    def seconds_left(
-        self, past: float, waiting: Iterable[Task], running: Iterable[tuple[Task, int]]
-    ) -> float | None:
-        """Return the seconds left; None if too little is done for a guess.
-
-        past: seconds since the beginning. running: tasks with the steps that they are at.
-        """
-        done, left, in_stages = self._done, self._after, 0.0
-        for task, step in [*((task, 0) for task in waiting), *running]:
-            if known := self._seconds.get(task.folder.parent) if not task.steps else None:
-                in_stages += fmean(known)
-                continue
-            saved = self._saved[task.name]
-            done += max(0, min(step, steps_of(task)) - saved)
-            left += max(0, steps_of(task) - max(step, saved))
-        if left and done < STAGE_STEPS:
-            return None
-        of_steps = max(0.0, past - self._in_stages / self._slots) / done * left if left else 0.0
-        return of_steps + in_stages / self._slots
-
-
-def steps_of(task: Task) -> int:
-    """Return what a task counts as for the time left: its steps; few for one without a number of steps."""
-    return task.steps or STAGE_STEPS
-
-
-def _saved_step(task: Task) -> int:
-    """Return the step of a run's last checkpoint, from which it goes on; 0 without any."""
-    names = (path.name.partition("_")[2] for path in task.folder.glob("checkpoints/step_*"))
-    return max((int(name) for name in names if name.isdecimal()), default=0) if task.steps else 0
+def _steps_left(task: Task) -> int:
+    """Return the steps that a run has not recorded yet; few for a task without a number of steps."""
+    return max(0, (task.steps or STAGE_STEPS) - _last_step(task.folder / METRICS_FILE))
 
 
 def _last_step(path: Path) -> int:
@@ -379,22 +305,3 @@ def _problem(log: Path, code: int) -> str:
 
 def _end_with_parent() -> None:
     signal_at_parents_end(signal.SIGTERM)
-
-
-def locked(path: Path) -> int:
-    """Return an open file with a lock that the process inherits.
-
-    Raises:
-        UserError: if a process of an earlier call still holds it after a minute.
-    """
-    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    until = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return handle
-        except OSError:
-            if time.monotonic() > until:
-                os.close(handle)
-                raise UserError(f"{path}: the task is running elsewhere; wait for it, or end it") from None
-            time.sleep(POLL_S)

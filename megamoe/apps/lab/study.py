@@ -18,6 +18,7 @@ A study may build on others by `base`, as a run's YAML does. `plan.py` makes eac
 
 import json
 import re
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -281,26 +282,25 @@ def checked_claims(study: Study, rows: dict[str, Row]) -> list[tuple[ClaimText, 
     _check_measures(study)
     _check_curves(study)
     _check_control(study)
-    for name in study.tuned_rows or []:
-        if name not in study.rows:
-            raise ValueError(f"tuned_rows: no row {name!r}; expected some of {', '.join(study.rows)}")
+    check_names("tuned_rows", study.tuned_rows, study.rows)
     for name, row in study.rows.items():
-        for measured in row.published:
-            if measured not in study.measures:
-                raise ValueError(f"rows.{name}.published: {measured!r} is no measure of the study")
+        check_names(f"rows.{name}.published", row.published, study.measures)
     found = []
     for number, text in enumerate(study.claims):
         claim = parse_claim(text.test, f"claims[{number}].test")
-        for measured, row_name in claim.operands():
-            if measured not in study.measures:
-                known = ", ".join(study.measures)
-                raise ValueError(f"claims[{number}].test: no measure {measured!r}; expected {known}")
-            if row_name not in study.rows:
-                known = ", ".join(study.rows)
-                raise ValueError(f"claims[{number}].test: no row {row_name!r}; expected {known}")
-        if all(row_name in rows for _, row_name in claim.operands()):
+        measures, compared = zip(*claim.operands(), strict=True)
+        check_names(f"claims[{number}].test: measure", measures, study.measures)
+        check_names(f"claims[{number}].test: row", compared, study.rows)
+        if all(row_name in rows for row_name in compared):
             found.append((text, claim))
     return found
+
+
+def check_names(where: str, names: Iterable[str] | None, known: Collection[str]) -> None:
+    """Raise ValueError for a name that is not among the known ones."""
+    for name in names or ():
+        if name not in known:
+            raise ValueError(f"{where}: found {name!r}, expected {', '.join(known) or 'none'}")
 
 
 def _check_stages(study: Study) -> None:
@@ -310,9 +310,7 @@ def _check_stages(study: Study) -> None:
             raise ValueError(
                 f"stages.{name}: found {given or 'nothing'}, expected one of {', '.join(STAGES)}"
             )
-        for row in stage.rows or []:
-            if row not in study.rows:
-                raise ValueError(f"stages.{name}.rows: no row {row!r}; expected {', '.join(study.rows)}")
+        check_names(f"stages.{name}.rows", stage.rows, study.rows)
         for key in stage.evaluate.sweep if stage.evaluate else ():
             if key.partition(".")[0] in NOT_EVALUATED:
                 raise ValueError(f"stages.{name}.evaluate.sweep: {key} changes no evaluation; leave it out")
@@ -327,10 +325,8 @@ def _check_measures(study: Study) -> None:
         of_run = measure.metric is not None and measure.stage is None
         if of_run + (measure.fact is not None) + (measure.stage is not None) != 1:
             raise ValueError(f"measures.{name}: expected one of metric, fact, and stage with path or metric")
+        check_names(f"measures.{name}.stage", measure.stages, study.stages)
         for stage in measure.stages:
-            if stage not in study.stages:
-                known = ", ".join(study.stages) or "none"
-                raise ValueError(f"measures.{name}: stage {stage!r} is not among the stages: {known}")
             of_seeds = measure.metric is not None or measure.consistency is not None
             if of_seeds and study.stages[stage].finetune is None:
                 raise ValueError(f"measures.{name}: stage {stage!r} does not fine-tune, so it has no metric")
@@ -351,10 +347,7 @@ def _check_curves(study: Study) -> None:
 
 
 def _check_control(study: Study) -> None:
-    if study.control is not None and study.control not in study.rows:
-        raise ValueError(f"control: no row {study.control!r}; expected one of {', '.join(study.rows)}")
+    check_names("control", filter(None, [study.control]), study.rows)
     if study.compare and study.control is None:
         raise ValueError("compare: needs control, the row from which the differences are; or leave it out")
-    for name in study.compare or []:
-        if name not in study.measures:
-            raise ValueError(f"compare: no measure {name!r}; expected some of {', '.join(study.measures)}")
+    check_names("compare", study.compare, study.measures)

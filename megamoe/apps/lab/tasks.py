@@ -11,10 +11,9 @@ of a study has
 import hashlib
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ from megamoe.config.load import apply_override, configure
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import dump
 from megamoe.errors import UserError
-from megamoe.io import read_json, read_plain, reason
+from megamoe.io import read_plain, reason
 from megamoe.metrics.names import of_validation_set
 
 COMMANDS = ("-m", "megamoe.cli")
@@ -73,19 +72,6 @@ class Tasks:
         same = next((it for it in self.by_name.values() if it.identity == task.identity), task)
         return self.by_name.setdefault(same.name, same)
 
-    def by_names_in(self, other: "Tasks") -> dict[str, Task]:
-        """Return the tasks by the names that they have in other ones of the same rows, seeds and stages."""
-        mine, theirs = ({**it.training, **it.stages} for it in (self, other))
-        return {theirs[key].name: task for key, task in mine.items()}
-
-    def chains(self) -> list[list[Task]]:
-        """Return each training run with the stages that need only it, in order: the work of one job."""
-        chains = {task.name: [task] for task in self.by_name.values() if not task.needs}
-        for task in self.by_name.values():
-            if len(task.needs) == 1:
-                chains[task.needs[0]].append(task)
-        return [*chains.values()]
-
 
 def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[list[Task]]]]:
     """Return the tasks that tune the rows, and those that decide each row's value, a list for each value."""
@@ -103,9 +89,9 @@ def tuning_tasks(plan: Plan, output: Path) -> tuple[Tasks, dict[str, list[list[T
     sharing = [_sharing(of_value) for of_value in trees]
     for row in plan.tuning_configs:
         for number, of_value in enumerate(trees):
-            names = [f"tuning-{each}-{number}" for each in sharing[number][row]]
-            make = _trained(plan, output, row, of_value[row], tuning.seed, tuning.by)
-            of_rows[row].append([tasks.add(_named(output, names, make))])
+            name = f"tuning-{sharing[number][row]}-{number}"
+            task = _training(plan, output, row, name, of_value[row], tuning.seed, tuning.by)
+            of_rows[row].append([tasks.add(task)])
     if plan.study.tuned_rows is not None:
         together = [[task for [task] in of_value] for of_value in zip(*of_rows.values(), strict=True)]
         of_rows = dict.fromkeys(plan.configs, together)
@@ -135,8 +121,7 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collec
         if tuning is not None and row in tuned:
             tree = _with(tree, f"{tuning.key}={json.dumps(tuned[row])}")
         for seed in plan.seeds:
-            names = [f"{each}-{seed}" for each in sharing[row]]
-            task = _named(output, names, _trained(plan, output, row, tree, seed))
+            task = _training(plan, output, row, f"{sharing[row]}-{seed}", tree, seed)
             tasks.training[row, seed] = tasks.add(task)
     for name, stage in plan.study.stages.items():
         of_stage = [row for row in (trees if stage.rows is None else stage.rows) if row in trees]
@@ -145,10 +130,9 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collec
         for row in [row for row in of_stage if row in rows]:
             for seed in plan.seeds[:1] if over_seeds else plan.seeds:
                 runs = [tasks.training[row, it] for it in (plan.seeds if over_seeds else [seed])]
-                names = [f"{name}-{each}-{seed}" for each in sharing[row]]
-                tasks.stages[name, row, seed] = tasks.add(
-                    _named(output, names, partial(_of_stage, plan, output, (name, stage), row, runs, seed))
-                )
+                task_name = f"{name}-{sharing[row]}-{seed}"
+                task = _of_stage(plan, output, (name, stage), row, runs, seed, task_name)
+                tasks.stages[name, row, seed] = tasks.add(task)
     return tasks
 
 
@@ -168,48 +152,17 @@ def _with(config: dict[str, Any], override: str) -> dict[str, Any]:
     return tree
 
 
-def _sharing(trees: dict[str, Any]) -> dict[str, list[str]]:
-    """Return for each row all rows with the same configuration, in order.
+def _sharing(trees: dict[str, Any]) -> dict[str, str]:
+    """Return for each row the first one with the same configuration, whose name their tasks have.
 
-    A task has the name of the first of them, also if the call names others by `--rows`.
+    That is so if the call names others by `--rows` too.
     """
-    return {row: [each for each in trees if trees[each] == trees[row]] for row in trees}
-
-
-def _named(output: Path, names: list[str], make: Callable[[str], Task]) -> Task:
-    """Return a task under the first of its names, or under another one that it already has a record of: a
-    call of `--rows` of an earlier version named it after the first of its own rows.
-    """
-    task = make(names[0])
-    if not _record(output, names[0]).exists():
-        same = (name for name in names[1:] if _identity_in(_record(output, name)) == task.identity)
-        if (name := next(same, None)) is not None:
-            return make(name)
-    return task
-
-
-def _record(output: Path, name: str) -> Path:
-    return output / "tasks" / f"{name}.json"
-
-
-def _identity_in(record: Path) -> str | None:
-    try:
-        found: str = read_json(record, LARGEST_FILE)["identity"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-    return found
+    return {row: next(each for each in trees if trees[each] == trees[row]) for row in trees}
 
 
 def _of_row(plan: Plan, stage: Stage, row: str) -> dict[str, Any]:
     """Return what a row's keys change in a stage."""
     return {} if stage.finetune is None else plan.study.rows[row].finetune
-
-
-def _trained(
-    plan: Plan, output: Path, row: str, tree: dict[str, Any], seed: int, by: str | None = None
-) -> Callable[[str], Task]:
-    """Return what makes the task of a run under a name."""
-    return lambda name: _training(plan, output, row, name, tree, seed, by)
 
 
 def _training(
