@@ -12,7 +12,7 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from megamoe.apps.command import check_writable
+from megamoe.apps.command import check_writable, parser_of
 from megamoe.apps.report.live import LiveServer
 from megamoe.apps.report.page import REPORT_FILE, write_page, write_report
 from megamoe.apps.report.run_statistics import comparison_table, read_run
@@ -46,30 +46,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument(
-        "run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="a run's folder, runs/<name>"
-    )
-    parser.add_argument(
-        "--output",
-        type=Path,
-        metavar="FILE",
-        help=f"the page that compares runs; default: {COMPARISON_FILE} beside the first run's folder",
-    )
-    parser.add_argument(
-        "--live", action="store_true", help="serve the page to this machine and refresh it; write nothing"
-    )
-    parser.add_argument(
-        "--port",
-        type=_port,
-        metavar="N",
-        help=f"of --live on 127.0.0.1; 0: any free one; default: {DEFAULT_PORT}",
-    )
-    parser.add_argument(
-        "--token",
-        action="store_true",
-        help="of --live: a random token in the page's address, which other users of this machine do not know",
-    )
+    parser = parser_of(__doc__)
+    add, beside = parser.add_argument, f"{COMPARISON_FILE} beside the first run's folder"
+    add("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="a run's folder, runs/<name>")
+    add("--output", type=Path, metavar="FILE", help=f"the page that compares runs; default: {beside}")
+    add("--live", action="store_true", help="serve the page to this machine and refresh it; write nothing")
+    add("--port", type=_port, metavar="N", help=f"of --live; 0: any free one; default: {DEFAULT_PORT}")
+    add("--token", action="store_true", help="of --live: a random token in the address, unknown to others")
     return parser
 
 

@@ -5,7 +5,7 @@ import math
 import os
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,10 @@ LONGEST_VALUE, LONGEST_LABEL = 120, 60  # characters of a differing value, of a 
 SINGLE = {names.LM_LOSS: ("Training loss", "loss")}
 SINGLE |= {key: (OPTIMISATION | SPEED)[key] for key in (GRAD_NORM, TOKENS_PER_S, TFLOPS_PER_RANK)}
 ROUTING = {names.over_layers(it): drawn[:2] for it, drawn in (BALANCE | WIDTH | GATE | RANKS).items()}
+REPEATED = {  # of groups of runs: the fields of their statistics, and how they are shown
+    **{"val_loss_last": "{:.4f}", "val_loss_best": "{:.4f}"},
+    **{"tokens_per_s": "{:,.0f}", "max_imbalance": "{:.2f}"},
+}
 AS_RECORDED = [names.over_layers(it) for it in (names.MAX_VIO_RUN, names.DEAD)]  # change slowly
 
 
@@ -93,8 +97,15 @@ def comparison_sections(runs: list[Run]) -> list[Section]:
     keys = {names.VAL_LM_LOSS: "Validation loss"}
     keys |= {names.fill(names.SET_LM_LOSS, name): f"Validation: {name}" for name in sets}
     loss = _panels(groups, {key: (readable(title, 40), "loss") for key, title in keys.items()})
-    first = next((key for key in keys if any(series(run.rows, key)[0] for run in runs)), "")
-    by_tokens = [_by_tokens(panel, groups, first) for panel in loss[:1]]
+    by_tokens = [
+        replace(
+            panel,
+            title=f"{panel.title} by tokens",
+            x="training data (tokens)",
+            curves=_curves(groups, panel.keys[0], names.TOKENS, smoothed=False),
+        )
+        for panel in loss[:1]
+    ]
     found = [
         Section("Loss", "Of the language model, without auxiliary losses.", [*loss, *by_tokens]),
         Section("Training and speed", "Each on its own scale.", _panels(groups, SINGLE)),
@@ -115,13 +126,6 @@ def _panels(groups: list[Group], metrics: Mapping[str, tuple[str, str]]) -> list
             name = title + smooths * " (smoothed)"
             panels.append(Panel(name, axis(quantity, key), curves, (key,), limits=limits))
     return panels
-
-
-def _by_tokens(panel: Panel, groups: list[Group], key: str) -> Panel:
-    """Return the first panel of a loss, whose values have this key, over the tokens."""
-    curves = _curves(groups, key, names.TOKENS, smoothed=False)
-    title, x = f"{panel.title} by tokens", "training data (tokens)"
-    return Panel(title, panel.y, curves, panel.keys, x=x, limits=panel.limits)
 
 
 def _curves(groups: list[Group], key: str, x: str, smoothed: bool) -> list[Curve]:
@@ -158,12 +162,7 @@ def seed_rows(groups: list[Group]) -> list[list[str]]:
     rows = []
     for group in groups:
         stats = [run.statistics for run in group.runs]
-        cells = [
-            _mean_and_deviation([it.val_loss_last for it in stats], "{:.4f}"),
-            _mean_and_deviation([it.val_loss_best for it in stats], "{:.4f}"),
-            _mean_and_deviation([it.tokens_per_s for it in stats], "{:,.0f}"),
-            _mean_and_deviation([it.max_imbalance for it in stats], "{:.2f}"),
-        ]
+        cells = [_mean_and_deviation([getattr(it, key) for it in stats], REPEATED[key]) for key in REPEATED]
         rows.append([group.name, str(len(group.runs)), *cells])
     return rows
 

@@ -18,7 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.report.page import document, live_main
+from megamoe.apps.report.page import content_of, document, main_of
 from megamoe.apps.report.run_statistics import Record, read_run
 from megamoe.errors import UserError
 from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, real
@@ -55,7 +55,7 @@ class LiveRuns:
             version = f'"{hash(tuple(map(_state, self._folders))) & 0xFFFFFFFFFFFF:x}"'
             if version != self._version:
                 folders = zip(self._folders, self._records, strict=True)
-                self._main = live_main([read_run(folder, record) for folder, record in folders])
+                self._main = main_of(*content_of([read_run(folder, record) for folder, record in folders]))
                 self._version = version
             return self._version, self._main
 

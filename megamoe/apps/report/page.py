@@ -4,6 +4,7 @@ plotly.js, styles, scripts and data are inside. A file is replaced in one move, 
 half of one.
 """
 
+from collections.abc import Sequence
 from functools import cache
 from html import escape
 from pathlib import Path
@@ -26,26 +27,8 @@ from megamoe.io import replace_file
 from megamoe.metrics.formats import format_count, format_duration, format_number
 
 REPORT_FILE = "report.html"
+LONG = ' class="long"'  # of a cell whose text may break
 ASSETS = Path(__file__).parent / "assets"
-PAGE = Template("""<!doctype html>
-<html lang="en">
-<head>
-<meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data: blob:;
- style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src $connect">
-<title>$title</title>
-<style>$style</style>
-<noscript><style>.charts { display: none; }</style></noscript>
-</head>
-<body$live>
-$main
-<script type="application/gzip" id="plotly">$library</script>
-<script>$script</script>
-</body>
-</html>
-""")
 
 
 KEYS = """<p id="keys" class="hidden">Arrow keys: values. Plus, minus: zoom. 0: all. Escape: leave values.</p>
@@ -71,17 +54,12 @@ def write_page(runs: list[Run], path: Path) -> Path:
     Raises:
         OSError: if the file cannot be written.
     """
-    content = _content(runs)
+    content = content_of(runs)
     replace_file(path, document(content[0], main_of(*content)).encode(errors="backslashreplace"))
     return path
 
 
-def live_main(runs: list[Run]) -> str:
-    """Return the `<main>` of the page of one run, or of a comparison."""
-    return main_of(*_content(runs))
-
-
-def _content(runs: list[Run]) -> tuple[str, str, list[str], list[Section]]:
+def content_of(runs: list[Run]) -> tuple[str, str, list[str], list[Section]]:
     """Return the heading of a page, the line below it, its HTML before the charts, and the charts."""
     if len(runs) == 1:
         (run,) = runs
@@ -122,8 +100,7 @@ def _parts(run: Run) -> list[str]:
             f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>" for label, value in _tiles(stats)
         )
         parts.append(f'<dl class="tiles">\n{tiles}\n</dl>')
-        facts = [[label, value] for label, value in statistics_table(run, stats)]
-        parts.append(f"<section><h2>Main facts</h2>{table(facts)}</section>")
+        parts.append(f"<section><h2>Main facts</h2>{table(statistics_table(run, stats))}</section>")
     if run.config_text:
         text = escape(run.config_text)
         parts.append(
@@ -150,6 +127,11 @@ def _comparison_parts(runs: list[Run]) -> list[str]:
     return parts
 
 
+def _shown(rows: list[tuple[str, float | None, str]]) -> list[tuple[str, str]]:
+    """Return the values as text, without those that were not recorded. rows: label, value, pattern."""
+    return [(label, format_number(value, pattern)) for label, value, pattern in rows if value is not None]
+
+
 def _tiles(stats: RunStatistics) -> list[tuple[str, str]]:
     of_set = stats.of_set
     tiles = [
@@ -159,7 +141,7 @@ def _tiles(stats: RunStatistics) -> list[tuple[str, str]]:
         ("Tokens per second", stats.tokens_per_s, "{:,.0f}"),
         ("Imbalance at the end", stats.max_imbalance, "{:.2f}"),
     ]
-    return [(label, format_number(value, pattern)) for label, value, pattern in tiles if value is not None]
+    return _shown(tiles)
 
 
 def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
@@ -167,23 +149,23 @@ def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
     fall, of_set = stats.val_fall_percent, stats.of_set
     further = {name: loss for name, loss in stats.further_val_losses.items() if name != stats.val_set}
     total, active = run.summary.get("parameters_total"), run.summary.get("parameters_active")
-    rows: list[tuple[str, str, float | None]] = [
-        ("Parameters", "{:,}", total),
-        ("Parameters active per token", "{:,}", active),
-        ("Steps", "{:,}", stats.steps),
-        ("Tokens", "{:,}", stats.tokens),
-        ("Training loss, last step", "{:.4f}", stats.train_loss),
-        (f"Validation loss{of_set}, first", "{:.4f}", stats.val_loss_first),
-        (f"Validation loss{of_set}, best", "{:.4f}", stats.val_loss_best),
-        (f"Validation loss{of_set}, last", "{:.4f}", stats.val_loss_last),
-        *((f"Validation loss, {name}", "{:.4f}", loss) for name, loss in further.items()),
-        (f"Fall of the validation loss{of_set}", "{:.2f} %", fall),
-        (f"Validation perplexity{of_set}", "{:,.2f}", stats.perplexity),
-        ("Tokens per second, median", "{:,.0f}", stats.tokens_per_s),
-        ("Imbalance at the end, worst layer", "{:.2f}", stats.max_imbalance),
-        ("Pairs dropped at the end, worst layer", "{:.1%}", stats.max_dropped),
+    rows: list[tuple[str, float | None, str]] = [
+        ("Parameters", total, "{:,}"),
+        ("Parameters active per token", active, "{:,}"),
+        ("Steps", stats.steps, "{:,}"),
+        ("Tokens", stats.tokens, "{:,}"),
+        ("Training loss, last step", stats.train_loss, "{:.4f}"),
+        (f"Validation loss{of_set}, first", stats.val_loss_first, "{:.4f}"),
+        (f"Validation loss{of_set}, best", stats.val_loss_best, "{:.4f}"),
+        (f"Validation loss{of_set}, last", stats.val_loss_last, "{:.4f}"),
+        *((f"Validation loss, {name}", loss, "{:.4f}") for name, loss in further.items()),
+        (f"Fall of the validation loss{of_set}", fall, "{:.2f} %"),
+        (f"Validation perplexity{of_set}", stats.perplexity, "{:,.2f}"),
+        ("Tokens per second, median", stats.tokens_per_s, "{:,.0f}"),
+        ("Imbalance at the end, worst layer", stats.max_imbalance, "{:.2f}"),
+        ("Pairs dropped at the end, worst layer", stats.max_dropped, "{:.1%}"),
     ]
-    table = [(label, format_number(value, pattern)) for label, pattern, value in rows if value is not None]
+    table = _shown(rows)
     if stats.time_s is not None:
         table.append(("Time in training steps", format_duration(stats.time_s)))
     if run.layers:
@@ -199,7 +181,7 @@ def document(title: str, main: str, live_s: float | None = None) -> str:
     """Return the page around its `<main>`. live_s: seconds between refreshes of a served page."""
     from megamoe.apps.report.figures import library  # see there: not at every rank's start
 
-    return PAGE.substitute(
+    return Template(_asset("page.html")).substitute(
         title=escape(title),
         style=as_style() + _asset("page.css"),
         live="" if live_s is None else f' data-live="{live_s:g}"',
@@ -229,14 +211,11 @@ def main_of(heading: str, subtitle: str, parts: list[str], sections: list[Sectio
     )
 
 
-def table(rows: list[list[str]], head: list[str] | None = None) -> str:
+def table(rows: Sequence[Sequence[str]], head: list[str] | None = None) -> str:
     """Return an HTML table whose rows begin with their header; `head` names the columns."""
     lines = [] if head is None else ["<tr>" + "".join(f"<th>{escape(it)}</th>" for it in head) + "</tr>"]
     for first, *others in rows:
-        cells = "".join(
-            f'<td class="long">{escape(it)}</td>' if len(it) > 24 else f"<td>{escape(it)}</td>"
-            for it in others
-        )
+        cells = "".join(f"<td{LONG * (len(it) > 24)}>{escape(it)}</td>" for it in others)
         lines.append(f"<tr><th>{escape(first)}</th>{cells}</tr>")
     kind = "facts" if head is None else "wide"
     scrolls = "" if head is None else ' tabindex="0" role="region" aria-label="table"'

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import yaml
 
+from megamoe.apps.command import aligned
 from megamoe.config.yaml_text import parse_yaml
 from megamoe.errors import UserError
 from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_json, read_plain, real, reason
@@ -194,31 +195,29 @@ def recorded(rows: Rows) -> set[str]:
 
 def compute_statistics(rows: Rows) -> RunStatistics:
     """Compute the statistics of a run's records."""
+
+    def last(key: str) -> Any:
+        return (series(rows, key)[1] or [None])[-1]
+
     val_key = names.validation_key(recorded(rows)) or names.VAL_LM_LOSS
     val_losses = series(rows, val_key)[1]
     val_set = FURTHER_LOSS.fullmatch(val_key)
     speeds = series(rows, names.TOKENS_PER_S)[1]
     return RunStatistics(
         steps=rows[-1][names.STEP] if rows else 0,
-        tokens=_last(series(rows, names.TOKENS)[1]),
+        tokens=last(names.TOKENS),
         time_s=_time_in_steps(rows),
-        train_loss=_last(series(rows, names.LM_LOSS)[1]),
+        train_loss=last(names.LM_LOSS),
         val_set=None if val_set is None else val_set[1],
         val_loss_first=val_losses[0] if val_losses else None,
-        val_loss_last=_last(val_losses),
+        val_loss_last=last(val_key),
         val_loss_best=min(val_losses, default=None),
-        further_val_losses={
-            name: series(rows, names.fill(names.SET_LM_LOSS, name))[1][-1] for name in further_sets(rows)
-        },
+        further_val_losses={name: last(names.fill(names.SET_LM_LOSS, name)) for name in further_sets(rows)},
         tokens_per_s=statistics.median(speeds) if speeds else None,
         max_imbalance=_last_of_layers(rows, names.IMBALANCE),
         max_dropped=_last_of_layers(rows, names.DROPPED),
         never_used=_never_used(rows),
     )
-
-
-def _last(values: list[Any]) -> Any:
-    return values[-1] if values else None
 
 
 def _last_of_layers(rows: Rows, name: str) -> float | None:
@@ -245,40 +244,25 @@ def _never_used(rows: Rows) -> dict[str, list[int]]:
 
 def comparison_table(runs: list[Run]) -> str:
     """Return a plain-text table with a line for each run; `-` where a run has not recorded a value."""
-    lines = [COMPARED, *(comparison_row(run) for run in runs)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(COMPARED))]
-    return "\n".join(
-        "  ".join(
-            [line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))]
-        )
-        for line in lines
-    )
+    return aligned([COMPARED, *(comparison_row(run) for run in runs)])
 
 
 def comparison_row(run: Run) -> list[str]:
     """Return the cells of a run under COMPARED; `-` where it has not recorded a value."""
     stats = run.statistics
-
-    def show(value: float | None, pattern: str) -> str:
-        return "-" if value is None else format_number(value, pattern)
-
-    def show_count(value: float | None) -> str:
-        return "-" if value is None else format_count(value)
-
-    def show_loss(value: float | None) -> str:
-        return "-" if value is None else show(value, "{:.4f}") + stats.of_set
-
-    return [
-        run.name,
-        show_count(run.summary.get("parameters_total")),
-        show_count(run.summary.get("parameters_active")),
-        str(stats.steps),
-        show(stats.tokens, "{:,}"),
-        show_loss(stats.val_loss_first),
-        show_loss(stats.val_loss_last),
-        show(stats.val_fall_percent, "{:.2f}"),
-        show(stats.perplexity, "{:,.2f}"),
-        show(stats.tokens_per_s, "{:,.0f}"),
-        show(stats.max_imbalance, "{:.2f}"),
-        show(None if stats.max_dropped is None else 100 * stats.max_dropped, "{:.1f}"),
+    sizes = (run.summary.get(key) for key in ("parameters_total", "parameters_active"))
+    values = [
+        (stats.steps, "{}"),
+        (stats.tokens, "{:,}"),
+        (stats.val_loss_first, "{:.4f}"),
+        (stats.val_loss_last, "{:.4f}"),
+        (stats.val_fall_percent, "{:.2f}"),
+        (stats.perplexity, "{:,.2f}"),
+        (stats.tokens_per_s, "{:,.0f}"),
+        (stats.max_imbalance, "{:.2f}"),
+        (None if stats.max_dropped is None else 100 * stats.max_dropped, "{:.1f}"),
     ]
+    cells = ["-" if value is None else format_number(value, pattern) for value, pattern in values]
+    for place in (2, 3):
+        cells[place] += stats.of_set if cells[place] != "-" else ""
+    return [run.name, *("-" if size is None else format_count(size) for size in sizes), *cells]
