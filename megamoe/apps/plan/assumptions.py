@@ -7,18 +7,26 @@ The table is `rates.json`. `make gpu-check` writes a file of measured rows, whic
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from megamoe.apps.command import json_of
+from megamoe.config.parts import STRICT
 from megamoe.errors import UserError
+from megamoe.io import reason
 
 Case = Literal["pessimistic", "likely", "optimistic"]
 CASES: tuple[Case, ...] = ("pessimistic", "likely", "optimistic")
 TABLE = Path(__file__).with_name("rates.json")
 MOST_BYTES = 1 << 20
-SECONDS = ("kernel_s", "sync_s", "collective_s", "peer_s", "aten_call_s", "own_call_s", "collective_call_s")
-SHARES = ("attention", "matmul", "grouped", "link", "network", "bytes", "scattered_bytes", "hidden")
-PHASES = ("", "forward", "backward")
+Seconds = Literal[
+    "kernel_s", "sync_s", "collective_s", "peer_s", "aten_call_s", "own_call_s", "collective_call_s"
+]
+Share = Literal["attention", "matmul", "grouped", "link", "network", "bytes", "scattered_bytes", "hidden"]
+Kind = Seconds | Share
+Phase = Literal["", "forward", "backward"]
+SECONDS, SHARES = get_args(Seconds), get_args(Share)
 # What `at_least` of a kind bounds; nothing for the other kinds.
 SIZES = {
     "attention": "head size",
@@ -36,10 +44,11 @@ class Rate:
     phase: forward or backward; empty for both. source: where the value is from.
     """
 
-    kind: str
-    phase: str
-    at_least: float
-    value: float
+    __pydantic_config__ = STRICT
+    kind: Kind
+    phase: Phase
+    at_least: Annotated[float, Field(ge=0, le=1e18)]
+    value: Annotated[float, Field(ge=1e-9, le=2)]
     source: str
 
     @property
@@ -131,26 +140,9 @@ def read(path: str) -> tuple[Rate, ...]:
     found = json_of("--assumptions", Path(path), MOST_BYTES)
     if isinstance(found, dict) and found.get("rehearsal"):
         raise UserError(f"--assumptions: {path}: a rehearsal at small sizes; expected a check of a GPU")
-    rows = found.get("rates") if isinstance(found, dict) else None
-    if not isinstance(rows, list):
+    if not isinstance(found, dict) or "rates" not in found:
         raise UserError(f"--assumptions: {path}: expected an object with a list `rates`")
-    return tuple(_row(path, number, row) for number, row in enumerate(rows))
-
-
-def _row(path: str, number: int, row: Any) -> Rate:
-    expected = {"kind", "phase", "at_least", "value", "source"}
-    where = f"--assumptions: {path}: rates[{number}]"
-    if not isinstance(row, dict) or row.keys() != expected:
-        raise UserError(f"{where}: expected an object with {', '.join(sorted(expected))}")
-    if row["kind"] not in (*SECONDS, *SHARES):
-        raise UserError(
-            f"{where}: kind: found {row['kind']!r}, expected one of {', '.join((*SHARES, *SECONDS))}"
-        )
-    if row["phase"] not in PHASES or not isinstance(row["source"], str):
-        raise UserError(f"{where}: expected the phase forward, backward or nothing, and a text as source")
-    most = 1.0 if row["kind"] in SECONDS else 2.0
-    for key, least, top in (("at_least", 0, 1e18), ("value", 1e-9, most)):
-        value = row[key]
-        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= top:
-            raise UserError(f"{where}: {key}: found {value!r}, expected a number from {least:g} to {top:g}")
-    return Rate(row["kind"], row["phase"], float(row["at_least"]), float(row["value"]), row["source"])
+    try:
+        return TypeAdapter(tuple[Rate, ...]).validate_json(json.dumps(found["rates"]))
+    except ValidationError as error:
+        raise UserError(f"--assumptions: {path}: rates: {reason(error)}") from None
