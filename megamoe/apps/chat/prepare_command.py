@@ -27,36 +27,15 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("inputs", nargs="*", metavar="INPUT", help=".jsonl files (also .gz, .zst), folders, globs")
-    add(
-        "--stdlib",
-        action="store_true",
-        help="questions about functions of Python's standard library, answered by their docstrings",
-    )
+    add("--stdlib", action="store_true", help="questions about Python's functions, and their docstrings")
     add("--output", required=True, metavar="PREFIX", help="of the files, such as data/chat/train")
-    add(
-        "--tokenizer",
-        required=True,
-        metavar="REF",
-        help="that of the model: bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model",
-    )
-    add(
-        "--template",
-        metavar="NAME",
-        help=f"{', '.join(NAMED)}, or a file of Jinja; default: the tokenizer's own",
-    )
+    kinds = "the model's: bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model"
+    add("--tokenizer", required=True, metavar="REF", help=kinds)
+    names = ", ".join(NAMED)
+    add("--template", metavar="NAME", help=f"{names}, or a file of Jinja; default: the tokenizer's own")
     add("--special", default="", metavar="NAMES", help="tokens that bytes reserves, with commas between")
-    add(
-        "--learn",
-        choices=("all", "last"),
-        default="all",
-        help="the assistant's turns that are learned: all of a conversation (default), or its last one",
-    )
-    add(
-        "--bad-lines",
-        choices=("error", "skip"),
-        default="error",
-        help="a line that is no conversation is an error (default), or is left out and counted",
-    )
+    add("--learn", choices=("all", "last"), default="all", help="which answers are learned; default: all")
+    add("--bad-lines", choices=("error", "skip"), default="error", help="lines that are no conversation")
     add("--workers", type=int, default=1, help="processes that render and tokenize (default 1)")
     add("--overwrite", action="store_true", help="replace an output that exists")
     return parser
