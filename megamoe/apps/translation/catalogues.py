@@ -8,9 +8,8 @@ import re
 import struct
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -36,15 +35,13 @@ class CatalogueFile:
         name: how it is shown in errors and in the card.
         language: in its normal spelling.
         label: the module that the catalogue belongs to, such as `django.contrib.admin`.
-        endings: of .po and .mo, those that are there.
-        read: returns the bytes of the file with an ending.
+        files: by ending, .po and .mo, those that are there.
     """
 
     name: str
     language: str
     label: str
-    endings: tuple[str, ...]
-    read: Callable[[str], bytes]
+    files: Mapping[str, Path | zipfile.Path]
 
 
 def find_catalogues(items: list[str]) -> list[CatalogueFile]:
@@ -110,40 +107,23 @@ def _in_wheel(item: str, path: Path) -> list[CatalogueFile]:
 
 
 def _catalogues(
-    item: str, root: str, files: "dict[PurePosixPath, Path] | dict[PurePosixPath, zipfile.Path]"
+    item: str, root: str, files: Mapping[PurePosixPath, Path | zipfile.Path]
 ) -> list[CatalogueFile]:
     """Return the catalogues among files; the keys are their paths inside of the item.
 
     root: the name of the folder that the paths begin in; empty for a package.
     """
-    endings: dict[PurePosixPath, list[str]] = {}
-    for inside in files:
+    of_stem: dict[PurePosixPath, dict[str, Path | zipfile.Path]] = {}
+    for inside in sorted(files, key=lambda path: (path.with_suffix(""), ENDINGS.index(path.suffix))):
         if NOT_CATALOGUES.isdisjoint(inside.parts):
-            endings.setdefault(inside.with_suffix(""), []).append(inside.suffix)
+            of_stem.setdefault(inside.with_suffix(""), {})[inside.suffix] = files[inside]
     found = []
-    for stem in sorted(endings):
+    for stem, of_ending in of_stem.items():
         language, folder, domain = _language_and_module(stem)
-        if language is None:
-            continue
-        found.append(
-            CatalogueFile(
-                name=f"{item}:{stem}" if root == "" else str(PurePosixPath(item) / stem),
-                language=language,
-                label=_label(root, folder, domain),
-                endings=tuple(ending for ending in ENDINGS if ending in endings[stem]),
-                read=partial(_read, files, stem),
-            )
-        )
+        if language is not None:
+            name = f"{item}:{stem}" if root == "" else str(PurePosixPath(item) / stem)
+            found.append(CatalogueFile(name, language, _label(root, folder, domain), of_ending))
     return found
-
-
-def _read(
-    files: "dict[PurePosixPath, Path] | dict[PurePosixPath, zipfile.Path]", stem: PurePosixPath, ending: str
-) -> bytes:
-    """Read one of the files of a catalogue."""
-    with files[stem.with_suffix(ending)].open("rb") as file:
-        content: bytes = file.read(LARGEST_CATALOGUE)
-    return content
 
 
 def _language_and_module(stem: PurePosixPath) -> tuple[str | None, PurePosixPath, str]:
@@ -215,10 +195,11 @@ def read_catalogue(file: CatalogueFile, counts: Counts) -> Iterator[Pair]:
 def _parse(file: CatalogueFile, counts: Counts) -> tuple[Any, str, bytes]:
     """Return polib's catalogue of the first of the files that can be read, the file's name and its bytes."""
     problems = []
-    for ending in file.endings:
+    for ending, path in file.files.items():
         name = f"{file.name}{ending}"
         try:
-            content = file.read(ending)
+            with path.open("rb") as opened:
+                content = opened.read(LARGEST_CATALOGUE)
         except OSError as error:
             problems.append(f"{name}: cannot be read: {error.strerror or error}")
             continue

@@ -16,11 +16,11 @@ import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from megamoe.apps.prepare.write import lengths_of
 from megamoe.apps.translation.card import PairCard, load_pair_card
@@ -59,12 +59,6 @@ class PairOptions:
     max_length: int | None = None
     too_long: TooLong = "error"
     length_key: str = "max_length"
-
-    def __post_init__(self) -> None:
-        """Raise a UserError for a value that is none of those."""
-        for name, kind in (("direction", Direction), ("tag", Tag), ("too_long", TooLong)):
-            if getattr(self, name) not in get_args(kind):
-                raise UserError(f"{name} {getattr(self, name)!r}: expected {', '.join(get_args(kind))}")
 
 
 class PairDataset(Dataset[dict[str, torch.Tensor]]):
@@ -353,33 +347,27 @@ class OrderedPairs(Dataset[dict[str, torch.Tensor]]):
         return self._dataset[int(self._batches[number][place])]
 
 
-class EvaluatedPairs(Dataset[dict[str, torch.Tensor]]):
-    """The pairs of a set that is evaluated: every pair once, then every pair again, up to `num_samples`.
+def evaluated_pairs(
+    dataset: PairDataset, *, seed: int, pairs: int, num_samples: int
+) -> Dataset[dict[str, torch.Tensor]]:
+    """Return the pairs of a set that is evaluated: every pair once, then every pair again, and so on.
 
     They come in batches of `pairs` pairs of similar widths. Unlike `PairBatches`, no rest of a pass is left
     out, so what is measured on as many samples as there are pairs does not depend on the seed.
+
+    Raises:
+        UserError: if there are no pairs.
     """
-
-    def __init__(self, dataset: PairDataset, *, seed: int, pairs: int, num_samples: int) -> None:
-        """Raise a UserError if there are no pairs."""
-        if not len(dataset):
-            raise UserError("pairs: found none to evaluate; choose other languages")
-        passes = range(-(-num_samples // len(dataset)))
-        orders = [epoch_order(dataset.groups, dataset.sizes, 1.0, seed, number) for number in passes]
-        order_N = np.concatenate([np.zeros(0, np.int64), *orders])[:num_samples]
-        width_N = np.maximum(dataset.source_lengths, dataset.target_lengths)[order_N]
-        order_N = order_N[np.argsort(width_N, kind="stable")]
-        batches = [order_N[first : first + pairs] for first in range(0, num_samples, pairs)]
-        shuffled = _generator(seed, "evaluated", "", 0).permutation(len(batches))
-        self._dataset = dataset
-        self._order_N = np.concatenate([order_N[:0], *(batches[place] for place in shuffled)])
-
-    def __len__(self) -> int:
-        return len(self._order_N)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return sample `index` (an item of `PairDataset`); raise IndexError past the end."""
-        return self._dataset[int(self._order_N[index])]
+    if not len(dataset):
+        raise UserError("pairs: found none to evaluate; choose other languages")
+    passes = range(-(-num_samples // len(dataset)))
+    orders = [epoch_order(dataset.groups, dataset.sizes, 1.0, seed, number) for number in passes]
+    order_N = np.concatenate([np.zeros(0, np.int64), *orders])[:num_samples]
+    width_N = np.maximum(dataset.source_lengths, dataset.target_lengths)[order_N]
+    order_N = order_N[np.argsort(width_N, kind="stable")]
+    batches = [order_N[first : first + pairs] for first in range(0, num_samples, pairs)]
+    shuffled = _generator(seed, "evaluated", "", 0).permutation(len(batches))
+    return Subset(dataset, [int(number) for place in shuffled for number in batches[place]])
 
 
 def _generator(seed: int, purpose: str, name: str, number: int) -> np.random.Generator:

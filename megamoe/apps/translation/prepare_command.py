@@ -11,98 +11,53 @@ import argparse
 import signal
 import sys
 import warnings
+from typing import Any
+
+from megamoe.apps.command import parser_of, run_tool
+from megamoe.errors import UserError
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=raw, argument_default=argparse.SUPPRESS
-    )
+def main(arguments: list[str] | None = None) -> int:
+    """Prepare; return the exit code."""
+    options = _parser().parse_args(arguments)
+    # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return run_tool(lambda: _run(vars(options)))
+
+
+def _parser() -> argparse.ArgumentParser:
+    """Return the parser; what the command line leaves out has the default of `PairPreparation`."""
+    parser = parser_of(__doc__)
+    parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    add(
-        "--catalogues",
-        nargs="+",
-        action="extend",
-        metavar="ITEM",
-        help="gettext catalogues (.po, .mo): installed packages, wheels, folders or files, with spaces or "
-        "commas between; the messages and their translations",
-    )
-    add(
-        "--aligned",
-        nargs=3,
-        action="append",
-        metavar=("LANGUAGE", "SOURCE", "TARGET"),
-        help="two files of text whose lines are translations of each other, into LANGUAGE",
-    )
-    add(
-        "--split-files",
-        nargs=3,
-        action="append",
-        metavar=("LANGUAGE", "SOURCE", "TARGET"),
-        help="the same for files that are split already: {split} in both names is train, valid or test",
-    )
-    add(
-        "--tsv",
-        nargs=2,
-        action="append",
-        metavar=("LANGUAGE", "FILE"),
-        help="lines of source, a tab, and target in LANGUAGE",
-    )
-    add("--jsonl", nargs="+", action="extend", metavar="FILE", help="JSON objects a line (--keys)")
+    files, several = ("LANGUAGE", "SOURCE", "TARGET"), {"nargs": "+", "action": "extend"}
+    add("--catalogues", **several, metavar="ITEM", help="gettext: installed packages, wheels, folders, files")
+    add("--aligned", nargs=3, action="append", metavar=files, help="files of text, line by line translations")
+    add("--split-files", nargs=3, action="append", metavar=files, help="the same, with {split} in both names")
+    add("--tsv", nargs=2, action="append", metavar=("LANGUAGE", "FILE"), help="lines of source, tab, target")
+    add("--jsonl", **several, metavar="FILE", help="JSON objects a line (--keys)")
     add("--keys", type=_words, help="of source, target and language (default source,target,language)")
-    _add_output_options(parser)
-    return parser.parse_args(argv)
-
-
-def _add_output_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which pairs are kept, and what is written."""
-    add = parser.add_argument
     add("--output", required=True, metavar="FOLDER", help="the new folder")
     add("--source-language", metavar="CODE", help="default en")
     add("--languages", type=_words, help="keep these target languages, such as de,pt_BR (default all)")
     add("--min-words", type=int, help="of a source (default 1)")
     add("--min-pairs", type=int, help="leave out languages with fewer pairs (default 1)")
-    add(
-        "--max-overlap",
-        type=float,
-        metavar="SHARE",
-        help="leave pairs out of pairs/valid and pairs/test whose target has more than this share of the "
-        "source's words (default 1)",
-    )
-    add(
-        "--bilingual",
-        action="store_true",
-        help="also write bilingual/LANGUAGE, a corpus whose documents are a source and its target",
-    )
+    share = "of a source's words in its target, at most, for pairs/valid and pairs/test (default 1)"
+    add("--max-overlap", type=float, metavar="SHARE", help=share)
+    add("--bilingual", action="store_true", help="also corpora whose documents are a source and its target")
     add("--min-label", type=int, help="leave out labels with fewer training texts (default 20)")
     add("--max-label", type=int, help="keep at most so many training texts of a label (default all)")
-    add(
-        "--label-by",
-        choices=("module", "application"),
-        help="what the labels are: modules such as django.contrib.admin (default), or their applications, "
-        "such as django",
-    )
+    add("--label-by", choices=("module", "application"), help="what the labels are (default module)")
     add("--split", type=_shares, help="shares of train, valid and test, by message (default 0.9,0.05,0.05)")
-    add(
-        "--tokenizer",
-        metavar="REF",
-        help="train: a new byte-level BPE of all languages (default); sentencepiece: a new SentencePiece "
-        "model; or bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model",
-    )
+    kinds = "train (default) or sentencepiece, which make one; bytes, a tokenizer.json, a folder, a .model"
+    add("--tokenizer", metavar="REF", help=kinds)
     add("--vocab-size", type=int, help="of the tokenizer that is trained (default 8192)")
-    add(
-        "--special",
-        metavar="NAMES",
-        help="tokens that a trained tokenizer, or bytes, reserves beside the languages' tags such as <2de> "
-        "(default pad,mask,sentinels)",
-    )
-    add(
-        "--bad-lines",
-        choices=("error", "skip"),
-        help="a line of --tsv or --jsonl that is no pair is an error (default), or is left out and counted",
-    )
+    add("--special", metavar="NAMES", help="tokens to reserve beside <2de> (default pad,mask,sentinels)")
+    add("--bad-lines", choices=("error", "skip"), help="lines of --tsv and --jsonl that are no pair")
     add("--skip-broken", action="store_true", help="leave broken catalogues out, with a warning")
     add("--overwrite", action="store_true", help="replace a folder of prepared pairs")
+    return parser
 
 
 def _words(text: str) -> list[str]:
@@ -116,34 +71,17 @@ def _shares(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected numbers such as 0.9,0.05,0.05") from None
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Prepare; exit code 0, 2 for a user's mistake or broken input, 130 if interrupted."""
-    options = vars(parse_arguments(argv))
+def _run(options: dict[str, Any]) -> None:
+    from megamoe.apps.translation.prepare import TRAINED, PairPreparation, prepare_pairs
+
     if "catalogues" in options:
         options["catalogues"] = [name for item in options["catalogues"] for name in _words(item)]
-    from megamoe.apps.translation.prepare import TRAINED, PairPreparation, prepare_pairs
-    from megamoe.errors import UserError
-
-    # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        preparation = PairPreparation(**options)
-        if preparation.tokenizer not in (*TRAINED, "bytes"):
-            for name in ("vocab_size", "special"):
-                if name in options:
-                    option = name.replace("_", "-")
-                    raise UserError(
-                        f"--{option} {options[name]} is for --tokenizer train, sentencepiece or bytes"
-                    )
-        summary = prepare_pairs(preparation)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; nothing finished was written", file=sys.stderr)
-        return 130
+    preparation = PairPreparation(**options)
+    for name in ("vocab_size", "special"):
+        if name in options and preparation.tokenizer not in (*TRAINED, "bytes"):
+            option = f"--{name.replace('_', '-')} {options[name]}"
+            raise UserError(f"{option} is for --tokenizer train, sentencepiece or bytes")
+    summary = prepare_pairs(preparation)
     for line in summary.warnings:
         print(f"warning: {line}", file=sys.stderr)
     print(summary.text(preparation.output))
-    return 0

@@ -106,7 +106,7 @@ def test_folders_wheels_and_installed_packages(tmp_path: Path, monkeypatch: pyte
     ]
 
     def facts(files: list[CatalogueFile]) -> list[tuple[str, str, tuple[str, ...]]]:
-        return [(file.language, file.label, file.endings) for file in files]
+        return [(file.language, file.label, tuple(file.files)) for file in files]
 
     assert facts(find_catalogues([str(root / "pkg")])) == expected
     with zipfile.ZipFile(tmp_path / "pkg-1.whl", "w") as wheel:

@@ -248,9 +248,9 @@ def test_a_run_that_ends_early_leaves_nothing(
         assert prepare(out, *options) == 2
     assert "cannot be written: No space left on device" in capsys.readouterr().err
     assert not out.exists() and not partial.exists()
-    with monkeypatch.context() as patch, pytest.raises(SystemError):
+    with monkeypatch.context() as patch:
         patch.setattr(prepare_module, "write_labels", lambda *_: (_ for _ in ()).throw(SystemError))
-        prepare(out, *options)
+        assert prepare(out, *options) == 1
     assert not out.exists() and not partial.exists()
     (partial / "new" / "pairs").mkdir(parents=True)  # what a killed run leaves
     (partial / "lock").touch()

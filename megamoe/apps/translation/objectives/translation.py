@@ -9,13 +9,13 @@ from torch.utils.data import Dataset
 from megamoe.apps.translation.card import PairCard, load_pair_card
 from megamoe.apps.translation.dataset import (
     Direction,
-    EvaluatedPairs,
     OrderedPairs,
     PairBatches,
     PairDataset,
     PairOptions,
     Tag,
     TooLong,
+    evaluated_pairs,
     verify_pairs,
 )
 from megamoe.apps.translation.pairs import select_languages
@@ -157,7 +157,7 @@ class Translation(TrainingObjective):
         """Return samples of a set; where buckets do not divide them, micro batches have similar lengths."""
         fits = samples % self.options.bucket == 0
         size = self.options.bucket if fits else self.config.train.micro_batch_size
-        return EvaluatedPairs(pairs, seed=self.config.seed, pairs=size, num_samples=samples)
+        return evaluated_pairs(pairs, seed=self.config.seed, pairs=size, num_samples=samples)
 
     def _batches(self, exponent: float = 1.0) -> PairBatches:
         seed, size = self.config.seed, self.options.bucket
