@@ -27,28 +27,7 @@ COLUMNS = 2  # of figures with a panel for each layer
 MOST_PANELS = 24  # more layers than that are left out of a figure, and are in the JSON
 COLOURS = "turbo"  # of experts, which have no order
 GRID, MUTED = "#e8eaef", "#6b7280"
-STYLE: Any = {  # for matplotlib.rc_context
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": MUTED,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
-    "axes.labelsize": 9,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.xmargin": 0.01,
-    "grid.color": GRID,
-    "text.parse_math": False,  # a name with dollar signs is no formula
-    "xtick.color": GRID,
-    "ytick.color": GRID,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "xtick.labelsize": 8.5,
-    "ytick.labelsize": 8.5,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-}
+STYLE = Path(__file__).with_suffix(".mplstyle")
 RESULTS = "routing.json"
 TABLES = "tokens.txt"
 
@@ -62,7 +41,7 @@ def figures_of(results: Results) -> dict[str, bytes]:
 
 
 def _render(draw: Callable[[Figure, Results], None], results: Results) -> bytes:
-    with matplotlib.rc_context(STYLE):
+    with matplotlib.rc_context(fname=STYLE):
         figure = Figure(figsize=(WIDTH_IN, HEIGHT_IN), dpi=DPI, layout="constrained")
         FigureCanvasAgg(figure)
         draw(figure, results)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+from torch import nn
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.routing_analysis.collect import WINDOW, LayerPass, RoutingPass, TokenSample, collect
@@ -73,14 +74,12 @@ def shares(load_E: ArrayLike) -> NDArray[np.float64]:
 
 @contextmanager
 def _in_training(trained: TrainedModel) -> Iterator[None]:
-    layers = [layer for _, layer in trained.model.moe_layers()]
+    layers = nn.ModuleList(layer for _, layer in trained.model.moe_layers())
     try:
-        for layer in layers:
-            layer.train()
+        layers.train()
         yield
     finally:
-        for layer in layers:
-            layer.eval()
+        layers.eval()
 
 
 def coactivation(chosen_SE: NDArray[np.bool_]) -> dict[str, Any]:

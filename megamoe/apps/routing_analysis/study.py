@@ -1,7 +1,7 @@
 """The analyses of one or more checkpoints on one data set: which there are, and running them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Examined:
     lm_loss: float
     tokens: int
     layers: dict[int, LayerPass]
-    found: dict[str, Any] = field(default_factory=dict)
+    found: dict[str, Any]
 
     @property
     def label(self) -> str:
@@ -132,7 +132,6 @@ def study(
         UserError: for an unknown analysis or layer, checkpoints that do not fit each other or the analysis,
             and what `Session.open` and `perplexity_on` raise.
     """
-    check_names(options, len(paths))
     examined: list[Examined] = []
     data: StudyData | None = None
     for path in paths:
@@ -193,13 +192,12 @@ def examine(trained: TrainedModel, data: StudyData, options: Options) -> Examine
         check_activation(trained)
     inputs = trained, data.dataset, data.samples
     found = collect(*inputs, sample=data.sample, layers=layers, thresholds=options.thresholds)
-    results: dict[str, Any] = {}
-    if "load" in wanted:
-        results["load"] = compare_loads(found, training_load(*inputs, layers))
-    if "positive" in wanted:
-        results["positive"] = positive_activations(*inputs, layers)
-    if "removal" in wanted:
-        results["removal"] = removal(*inputs, layers)
+    collective = {
+        "load": lambda: compare_loads(found, training_load(*inputs, layers)),
+        "positive": lambda: positive_activations(*inputs, layers),
+        "removal": lambda: removal(*inputs, layers),
+    }
+    results: dict[str, Any] = {name: run() for name, run in collective.items() if name in wanted}
     if trained.world.is_first:  # the others have the same tokens, and would only compute the same
         for name, of_layer in ((name, OF_PASS[name]) for name in wanted if name in OF_PASS):
             results[name] = {str(n): of_layer(trained, found, layer) for n, layer in found.layers.items()}
@@ -242,10 +240,8 @@ def _consistency(runs: list[Examined]) -> dict[str, Any]:
     for number in runs[0].layers:
         load_RE = [each.layers[number].wanted_E.numpy() for each in runs]
         matrix_RR = correlations(load_RE)
-        layers[str(number)] = {
-            "consistency": inter_run_consistency(load_RE),
-            "correlation_RR": None if matrix_RR is None else matrix_RR.tolist(),
-        }
+        known = None if matrix_RR is None else matrix_RR.tolist()
+        layers[str(number)] = {"consistency": inter_run_consistency(load_RE), "correlation_RR": known}
     return {"runs": [each.label for each in runs], "layers": layers}
 
 
