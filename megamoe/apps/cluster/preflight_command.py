@@ -15,6 +15,7 @@ import sys
 import threading
 from pathlib import Path
 
+from megamoe.apps.command import parser_of
 from megamoe.compat.startup import configure_libraries
 from megamoe.config import load_config
 from megamoe.errors import ExitCode, UserError
@@ -26,15 +27,12 @@ BYTES_OF_PARAMETER = 12  # in a checkpoint: fp32 weight and both moments of Adam
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the checks; return the exit code."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--config", required=True, help="the run's YAML")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="pairs of each node (default 8)")
-    parser.add_argument(
-        "--slow", type=float, default=0.5, metavar="F", help="a slow node has below F x the median bandwidth"
-    )
+    parser = parser_of(__doc__)
+    add, slow = parser.add_argument, "a slow node has below F x the median bandwidth"
+    add("--config", required=True, help="the run's YAML")
+    add("overrides", nargs="*", metavar="section.key=value")
+    add("--rounds", type=int, default=8, metavar="N", help="pairs of each node (default 8)")
+    add("--slow", type=float, default=0.5, metavar="F", help=slow)
     options = parser.parse_intermixed_args(arguments)
     try:
         return _run(options)

@@ -18,6 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from megamoe.apps.cluster.status import as_text, is_complete, newest_checkpoint, read_status
+from megamoe.apps.command import parser_of
 from megamoe.compat.startup import configure_libraries
 from megamoe.config import load_config
 from megamoe.errors import UserError
@@ -43,20 +44,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument("run", nargs="*", metavar="RUN", help="the run's folder; with --config: overrides")
-    parser.add_argument("--config", help="the run's YAML, in place of its folder")
-    parser.add_argument("--watch", action="store_true", help="show it anew every few seconds")
-    parser.add_argument(
-        "--every", type=float, default=10.0, metavar="S", help="seconds between two (default 10)"
-    )
-    parser.add_argument("--json", action="store_true", help="as JSON, with --watch a line each")
-    parser.add_argument(
-        "--checkpoint",
-        action="store_true",
-        help="print only the newest checkpoint and the time of its saving in ns, `none`, or `complete`",
-    )
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("run", nargs="*", metavar="RUN", help="the run's folder; with --config: overrides")
+    add("--config", help="the run's YAML, in place of its folder")
+    add("--watch", action="store_true", help="show it anew every few seconds")
+    add("--every", type=float, default=10.0, metavar="S", help="seconds between two (default 10)")
+    add("--json", action="store_true", help="as JSON, with --watch a line each")
+    newest = "print only the newest checkpoint and the time of its saving in ns, `none`, or `complete`"
+    add("--checkpoint", action="store_true", help=newest)
     return parser
 
 
