@@ -73,22 +73,11 @@ def _run(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
-    parser.add_argument(
-        "--data",
-        action="append",
-        default=[],
-        metavar="NAME=PREFIX",
-        help="prepared data, instead of the run's",
-    )
-    parser.add_argument("--samples", type=int, help="of each data set; default: as many as in training")
-    parser.add_argument(
-        "--sweep",
-        action="append",
-        default=[],
-        metavar="KEY=V1,V2,...",
-        help="evaluate with each of these values",
-    )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as JSON")
+    add, several = parser.add_argument, {"action": "append", "default": []}
+    add("--data", **several, metavar="NAME=PREFIX", help="prepared data, instead of the run's")
+    add("--samples", type=int, help="of each data set; default: as many as in training")
+    add("--sweep", **several, metavar="KEY=V1,V2,...", help="evaluate with each of these values")
+    add("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     return parser
 
 

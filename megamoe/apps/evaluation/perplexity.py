@@ -2,12 +2,14 @@
 
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.config import RunConfig
@@ -22,6 +24,8 @@ from megamoe.parallel.consensus import raise_any_error_fast
 from megamoe.parallel.groups import replica_group
 from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.step import model_inputs
+
+FURTHER = "further/"  # before the names of the objective's metrics among the sums
 
 
 @dataclass(frozen=True)
@@ -89,19 +93,6 @@ class Perplexity:
         }
 
 
-@dataclass
-class _Sums:
-    """Sums over this rank's micro batches; the fields are those of `Perplexity`."""
-
-    loss: float = 0.0
-    tokens: float = 0.0
-    routed: int = 0
-    layer_tokens: int = 0
-    wanted: int = 0
-    load_LE: dict[int, torch.Tensor] = field(default_factory=dict)
-    further: dict[str, float] = field(default_factory=dict)
-
-
 def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
     """Build the validation and test sets of the model's configuration, of so many samples each.
 
@@ -124,33 +115,35 @@ def perplexity_on(trained: TrainedModel, dataset: Any, samples: int, name: str =
     Raises:
         UserError: if the samples do not divide over micro batches and ranks, or cannot be read.
     """
-    sums = _Sums()
+    sums: dict[str, float] = defaultdict(float)  # of this rank
+    load_LE: dict[int, Tensor] = {}
     started = time.perf_counter()
     with trained.routing.evaluation_of(trained.step, of_validation_set(name), samples):
         for number, batch in micro_batches(trained, dataset, samples):
             trained.routing.check_batches([batch])
-            _evaluate(trained, batch, number, sums)
-    return _reduced(trained, sums, time.perf_counter() - started)
+            _evaluate(trained, batch, number, sums, load_LE)
+    return _reduced(trained, sums, load_LE, time.perf_counter() - started)
 
 
-def _evaluate(trained: TrainedModel, batch: Batch, number: int, sums: _Sums) -> None:
-    """Add one micro batch to the sums."""
+def _evaluate(
+    trained: TrainedModel, batch: Batch, number: int, sums: dict[str, float], load_LE: dict[int, Tensor]
+) -> None:
+    """Add one micro batch to the sums, and to each layer's loads."""
     trained.context.batch = micro_batch_of(batch, number)
     losses_BS = trained.model(**model_inputs(batch))
-    sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())
-    sums.tokens += float(batch.loss_mask_BS.sum())
+    sums["loss"] += float((losses_BS * batch.loss_mask_BS).double().sum())
+    sums["tokens"] += float(batch.loss_mask_BS.sum())
     further = trained.objective.evaluation_sums(batch, trained.model.label_logits())
     for name in trained.objective.metrics:
-        sums.further[name] = sums.further.get(name, 0.0) + float(further[name])
-    sums.routed += _num_tokens(batch)
+        sums[f"{FURTHER}{name}"] += float(further[name])
+    sums["routed_tokens"] += _num_tokens(batch)
     for layer_number, layer in trained.model.moe_layers():
         seen = layer.observation
         assert seen is not None
         load_E = seen.load_E.cpu()
-        known_E = sums.load_LE.get(layer_number)
-        sums.load_LE[layer_number] = load_E if known_E is None else known_E + load_E
-        sums.wanted += int(seen.wanted_E[: len(load_E)].sum())
-        sums.layer_tokens += int(seen.width_D.sum())
+        load_LE[layer_number] = load_E + load_LE.get(layer_number, 0)
+        sums["wanted"] += int(seen.wanted_E[: len(load_E)].sum())
+        sums["layer_tokens"] += int(seen.width_D.sum())
 
 
 def _num_tokens(batch: Batch) -> int:
@@ -192,37 +185,34 @@ def micro_batches(trained: TrainedModel, dataset: Any, samples: int) -> Iterator
             yield place * layout.data + data_rank, batch.to(trained.world.device)
 
 
-def _reduced(trained: TrainedModel, sums: _Sums, seconds: float) -> Perplexity:
+def _reduced(
+    trained: TrainedModel, sums: dict[str, float], load_LE: dict[int, Tensor], seconds: float
+) -> Perplexity:
     """Sum over the data-parallel ranks; the ranks of a tensor-parallel group have the same numbers."""
-    numbers = list(sums.load_LE)
-    names = trained.objective.metrics
-    counts = [sums.tokens, sums.routed, sums.layer_tokens, sums.wanted]
-    further = [sums.further.get(name, 0.0) for name in names]
-    head = torch.tensor([*further, sums.loss, *counts], dtype=torch.float64)
-    packed = torch.cat([head, *(sums.load_LE[number].double() for number in numbers)])
-    packed = packed.to(trained.world.device)
+    head = torch.tensor([*sums.values()], dtype=torch.float64)
+    packed = torch.cat([head, *(load_E.double() for load_E in load_LE.values())]).to(trained.world.device)
     dist.all_reduce(packed, group=replica_group())
-    values = packed.tolist()
-    further, (loss, tokens, routed, layer_tokens, wanted, *loads) = values[: len(names)], values[len(names) :]
-    left, load_LE = iter(loads), {}
-    for number in numbers:
-        load_LE[number] = [round(next(left)) for _ in sums.load_LE[number]]
+    of_head, *of_layers = packed.cpu().split([len(head), *map(len, load_LE.values())])
+    total = dict(zip(sums, of_head.tolist(), strict=True))
+    loads = {number: load_E.long().tolist() for number, load_E in zip(load_LE, of_layers, strict=True)}
+    tokens, routed = max(total["tokens"], 1.0), max(total["routed_tokens"], 1.0)
+    layer_tokens = total.get("layer_tokens", 0.0)
     flops = 0.0
     for kind in kinds(trained.config):
-        pairs = sum(sum(load_LE.get(number, ())) for number in kind.layers)
-        flops += pairs * flops_of_pair(kind.config) / max(routed, 1)
-    dense = layer_tokens / max(routed, 1) * flops_of_dense(trained.config)
+        pairs = sum(sum(loads.get(number, ())) for number in kind.layers)
+        flops += pairs * flops_of_pair(kind.config) / routed
+    dense = layer_tokens / routed * flops_of_dense(trained.config)
     return Perplexity(
-        lm_loss=loss / max(tokens, 1.0),
-        tokens=round(tokens),
-        routed_tokens=round(routed),
+        lm_loss=total["loss"] / tokens,
+        tokens=round(total["tokens"]),
+        routed_tokens=round(total["routed_tokens"]),
         layer_tokens=round(layer_tokens),
-        load_LE=load_LE,
-        wanted=round(wanted),
+        load_LE=loads,
+        wanted=round(total.get("wanted", 0.0)),
         seconds=seconds,
         expert_flops=flops,
         dense_share=flops / dense if dense else 0.0,
-        further={name: total / max(tokens, 1.0) for name, total in zip(names, further, strict=True)},
+        further={name: total[f"{FURTHER}{name}"] / tokens for name in trained.objective.metrics},
     )
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 from pathlib import Path
 
-from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import check_positive, check_writable, model_parser, run_tool, write_text
 from megamoe.errors import UserError
 
 
@@ -24,27 +24,18 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    parser.add_argument("path", type=Path, metavar="RUN", help="a step_* folder, or a run's")
-    parser.add_argument("--tasks", required=True, metavar="NAME,...", help="tasks, groups or tags")
-    parser.add_argument(
-        "--include", action="append", default=[], type=Path, metavar="FOLDER", help="of task files"
-    )
-    parser.add_argument("--online", action="store_true", help="let the harness download data sets")
-    parser.add_argument("--num-fewshot", type=int, metavar="N", help="examples before a question")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N documents of each task")
-    parser.add_argument("--batch-size", type=int, default=8, metavar="B", help="of sequences (default: 8)")
-    parser.add_argument(
-        "--max-length", type=int, metavar="S", help="input tokens; default: data.sequence_length"
-    )
-    parser.add_argument(
-        "--prefix-token", type=int, metavar="ID", help="before a text; default: end of document"
-    )
-    parser.add_argument("--keep-capacity", action="store_true", help="let the routers' capacity drop pairs")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results and every answer")
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="of the saved YAML")
+    parser = model_parser(__doc__)
+    add = parser.add_argument
+    add("--tasks", required=True, metavar="NAME,...", help="tasks, groups or tags")
+    add("--include", action="append", default=[], type=Path, metavar="FOLDER", help="of task files")
+    add("--online", action="store_true", help="let the harness download data sets")
+    add("--num-fewshot", type=int, metavar="N", help="examples before a question")
+    add("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    add("--batch-size", type=int, default=8, metavar="B", help="of sequences (default: 8)")
+    add("--max-length", type=int, metavar="S", help="input tokens; default: data.sequence_length")
+    add("--prefix-token", type=int, metavar="ID", help="before a text; default: end of document")
+    add("--keep-capacity", action="store_true", help="let the routers' capacity drop pairs")
+    add("--json", type=Path, metavar="FILE", help="write the results and every answer")
     return parser
 
 

@@ -28,12 +28,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--config", type=Path, required=True, metavar="FILE", help="the YAML of the run")
-    add(
-        "--set",
-        default=TRAIN,
-        metavar="NAME",
-        help="train (default), valid, test or a set of data.validation",
-    )
+    add("--set", default=TRAIN, metavar="NAME", help="train, valid, test or a set of data.validation (train)")
     add("--first", type=int, default=0, metavar="N", help="the number of the first sample (default 0)")
     add("--count", type=int, metavar="N", help="samples to show (default train.micro_batch_size)")
     add("--colour", choices=("auto", "always", "never"), default="auto", help="default: in a terminal")
