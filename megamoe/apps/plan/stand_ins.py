@@ -31,7 +31,12 @@ from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.registry import get_part
 from megamoe.train.resolved import ResolvedRun
 
-PART_OF_METHOD = {"finish": DISPATCH, "dispatched_weights": DISPATCH, "combine": COMBINE, "combine_weighted": COMBINE}
+PART_OF_METHOD = {
+    "finish": DISPATCH,
+    "dispatched_weights": DISPATCH,
+    "combine": COMBINE,
+    "combine_weighted": COMBINE,
+}
 STEPS_OF_EPOCHS = 1_000_000  # more than any warm-up or growth of the batch
 
 
