@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | mlm-small | translation-small | chat-small | papers-small | test | test-quick | test-slowest | test-full | test-slurm | gpu-check | docs | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | chat-small | papers-small | test | test-core | test-quick | test-slowest | test-full | test-slurm | gpu-check | docs | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues mlm-small translation-small chat-small papers-data papers-small test test-quick test-slowest test-full test-slurm test-slurm-short gpu-check docs lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small chat-small papers-data papers-small test test-core test-quick test-slowest test-full test-slurm test-slurm-short gpu-check docs lint clean FORCE
 
 setup: $(STAMP)
 
@@ -154,6 +154,11 @@ PYTEST := $(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 
 test: $(STAMP)
 	$(PYTEST) -m "not full"
+
+# The core on at most two ranks, within two minutes.
+CORE_TESTS := $(addprefix tests/,config data kernels metrics moe model objectives optim parallel train validation distributed/parity)
+test-core: $(STAMP)
+	$(PY) -m pytest $(CORE_TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m "not full" --most-ranks 2
 
 # The tests nearest to what differs from the branch main, or from SINCE, within a minute.
 SINCE := main

@@ -48,8 +48,9 @@ FIRST = (
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """`--most-seconds`: of `make test-slowest`."""
+    """`--most-seconds`: of `make test-slowest`. `--most-ranks`: of `make test-core`."""
     parser.addoption("--most-seconds", type=float, help="fail if a test takes longer, its fixtures included")
+    parser.addoption("--most-ranks", type=int, default=64, help="skip the tests that need more ranks")
 
 
 class SlowTests:
@@ -111,11 +112,11 @@ def _early_ranks(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(scope="session")
-def pool() -> Pool:
+def pool(request: pytest.FixtureRequest) -> Pool:
     """Runs jobs on processes that are the ranks."""
     from tests.support.ranks.pool import Pool
 
-    return Pool()
+    return Pool(request.config.getoption("--most-ranks"))
 
 
 @pytest.fixture(name="restored_process")

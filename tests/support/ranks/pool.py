@@ -24,6 +24,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from megamoe.parallel import launch
 
 PRELOAD = "tests.support.ranks.preload"
@@ -36,9 +38,10 @@ class RankError(AssertionError):
 
 
 class Pool:
-    """Ranks on this machine's CPUs."""
+    """Ranks on this machine's CPUs. A job that needs more than `most_ranks` skips its test."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_ranks: int = 64) -> None:
+        self._most_ranks = most_ranks
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([PRELOAD])
 
@@ -54,6 +57,8 @@ class Pool:
         Raises:
             RankError: with every rank's traceback, if one raises; with every rank's stack after `timeout_s`.
         """
+        if ranks > self._most_ranks:
+            pytest.skip(f"{ranks} ranks, at most {self._most_ranks} were asked for")
         job = pickle.dumps((function, args, kwargs))
         port = str(launch.free_port())
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
