@@ -8,9 +8,11 @@ python -m megamoe.redaction < lines    # examples/slurm/common.sh: as `redacted`
 
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from typing import Any
 from urllib.parse import quote
 
@@ -50,6 +52,10 @@ FORMS = (
         HIDDEN,
     ),
 )
+# Files of AWS's tools, by the variables that name others.
+AWS_FILES = {"AWS_SHARED_CREDENTIALS_FILE": "~/.aws/credentials", "AWS_CONFIG_FILE": "~/.aws/config"}
+AWS_LINE = re.compile(r"^[ \t]*(aws_\w+)[ \t]*[=:][ \t]*(\S+)", re.MULTILINE)
+LARGEST_AWS_FILE = 1 << 20  # characters
 _known: dict[str, None] = {}
 
 
@@ -75,15 +81,28 @@ def remember(options: dict[Any, Any]) -> None:
 def redact(text: str) -> str:
     """Return a text with `***` in place of secrets.
 
-    These are the values of the environment's variables, and those of `remember`; and what is a secret by its
-    form: user and password in a URL, its query, named and well-known tokens.
+    These are the values of the environment's variables and of AWS's files, and those of `remember`; and what
+    is a secret by its form: user and password in a URL, its query, named and well-known tokens.
     """
     remember(dict(os.environ))
+    for variable, usual in AWS_FILES.items():
+        with suppress(OSError, ValueError):  # it is not there, or cannot be read
+            about = os.stat(path := os.path.expanduser(os.environ.get(variable) or usual))
+            if stat.S_ISREG(about.st_mode):
+                _remember_file(path, about.st_mtime_ns, about.st_size)
     for value in sorted(_known, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     for form, hidden in FORMS:
         text = form.sub(hidden, text)
     return text
+
+
+@cache
+def _remember_file(path: str, changed_ns: int, size: int) -> None:
+    """Hide the keys in a file of AWS's tools; it is read again when it has changed."""
+    with open(path, encoding="utf-8", errors="replace") as file:
+        for name, value in AWS_LINE.findall(file.read(LARGEST_AWS_FILE)):
+            remember({name: value})
 
 
 def redact_all(value: Any) -> Any:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 import wandb
 
+from megamoe import redaction
 from megamoe.apps.cluster.status import as_text, read_status
 from megamoe.checkpoint import remote
 from megamoe.checkpoint.remote import RemoteFolder, fetch_newest
@@ -145,6 +147,7 @@ def test_no_sink_gets_what_a_store_repeats(
     monkeypatch.setattr(remote, "WAITS_S", (0.0,))
     for module in (sys, threading):
         monkeypatch.setattr(module, "excepthook", module.excepthook)
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
     last_resort = logging.StreamHandler(sys.stderr)
     monkeypatch.setattr(logging, "lastResort", last_resort)
     folder, lines = RemoteFolder("memory://bucket", "run"), list[str]()
@@ -168,8 +171,9 @@ def test_no_sink_gets_what_a_store_repeats(
     sys.excepthook(ValueError, error, None)
     threading.excepthook(threading.ExceptHookArgs((ValueError, error, None, None)))
     last_resort.handle(logging.LogRecord("botocore", logging.ERROR, "", 0, ANSWER, None, None))
+    sys.stderr.write(warnings.formatwarning(UserWarning(ANSWER), UserWarning, "s3fs.py", 1, ANSWER))
     printed = capsys.readouterr().err
-    assert printed.count("ExpiredToken") == 4 and len(lines) == 5
+    assert printed.count("ExpiredToken") == 6 and len(lines) == 5
     lines.append(printed)
     # The files of a run, and those of a version that wrote them as they were.
     for rank in (0, 1):
@@ -183,6 +187,31 @@ def test_no_sink_gets_what_a_store_repeats(
     WandbSink(tmp_path, WandbConfig(mode="offline"), "run", {}, None)
     for line in [*lines, capsys.readouterr().err]:
         assert_clean(line)
+
+
+@pytest.mark.parametrize("variable", ["AWS_SHARED_CREDENTIALS_FILE", "AWS_CONFIG_FILE"])
+def test_the_keys_in_files_of_aws_are_known(
+    variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home = tmp_path / ".aws"
+    home.mkdir()
+    monkeypatch.setattr(redaction, "_known", {})
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv(variable, raising=False)
+    usual = home / ("credentials" if "SHARED" in variable else "config")
+    text = "[a]\naws_secret_access_key = {0}/one\n[b]\n aws_session_token={0}/two\nsource = Environment"
+    said = "denied: {0}/one and {0}/two, Environment"
+    for path, secret in ((usual, "wJalrXUtn"), (usual, "rotated12"), (tmp_path / "other", "elsewhere")):
+        assert "***" not in redact(said.format(secret))
+        path.write_text(text.format(secret) * (1 + (secret == "rotated12")))
+        if path != usual:
+            monkeypatch.setenv(variable, str(path))
+        assert redact(said.format(secret)) == "denied: *** and ***, Environment"
+    os.mkfifo(tmp_path / "pipe")  # its reader would wait
+    for bad in ("none", ".aws", "pipe", "nul\0", "a" * 300):
+        monkeypatch.setitem(redaction.AWS_FILES, variable, str(tmp_path / bad))
+        monkeypatch.delenv(variable, raising=False)
+        assert redact("text") == "text"
 
 
 def leaks_in_told() -> None:

@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
@@ -100,6 +101,8 @@ def hide_secrets() -> None:
 
     sys.excepthook = hook
     threading.excepthook = lambda told: hook(told.exc_type, told.exc_value, told.exc_traceback)
+    plain = warnings.formatwarning
+    warnings.formatwarning = lambda *told, **more: redact(plain(*told, **more))
     if logging.lastResort is not None:  # of loggers without a handler, such as asyncio's and botocore's
         logging.lastResort.setFormatter(_Redacted("%(message)s"))
 

@@ -6,12 +6,7 @@ from torch import Tensor
 
 from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import (
-    bytes_of,
-    cdiv,
-    each_once,
-    next_power_of_2,
-)
+from megamoe.kernels.triton.common import bytes_of, cdiv, each_once, next_power_of_2
 
 BLOCK = 4096  # logits that one program holds at a time
 WARPS = 8

@@ -11,15 +11,7 @@ from torch import Tensor
 
 from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import (
-    bytes_of,
-    cdiv,
-    each_once,
-    inside,
-    row_block,
-    store_block,
-    tile_for,
-)
+from megamoe.kernels.triton.common import bytes_of, cdiv, each_once, inside, row_block, store_block, tile_for
 from megamoe.kernels.triton.products import add_product, find_rows, launch, multiply, weigh
 
 

@@ -150,9 +150,7 @@ def _bytes_of_weights_backward(
 
 
 @kernel_operator(
-    "chosen_weights_backward",
-    mutates={"to_probs_TE", "to_scores_TE"},
-    bytes_moved=_bytes_of_weights_backward,
+    "chosen_weights_backward", mutates={"to_probs_TE", "to_scores_TE"}, bytes_moved=_bytes_of_weights_backward
 )
 def chosen_weights_backward(
     sent_TK: Tensor,

@@ -12,14 +12,7 @@ from torch import Tensor
 
 from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import (
-    VARYING,
-    cdiv,
-    each_once,
-    load_block,
-    next_power_of_2,
-    store_block,
-)
+from megamoe.kernels.triton.common import VARYING, cdiv, each_once, load_block, next_power_of_2, store_block
 
 TOKENS = 32  # of a block
 PROGRAMS = 256

@@ -9,13 +9,7 @@ from torch import Tensor
 
 from megamoe.compat.triton_launch import run_kernel
 from megamoe.kernels.operators import kernel_operator
-from megamoe.kernels.triton.common import (
-    VARYING,
-    cdiv,
-    each_once,
-    next_power_of_2,
-    row_block,
-)
+from megamoe.kernels.triton.common import VARYING, cdiv, each_once, next_power_of_2, row_block
 from megamoe.kernels.triton.router_sums import pairs_up_to
 
 
