@@ -37,7 +37,7 @@ def _run(options: argparse.Namespace) -> int:
 
     layout = [each for each in of_run if each.startswith(("parallel.", "plugins="))]
     with session(layout) as ranks:
-        chosen = Options(options.checkpoint, options.output, of_run, options.overwrite)
+        chosen = Options(options.checkpoint, options.output, of_run, options.overwrite, options.bad_lines)
         return int(finetune(task, chosen, ranks))
 
 
@@ -47,6 +47,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--checkpoint", type=Path, required=True, help="a step_* folder, or a run's")
     parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/<task>/<pretrained run>")
     parser.add_argument("--overwrite", action="store_true", help="replace the results in the output folder")
+    parser.add_argument(
+        "--bad-lines",
+        choices=("error", "skip"),
+        default="error",
+        help="a line that is no example is an error (default), or is left out and counted",
+    )
     parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument(
         "overrides",

@@ -4,7 +4,7 @@ import csv
 import glob
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +26,13 @@ class Examples:
     """All examples of a task.
 
     labels: the names, in the order of their numbers; none of a task without. sets: the rows by the names
-    train, valid and test.NAME, with the keys that the objective reads.
+    train, valid and test.NAME, with the keys that the objective reads. left_out: what is wrong with each line
+    that is no example.
     """
 
     labels: list[str]
     sets: dict[str, list[Row]]
+    left_out: Sequence[str] = ()
 
     @property
     def tests(self) -> list[str]:
@@ -38,8 +40,8 @@ class Examples:
         return [name.removeprefix(TEST) for name in self.sets if name.startswith(TEST)]
 
 
-def read_examples(task: Task) -> Examples:
-    """Read and check all files of a task.
+def read_examples(task: Task, bad_lines: str = "error") -> Examples:
+    """Read and check all files of a task. bad_lines: `skip` leaves lines out that are no examples.
 
     Raises:
         UserError: naming the file, and the line of an example that is not what the kind of task has.
@@ -48,14 +50,16 @@ def read_examples(task: Task) -> Examples:
     if task.valid is not None:
         paths[VALID] = task.valid
     paths |= {TEST + name: path for name, path in _test_files(task).items()}
-    lines = {name: _lines(task, path) for name, path in paths.items()}
+    left_out: list[str] | None = [] if bad_lines == "skip" else None
+    lines = {name: _lines(task, path, left_out) for name, path in paths.items()}
     labels = _labels(task, lines[TRAIN])
     if task.kind_of_task.has_labels:
         for of_set in lines.values():
             _check_labels(of_set, labels)
     if task.positive is not None and task.positive not in labels:
         raise UserError(f"positive: {task.positive!r} is no label of the task; it has {_some(labels)}")
-    return Examples(labels, {name: [line.content for line in of_set] for name, of_set in lines.items()})
+    sets = {name: [line.content for line in of_set] for name, of_set in lines.items()}
+    return Examples(labels, sets, left_out or ())
 
 
 def write_examples(examples: Examples, folder: Path) -> None:
@@ -104,8 +108,11 @@ def _test_files(task: Task) -> dict[str, str]:
     return found
 
 
-def _lines(task: Task, path: str) -> list[Line]:
-    """Return the rows of a file with the keys that the task's objective reads, checked."""
+def _lines(task: Task, path: str, left_out: list[str] | None) -> list[Line]:
+    """Return the rows of a file with the keys that the task's objective reads, checked.
+
+    left_out: gets what is wrong with a line that is no example; None: that is an error.
+    """
     try:
         content = read_plain(Path(path), LARGEST).decode("utf-8-sig")
     except (OSError, ValueError) as error:
@@ -114,32 +121,47 @@ def _lines(task: Task, path: str) -> list[Line]:
     if ending in SEPARATORS:
         rows = _table(path, content, SEPARATORS[ending])
     elif ending == ENDING:
-        rows = _objects(path, content)
+        rows = ((number, text) for number, text in enumerate(content.split("\n"), 1) if text.strip())
     else:
         raise UserError(f"{path!r}: expected a file that ends in {ENDING}, {' or '.join(SEPARATORS)}")
     part: Any = get_part("objective", task.kind_of_task.objective)
     assert issubclass(part, Labelled)
-    lines = [Line(row.where, _row(task, row)) for row in rows]
+    lines, bad = [], []
+    for number, row in rows:
+        where = f"{path!r}, line {number}"
+        try:
+            line = Line(where, _row(task, _content(row, where), where))
+            part.verify(line)
+            if task.kind_of_task.has_labels and not all(map(str.strip, labels_of([line.content]))):
+                raise UserError(f"{where}: a label is empty; remove the line, or give the label a name")
+        except UserError as error:
+            if left_out is None:
+                raise UserError(f"{error}; or leave such lines out with --bad-lines skip") from None
+            bad.append(str(error))
+        else:
+            lines.append(line)
     if not lines:
-        raise UserError(f"{path!r} has no examples; name another file, or leave the set out")
-    for line in lines:
-        part.verify(line)
+        more = f"; the first of {len(bad)} bad lines: {bad[0]}" if bad else ""
+        raise UserError(f"{path!r} has no examples; name another file, or leave the set out{more}")
+    if left_out is not None:
+        left_out += bad
     return lines
 
 
-def _objects(path: str, content: str) -> list[Line]:
-    lines = []
-    for number, text in enumerate(content.split("\n"), 1):
-        if text.strip():
-            where = f"{path!r}, line {number}"
-            try:
-                content_of_line = parse_json(text)
-            except ValueError:
-                raise UserError(f"{where}: no JSON; expected an object a line") from None
-            if "\\u" in text and not _is_unicode(content_of_line):
-                raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no text")
-            lines.append(Line(where, content_of_line))
-    return lines
+def _content(row: Any, where: str) -> Any:
+    """Return what a row holds: a line of JSON, or the head and the cells of a table."""
+    if not isinstance(row, str):
+        head, cells = row
+        if len(cells) != len(head):
+            raise UserError(f"{where}: {len(cells)} cells, expected {len(head)} as in the first line")
+        return dict(zip(head, cells, strict=True))
+    try:
+        content = parse_json(row)
+    except ValueError:
+        raise UserError(f"{where}: no JSON; expected an object a line") from None
+    if "\\u" in row and not _is_unicode(content):
+        raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no text")
+    return content
 
 
 def _is_unicode(content: Any) -> bool:
@@ -150,25 +172,17 @@ def _is_unicode(content: Any) -> bool:
     return True
 
 
-def _table(path: str, content: str, separator: str) -> list[Line]:
-    """Return the rows of a table with a head line; cells of a .tsv have no quotes."""
+def _table(path: str, content: str, separator: str) -> Iterator[tuple[int, Any]]:
+    """Yield each row's line, head and cells, of a table with a head line; cells of a .tsv have no quotes."""
     head: list[str] | None = None
-    lines: list[Line] = []
     number = 0
     try:
         for number, cells in _cells(content, separator):
-            if not cells:
-                continue
-            if head is None:
-                head = cells
-                continue
-            where = f"{path!r}, line {number}"
-            if len(cells) != len(head):
-                raise UserError(f"{where}: {len(cells)} cells, expected {len(head)} as in the first line")
-            lines.append(Line(where, dict(zip(head, cells, strict=True))))
+            if head is not None and cells:
+                yield number, (head, cells)
+            head = head or cells or None
     except csv.Error as error:
         raise UserError(f"{path!r}, line {number + 1}: {error}") from None
-    return lines
 
 
 def _cells(content: str, separator: str) -> Iterator[tuple[int, list[str]]]:
@@ -185,20 +199,19 @@ def _cells(content: str, separator: str) -> Iterator[tuple[int, list[str]]]:
         yield rows.line_num, cells
 
 
-def _row(task: Task, line: Line) -> Row:
+def _row(task: Task, content: Any, where: str) -> Row:
     """Return the columns of a row, by the kind's names."""
-    kind, content = task.kind_of_task, line.content
+    kind = task.kind_of_task
     if not isinstance(content, dict):
-        raise UserError(f"{line.where}: expected an object with the columns {', '.join(kind.columns)}")
+        raise UserError(f"{where}: expected an object with the columns {', '.join(kind.columns)}")
     row = {}
     for key in (*kind.columns, *(key for key in kind.optional if key in task.columns)):
         column = task.columns.get(key, key)
         if column not in content:
             raise UserError(
-                f"{line.where}: no column {column!r}; there is {_some(list(content))}: name yours as "
-                f"columns.{key}"
+                f"{where}: no column {column!r}; there is {_some(list(content))}: name yours as columns.{key}"
             )
-        row[key] = _value(kind.predicts, key, content[column], line.where)
+        row[key] = _value(kind.predicts, key, content[column], where)
     return row
 
 
@@ -224,9 +237,6 @@ def _labels(task: Task, train: list[Line]) -> list[str]:
         return []
     if task.labels is not None:
         return task.labels
-    for line in train:
-        if not all(label.strip() for label in labels_of([line.content])):
-            raise UserError(f"{line.where}: a label is empty; remove the line, or give the label a name")
     found = set(labels_of([line.content for line in train]))
     if len(found) < 2:
         raise UserError(f"{task.train!r}: all examples have the label {found.pop()!r}, expected at least 2")

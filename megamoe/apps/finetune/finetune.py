@@ -57,12 +57,15 @@ OWN = ("name", "output", "seed", INIT, "checkpoint.resume", "data.sources", "dat
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command. output: by default `runs/<task>/<name of the pretrained run>`."""
+    """Options of the command. output: by default `runs/<task>/<name of the pretrained run>`. bad_lines: see
+    `read_examples`.
+    """
 
     checkpoint: Path
     output: Path | None = None
     overrides: Sequence[str] = ()
     overwrite: bool = False
+    bad_lines: str = "error"
 
 
 def finetune(task: Task, options: Options, session: Session) -> ExitCode:
@@ -75,7 +78,9 @@ def finetune(task: Task, options: Options, session: Session) -> ExitCode:
         UserError: on every rank, for every mistake that a user can correct.
     """
     check_libraries()
-    examples = read_examples(task)
+    examples = read_examples(task, options.bad_lines)
+    if left_out := examples.left_out:
+        session.world.say(f"bad lines left out: {len(left_out)}, the first: {left_out[0]}")
     work = _Work.of(task, examples, options, session)
     _on_first(session, lambda: work.open(options.overwrite))
     found: dict[int, SeedScores] = {}
@@ -135,21 +140,9 @@ class _Work:
         output = options.output or Path("runs") / task.name / name
         if task.frozen and not moe_layer_numbers(pretrained):
             session.world.say(f"{checkpoint}: a dense model, of which nothing is frozen")
-        configs = {
-            seed: run_config(
-                task,
-                examples,
-                pretrained,
-                tokenizer,
-                meta["vocabulary"],
-                checkpoint,
-                output,
-                seed,
-                options.overrides,
-                session.world.size,
-            )
-            for seed in task.seeds
-        }
+        before = (task, examples, pretrained, tokenizer, meta["vocabulary"], checkpoint, output)
+        after = (options.overrides, session.world.size)
+        configs = {seed: run_config(*before, seed, *after) for seed in task.seeds}
         settings = {key: value for key, value in asdict(task).items() if key != "seeds"}
         identity = {
             "task": settings,
@@ -372,11 +365,7 @@ def _tree(
             "warmup_share": task.warmup_share,
             "weight_decay": task.weight_decay,
         },
-        "train": {
-            "objective": objective,
-            "epochs": task.epochs,
-            "global_batch_size": task.batch_size,
-        },
+        "train": {"objective": objective, "epochs": task.epochs, "global_batch_size": task.batch_size},
         "evaluation": {"every": steps_per_epoch if valid else 0, "batches": valid},
         "checkpoint": {
             "resume": "auto",
