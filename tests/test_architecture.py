@@ -387,6 +387,12 @@ def test_the_package_uses_no_tools_of_tests(path: Path) -> None:
     assert not [name for name in imports_of(path) if name.split(".")[0] in ("unittest", "pytest", "tests")]
 
 
+def test_the_kernels_of_a_run_are_chosen_once() -> None:
+    """Where the run is resolved; all others get them as an argument."""
+    choosing = [path for path in FILES for _ in calls_of(path, "Kernels.of")]
+    assert choosing == [PACKAGE / "train" / "resolved.py"]
+
+
 @each_of([path for path in COMPAT if path.name != "__init__.py"])
 def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> None:
     """Its docstring holds them, or the file's what holds for all; startup's check of versions needs none."""

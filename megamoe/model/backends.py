@@ -121,7 +121,7 @@ def widen_products(precision: str, device: torch.device) -> None:
         _widened.append(widen_bf16_products())
 
 
-def backend_rows(config: RunConfig, precision: str = "bf16") -> dict[str, str]:
+def backend_rows(config: RunConfig, kernels: Kernels, precision: str = "bf16") -> dict[str, str]:
     """What the start-up summary says: of each accelerator, what this run has from it.
 
     precision: of the run's weights.
@@ -129,7 +129,7 @@ def backend_rows(config: RunConfig, precision: str = "bf16") -> dict[str, str]:
     return {
         "CUDA": _device_row(),
         "CPU kernels": _cpu_kernels_row(config, precision),
-        **(_gpu_rows(config, precision) if has_cuda() else {}),
+        **(_gpu_rows(config, kernels, precision) if has_cuda() else {}),
         "Transformer Engine": _engine_row(config),
         "Apex": "norms" if uses_apex_norms(config.model) else "none",
     }
@@ -162,10 +162,9 @@ def _cpu_kernels_row(config: RunConfig, precision: str) -> str:
     return f"compiled{experts}{note}"
 
 
-def _gpu_rows(config: RunConfig, precision: str) -> dict[str, str]:
+def _gpu_rows(config: RunConfig, kernels: Kernels, precision: str) -> dict[str, str]:
     """Return who computes our own passes on CUDA, and the grouped products of the experts."""
-    model = config.model
-    kernels, key = Kernels.of(model), f"model.gpu_kernels: {model.gpu_kernels}"
+    model, key = config.model, f"model.gpu_kernels: {config.model.gpu_kernels}"
     passes = "MoE rows, norms, rotary positions, loss"
     rows = {"GPU kernels": f"Triton's: {passes}" if kernels.triton else f"PyTorch's ({key})"}
     if model.gpu_kernels == "auto" and triton_problem():

@@ -58,6 +58,7 @@ class BlockMaker:
     modules: Modules
     vocab_size: int
     make_moe_layer: MoEFactory
+    kernels: Kernels
     init: dict[str, Callable[[Tensor], None]]
     built: Built
     context: ContextShard | None = None
@@ -74,7 +75,7 @@ class BlockMaker:
         options: dict[str, Any] = {**position_options(model, modules), **latent_options(model), **self.init}
         return kind(
             **options,
-            kernels=Kernels.of(model),
+            kernels=self.kernels,
             recomputed=self.recomputed,
             num_layers=num_layers,
             hidden_size=model.hidden_size,
@@ -210,7 +211,7 @@ class BlockMaker:
             norm=model.norm,
             norm_eps=model.norm_eps,
             products=self.modules.products,
-            kernels=Kernels.of(model),
+            kernels=self.kernels,
             recomputed=self.recomputed,
             exchange=self.config.parallel.exchange,
             exchange_fp8=self.config.parallel.exchange_dtype == "fp8",

@@ -19,6 +19,7 @@ from megamoe.compat.torch_compat import seed_torch
 from megamoe.config.mup import Scaling
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import Stack, padded_vocab_size, stacks
+from megamoe.kernels.choice import Kernels
 from megamoe.model.architectures.decoder import GPT, Decoder
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
@@ -76,16 +77,17 @@ def build_model(
     config: RunConfig,
     vocab_size: int,
     make_moe_layer: MoEFactory,
+    kernels: Kernels,
     built: Built | None = None,
     context: dist.ProcessGroup | None = None,
 ) -> LanguageModel:
     """Build the model on the CPU in fp32, from `config.seed` alone.
 
     vocab_size: before padding. make_moe_layer: builds a block's MoE layer, of a class that the caller
-    chooses. built: called with the embedding and with each block as soon as it is built, before the next one
-    is; it may change their weights, and must not draw from torch's random state. context: the ranks that
-    share the sequences of a micro batch. torch.distributed and Megatron-Core's parallel state must be
-    initialised.
+    chooses. kernels: of all its passes. built: called with the embedding and with each block as soon as it is
+    built, before the next one is; it may change their weights, and must not draw from torch's random state.
+    context: the ranks that share the sequences of a micro batch. torch.distributed and Megatron-Core's
+    parallel state must be initialised.
     """
     patch_current_device_for_cpu()
     logging.getLogger("megatron.core").setLevel(logging.ERROR)
@@ -95,7 +97,8 @@ def build_model(
     init = init_methods(config.model, config.seed)
     ready = built or (lambda prefix, module: None)
     shard = None if context is None else ContextShard.of(context)
-    maker = BlockMaker(config, choose_modules(config), padded, make_moe_layer, init, ready, shard)
+    modules = choose_modules(config, kernels)
+    maker = BlockMaker(config, modules, padded, make_moe_layer, kernels, init, ready, shard)
     make = {"decoder": _decoder, "encoder": _encoder, "encoder_decoder": _encoder_decoder}
     model: LanguageModel = make[config.model.architecture](maker)
     use_one_stream()

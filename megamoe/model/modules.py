@@ -160,22 +160,21 @@ def with_bias(linear: Any, bias: bool) -> type[nn.Module]:
     return Linear
 
 
-def choose_modules(config: RunConfig) -> Modules:
+def choose_modules(config: RunConfig, kernels: Kernels) -> Modules:
     """Return the classes that model.backend and model.norm_kernel select on this machine.
 
     Attention that is not only causal, or that exchanges heads under context parallelism, is always ours, with
     rotary positions of its own.
     """
-    modules = _modules_of_decoder(config)
+    modules = _modules_of_decoder(config, kernels)
     if config.model.architecture == "decoder" and config.parallel.context == 1:
         return modules
     return replace(modules, core_attention=SDPAttention, own_rotation=True, fused_rotation=False)
 
 
-def _modules_of_decoder(config: RunConfig) -> Modules:
+def _modules_of_decoder(config: RunConfig, kernels: Kernels) -> Modules:
     if not uses_transformer_engine(config.model):
         norm = ApexNorm if uses_apex_norms(config.model) else Norm
-        kernels = Kernels.of(config.model)
         # Without a kernel of ours, Megatron-Core's operators move fewer bytes than our plain form.
         return Modules(norm=norm, own_rotation=not has_cuda() or kernels.triton)
     from megatron.core.extensions import transformer_engine as engine

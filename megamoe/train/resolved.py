@@ -12,6 +12,7 @@ from megamoe.config.schema import DataConfig
 from megamoe.data.stored import source_line
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import Problem, UserError, raise_first
+from megamoe.kernels.choice import Kernels
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.optim.schedule import BatchSchedule, run_steps
 from megamoe.parallel.launch import World
@@ -40,6 +41,7 @@ class ResolvedRun:
         steps: the steps of the whole run.
         filled_json: the DeepSpeed file completed from the YAML, as JSON text.
         objective: makes batches of the data's samples.
+        kernels: what computes the passes of model and optimizer.
         data_source: where the training data comes from, for people.
     """
 
@@ -50,6 +52,7 @@ class ResolvedRun:
     steps: int
     filled_json: str
     objective: TrainingObjective
+    kernels: Kernels
     data_source: str = ""
 
     def continued(self, step: int, samples: int) -> "ResolvedRun":
@@ -139,5 +142,6 @@ def _resolved(
     objective = build_objective(config, vocabulary)
     filled = fill_in(config, plan, schedule.accumulation_at(0))
     source = source_line(named, config.data)
-    run = ResolvedRun(config, plan, vocabulary, schedule, 0, json.dumps(filled), objective, source)
+    kernels, filled_json = Kernels.of(config.model), json.dumps(filled)
+    run = ResolvedRun(config, plan, vocabulary, schedule, 0, filled_json, objective, kernels, source)
     return run.continued(step=0, samples=0)

@@ -71,7 +71,7 @@ def start_model(
     each_part = built if cut is not None else None
     if stage is not None:
         each_part = partial(drop_other_blocks, stage)
-    model = build_model(config, run.vocabulary.size, make_moe_layer, each_part, context)
+    model = build_model(config, run.vocabulary.size, make_moe_layer, run.kernels, each_part, context)
     if stage is not None:
         assert isinstance(model, GPT)
         model.cut(stage)

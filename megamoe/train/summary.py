@@ -76,7 +76,7 @@ def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int,
         "run": [*_run_rows(run, first_step, samples), *_moment_rows(config.optimizer, world)],
         "model": _model_rows(config, run.vocabulary, size),
         "ranks": _rank_rows(run, world, rollouts),
-        "backends": list(backend_rows(config, run.plan.precision).items()),
+        "backends": list(backend_rows(config, run.kernels, run.plan.precision).items()),
     }
 
 

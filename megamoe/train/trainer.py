@@ -119,7 +119,7 @@ class Trainer:
             launch.use_device(self.world)
             self.context = self._step_context(groups)
             model = self._start_model(groups, saved)
-            self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled)
+            self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled, self.run.kernels)
             self.attention_logits = AttentionLogits(config, self.engine)
             self.noise_scale = NoiseScale(
                 self._compared(), config.log.noise_scale_every, groups.data, self.world.device

@@ -123,7 +123,7 @@ def test_a_run_takes_the_kernels_that_it_names(
 def test_the_summary_names_the_gpus_kernels_where_there_is_one(
     nothing_installed: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "GPU kernels" not in backend_rows(tiny())
+    assert "GPU kernels" not in backend_rows(tiny(), Kernels())
     monkeypatch.setattr(backends, "has_cuda", lambda: True)
     found = {}
     for is_hopper in (True, False):
@@ -132,7 +132,8 @@ def test_the_summary_names_the_gpus_kernels_where_there_is_one(
             for problem in ("", "no Triton here"):
                 monkeypatch.setattr(backends, "triton_problem", lambda problem=problem: problem)
                 monkeypatch.setattr(choice, "triton_problem", lambda problem=problem: problem)
-                rows = backend_rows(tiny(f"model.gpu_kernels={name}"), "fp16")
+                config = tiny(f"model.gpu_kernels={name}")
+                rows = backend_rows(config, Kernels.of(config.model), "fp16")
                 found[is_hopper, name, problem] = (rows["GPU kernels"], rows["experts' products"])
     triton = "Triton's: MoE rows, norms, rotary positions, loss"
     loop = "PyTorch's, which waits for the device and loops in fp16"
@@ -179,11 +180,11 @@ def test_without_them_everything_is_pytorchs(nothing_installed: None) -> None:
     config = tiny()
     check_on(config, 1)
     assert not uses_transformer_engine(config.model) and not uses_apex_norms(config.model)
-    modules = choose_modules(config)
+    modules = choose_modules(config, Kernels())
     assert (modules.core_attention, modules.linears) == (SDPAttention, (ColumnLinear, RowLinear))
     assert modules.products.row_multiple == 1
     assert fp8_options(config.model) == {"fp8": None}
-    summary = backend_rows(config)
+    summary = backend_rows(config, Kernels())
     assert (summary["Transformer Engine"], summary["Apex"]) == ("none", "none")
 
 

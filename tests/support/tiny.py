@@ -14,6 +14,7 @@ import pytest
 from megamoe.cli import COMMANDS
 from megamoe.config import RunConfig, load_config
 from megamoe.errors import raise_first
+from megamoe.kernels.choice import Kernels
 from megamoe.model.architectures.decoder import GPT
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
@@ -60,7 +61,7 @@ def tiny_model(
     layout = Layout.of(config.parallel, 1)
     groups = start_groups(layout, timeout_minutes=1)
     make_layer = moe_layer_factory(context or StepContext(), groups, layout)
-    return build_model(config, vocab_size, make_layer)
+    return build_model(config, vocab_size, make_layer, Kernels.of(config.model))
 
 
 def tiny_gpt(config: RunConfig, context: StepContext | None = None, vocab_size: int = VOCABULARY) -> GPT:
@@ -76,7 +77,7 @@ def tiny_engine(
     """Its engine, for steps of one micro batch; needs the fixture `one_rank`."""
     plan = resolve_parallel(config, 1)
     model = tiny_model(config, context, vocab_size)
-    return Engine(config, model, find_world(), plan, fill_in(config, plan, 1))
+    return Engine(config, model, find_world(), plan, fill_in(config, plan, 1), Kernels.of(config.model))
 
 
 def check_on(config: RunConfig, ranks: int) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
+from megamoe.kernels.choice import Kernels
 from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
@@ -24,9 +25,8 @@ WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
 def run_of(config: RunConfig, steps: int = 4) -> ResolvedRun:
     """On one rank, with 48 words."""
     plan, schedule = resolve_parallel(config, 1), BatchSchedule.from_config(config.train, 1)
-    return ResolvedRun(
-        config, plan, WORDS, schedule, steps, "{}", build_objective(config, WORDS), "mock data"
-    )
+    objective, kernels = build_objective(config, WORDS), Kernels.of(config.model)
+    return ResolvedRun(config, plan, WORDS, schedule, steps, "{}", objective, kernels, "mock data")
 
 
 def rows_of(*overrides: str) -> dict[str, Any]:

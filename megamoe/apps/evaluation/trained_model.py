@@ -134,7 +134,7 @@ class Session:
         context = StepContext(seed=config.seed, data_group=groups.data if run.plan.layout.data > 1 else None)
         context.step = meta["step"]
         factory = moe_layer_factory(context, groups, run.plan.layout)
-        model = build_model(config, run.vocabulary.size, factory)
+        model = build_model(config, run.vocabulary.size, factory, run.kernels)
         raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
         widen_products(precision, self.world.device)
         _round(model, DTYPES[precision])

@@ -265,14 +265,15 @@ def _start_model(
     vocab_size = run.vocabulary.size
     if config.parallel.pipeline > 1:
         stage = StageBlocks.of(config, number, vocab_size)
-        model = build_model(config, vocab_size, factory, partial(drop_other_blocks, stage), context)
+        each_part = partial(drop_other_blocks, stage)
+        model = build_model(config, vocab_size, factory, run.kernels, each_part, context)
         assert isinstance(model, GPT)
         model.cut(stage)
         return model
     if run.plan.stage < 3:
-        return build_model(config, vocab_size, factory, context=context)
+        return build_model(config, vocab_size, factory, run.kernels, context=context)
     cut = Partition(run.filled, run.plan.precision)
-    return build_model(config, vocab_size, factory, lambda prefix, module: cut(module), context)
+    return build_model(config, vocab_size, factory, run.kernels, lambda prefix, module: cut(module), context)
 
 
 @dataclass
@@ -326,7 +327,7 @@ def _two_steps(
     for tensor in weights_of(model):
         counter.memory_of(tensor).add(tensor, PARAMETERS, "model")
     counter.phase = "start"
-    engine = CountedEngine(config, model, world, run.plan, run.filled)
+    engine = CountedEngine(config, model, world, run.plan, run.filled, run.kernels)
     engine.counter = counter
     engine.train(True)
     counter.phase = "step"

@@ -73,20 +73,24 @@ class Engine:
     """A model under DeepSpeed: ZeRO, expert parallelism, mixed precision.
 
     model: on the CPU in fp32; at ZeRO 3 a `Partition` may have cut it. plan: the layout and ZeRO settings.
-    filled: the dictionary from `fill_in` for `deepspeed.initialize`. step_skipped: whether the last step left
-    weights and moments unchanged. weight_mean: with `optimizer.ema`.
+    filled: the dictionary from `fill_in` for `deepspeed.initialize`. kernels: of the update. step_skipped:
+    whether the last step left weights and moments unchanged. weight_mean: with `optimizer.ema`.
     """
 
     def __init__(
-        self, config: RunConfig, model: nn.Module, world: World, plan: ParallelPlan, filled: dict[str, Any]
+        self,
+        config: RunConfig,
+        model: nn.Module,
+        world: World,
+        plan: ParallelPlan,
+        filled: dict[str, Any],
+        kernels: Kernels,
     ) -> None:
         self.world = world
         self.layout, self.stage, self.precision = plan.layout, plan.stage, plan.precision
         self.groups = groups_of(plan.layout)
         self.step_skipped = False
-        ema = config.optimizer.ema
-        self.weight_mean = None if ema is None else WeightMean(ema)
-        self._separate: SeparateGradients | None = None
+        self.weight_mean = None if config.optimizer.ema is None else WeightMean(config.optimizer.ema)
         self._scattered: ScatteredGradients | None = None
         self._is_last = False
         self.dtype = DTYPES[plan.precision]
@@ -100,14 +104,12 @@ class Engine:
             silence_output_type_warning()
             Partition(filled, plan.precision)(model)  # what is not cut yet
         model.to(world.device)
-        unit = ModelParallelUnit()
-        tensor_group = unit.get_tensor_model_parallel_group()
-        self._gradient_sync = (
-            TensorParallelGradientSync(model, tensor_group) if self.layout.tensor > 1 else None
-        )
+        unit, self._gradient_sync = ModelParallelUnit(), None
+        if self.layout.tensor > 1:
+            self._gradient_sync = TensorParallelGradientSync(model, unit.get_tensor_model_parallel_group())
         groups = self._on_all_stages(lambda: parameter_groups(model, config.optimizer, config.model))
         of_muon = {parameter for group in groups if is_of_muon(group) for parameter in group["params"]}
-        optimizer = _build_optimizer(config, groups, plan, world)
+        optimizer = _build_optimizer(config, groups, plan, world, kernels)
         silence_memory_reports()
         read_norm_once()
         with warnings.catch_warnings():
@@ -126,14 +128,13 @@ class Engine:
             if self.stage < 2:
                 reduce_on_request(self._engine)
         elif ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
-            kernels = Kernels.of(config.model)
             section = filled.get("zero_optimization", {})
             self._scattered = ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
         self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
         if self.stage == 0 and world.size == 1:
             skip_gradient_buckets(self._engine)
-        if config.train.in_flight == 2:
-            self._separate = SeparateGradients(model, self._accumulate)
+        in_flight = config.train.in_flight
+        self._separate = SeparateGradients(model, self._accumulate) if in_flight == 2 else None
 
     def _on_all_stages(self, action: Callable[[], Value]) -> Value:
         """Return what `action` returns; an error that one pipeline stage alone has is raised on all."""
@@ -367,12 +368,11 @@ def _refusals(path: str | None) -> Iterator[None]:
 
 
 def _build_optimizer(
-    config: RunConfig, groups: list[dict[str, Any]], plan: ParallelPlan, world: World
+    config: RunConfig, groups: list[dict[str, Any]], plan: ParallelPlan, world: World, kernels: Kernels
 ) -> torch.optim.Optimizer:
     options = adamw_options(config.optimizer)
     if plan.stage == 0:
         clip, decoupled = config.optimizer.grad_clip, config.optimizer.name != "adam"
-        kernels = Kernels.of(config.model)
         if config.optimizer.name == "muon":
             of_muon = MasterWeightMuon if plan.precision == "bf16" else Stage0Muon
             return of_muon(groups, clip, config.optimizer.muon, kernels=kernels, **options)

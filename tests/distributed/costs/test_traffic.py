@@ -12,6 +12,7 @@ from megatron.core.tensor_parallel import layers, mappings
 from torch import Tensor
 
 from megamoe.config.schema import ParallelConfig
+from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.model.build import build_model
 from megamoe.moe.dispatch.transfer import Transfer
 from megamoe.moe.layer import LayerShape, MoELayer
@@ -172,7 +173,7 @@ def sent_in_attention(context: int, tensor: int, groups_of_queries: int) -> floa
         )
         layout = Layout(dist.get_world_size(), tensor, context=context)
         groups = start_groups(layout, timeout_minutes=1)
-        model = build_model(config, 64, MoELayer, context=groups.context)  # type: ignore[arg-type]
+        model = build_model(config, 64, MoELayer, DEFAULT_KERNELS, context=groups.context)  # type: ignore[arg-type]
         tokens_BS = torch.arange(TOKENS)[None, :]
         with counted_bytes() as counted:
             model(tokens_BS, tokens_BS, tokens_BS).sum().backward()
@@ -234,7 +235,7 @@ def send_dense(tensor: int) -> list[float]:
             config.parallel = ParallelConfig(tensor=tensor, sequence=sequence)
             launch.start(launch.find_world(), timeout_minutes=1)
             start_groups(Layout(tensor, tensor), timeout_minutes=1)
-            model = build_model(config, 64, MoELayer)  # type: ignore[arg-type] # no block is MoE
+            model = build_model(config, 64, MoELayer, DEFAULT_KERNELS)  # type: ignore[arg-type] # no block is MoE
             tokens_BS = torch.arange(TOKENS)[None, :]
             with counted_bytes() as counted:
                 model(tokens_BS, tokens_BS, tokens_BS).sum().backward()

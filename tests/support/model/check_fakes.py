@@ -21,6 +21,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from megamoe.checkpoint.state import weight_chunks
 from megamoe.errors import UserError
+from megamoe.kernels.choice import Kernels
 from megamoe.model import backends
 from megamoe.model.architectures.decoder import GPT
 from megamoe.model.modules import EngineProduct, transformer_engine_grouped_linear
@@ -304,7 +305,7 @@ def check_what_fp8_cannot_do_is_refused() -> None:
 
 def check_the_summary_says_what_is_used() -> None:
     def rows(*overrides: str) -> tuple[str, str]:
-        found = backends.backend_rows(tiny(*overrides))
+        found = backends.backend_rows(tiny(*overrides), Kernels())
         return found["Transformer Engine"], found["Apex"]
 
     assert rows() == ("2.20.2, not used (model.backend: auto takes it for FP8 alone)", "norms")
@@ -333,7 +334,7 @@ def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
     try:
         assert not backends.uses_transformer_engine(tiny().model)
         assert "there is no CUDA device" in refusal("model.backend=transformer_engine")
-        assert "there is no CUDA device" in backends.backend_rows(tiny())["Transformer Engine"]
+        assert "there is no CUDA device" in backends.backend_rows(tiny(), Kernels())["Transformer Engine"]
     finally:
         pretend_cuda()
     assert "brings norms of its own" in refusal("model.norm_kernel=apex", "model.backend=transformer_engine")

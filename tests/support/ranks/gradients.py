@@ -17,6 +17,7 @@ from megamoe.config import RunConfig
 from megamoe.config.schema import MoEConfig
 from megamoe.data.batches import BatchStream
 from megamoe.data.datasets import build_datasets, resolve_vocabulary
+from megamoe.kernels.choice import Kernels
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
 from megamoe.moe.layer import LayerShape, MoELayer
@@ -90,7 +91,7 @@ def _formula(config: RunConfig, batch_size: int, ranks: int) -> Found:
     def make_layer(moe: MoEConfig, shape: LayerShape) -> MoELayer:
         return MoELayer(moe, shape, context)
 
-    model = build_model(config, vocabulary.size, make_layer)
+    model = build_model(config, vocabulary.size, make_layer, Kernels.of(config.model))
     rollouts = num_rollouts(model)
     weighted: list[Tensor] = []
     routings: dict[int, list[Routing]] = defaultdict(list)
