@@ -189,6 +189,7 @@ gpu-check: $(STAMP)
 # Without --quiet, which makes mkdocs count no warning, so that none is an error.
 docs: $(STAMP)
 	@$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PIP_INSTALL) -e '.[docs]'
+	$(PY) tools/list_keys.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --clean
 
 lint: $(STAMP)

@@ -23,7 +23,10 @@ from megamoe.registry import register
 
 @register("scorer", "doubtful")
 class DoubtfulScorer(Part):
-    """s = W x, and a doubt of its own for each token, softplus(w x). Source: docs/parts.md."""
+    """s = W x, and a doubt of its own for each token, softplus(w x).
+
+    Source: docs/route/writing_parts.md.
+    """
 
     @classmethod
     def provides(cls, options: Any) -> set[str]:
@@ -50,7 +53,10 @@ class DoubtfulScorer(Part):
 
 @register("mask", "best_block")
 class BestBlock(Mask):
-    """Each token keeps the block of neighbouring experts that its best one is in. Source: docs/parts.md."""
+    """Each token keeps the block of neighbouring experts that its best one is in.
+
+    Source: docs/route/writing_parts.md.
+    """
 
     @dataclass
     class Config:
@@ -84,7 +90,10 @@ class BestBlock(Mask):
 
 @register("selector", "by_doubt")
 class ByDoubt(Selector):
-    """The best expert, and the second where a token's doubt is at least `bound`. Source: docs/parts.md."""
+    """The best expert, and the second where a token's doubt is at least `bound`.
+
+    Source: docs/route/writing_parts.md.
+    """
 
     @dataclass
     class Config:
@@ -109,7 +118,10 @@ class ByDoubt(Selector):
 
 @register("loss", "honest_doubt")
 class HonestDoubt(Part):
-    """Mean squared distance between a token's doubt and the entropy of its p. Source: docs/parts.md."""
+    """Mean squared distance between a token's doubt and the entropy of its p.
+
+    Source: docs/route/writing_parts.md.
+    """
 
     @dataclass
     class Config:

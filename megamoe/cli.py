@@ -43,7 +43,7 @@ COMMANDS = {
     "generate": ("megamoe.apps.generation.command", "Generate text from a checkpoint"),
     "keys": (
         "megamoe.apps.reference.keys",
-        "Write every key of a run's YAML: the tables of docs/configuration.md, and a JSON Schema for editors",
+        "Write the pages of all keys, metrics and parts, and a JSON Schema of a run's YAML for editors",
     ),
     "lab": (
         "megamoe.apps.lab.command",

@@ -73,7 +73,7 @@ def raise_first(problems: Iterable[Problem]) -> None:
 
 
 class ExitCode(IntEnum):
-    """The exit code of a rank's process; docs/runs.md says how launchers react to it."""
+    """The exit code of a rank's process; docs/run/runs.md says how launchers react to it."""
 
     FINISHED = 0  # or a planned stop: train.exit_after_*
     UNEXPECTED = 1  # a bug, or a failure of another rank or machine: start again to continue

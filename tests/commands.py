@@ -9,14 +9,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from megamoe.apps.reference.keys import GENERATED
+
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = [
+# Not docs/lab, whose pages tools/lab.py writes, and of the generated pages the files that have their prose.
+ALL_PAGES = [
     *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs/howto").glob("*.md")),
+    *sorted({*(ROOT / "docs").glob("*.md"), *(ROOT / "docs").glob("[!l]*/**/*.md")} - {*GENERATED.values()}),
     *sorted((ROOT / "examples").rglob("README.md")),
     ROOT / "tests/README.md",
 ]
+TUTORIAL = sorted((ROOT / "docs/start").glob("[1-4]_*.md"))
+PAGES = [page for page in ALL_PAGES if page not in TUTORIAL]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?python|torchrun|make|megamoe|pip|sbatch|docker|apptainer|lm_eval|"
@@ -51,7 +55,7 @@ class Rule(NamedTuple):
 DEMO = r"pretrain_gpt_moe\.py --config examples/demo\.yaml"
 RULES = [
     Rule(r"python tools/prepare_data\.py --stdlib --tokenizer train .*", RUN),  # first: the others need it
-    Rule(r"python tools/prepare_data\.py (--verify|docs/\*\.md) .*", RUN),
+    Rule(r"python tools/prepare_data\.py (--verify|docs/\*/\*\.md) .*", RUN),
     Rule(r"python tools/(list_parts|show_batch)\.py( --config examples/demo\.yaml --count 1)?", RUN),
     Rule(r"python tools/lab\.py --list", RUN),
     Rule(rf"python {DEMO} --check.*", RUN),

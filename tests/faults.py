@@ -7,7 +7,7 @@ FAULTS = (
     Fault(
         "tensor-sync",
         "gradients of norms, routers and shared experts are summed over tensor-parallel ranks",
-        "parallelism.md",
+        "scale/parallelism.md",
         "megamoe/parallel/gradient_sync.py",
         "            dist.all_reduce(total, group=self.group)\n",
         "",
@@ -16,7 +16,7 @@ FAULTS = (
     Fault(
         "draws",
         "random draws are hashes of seed, step, layer and token, never of the rank",
-        "parallelism.md",
+        "scale/parallelism.md",
         "megamoe/moe/rng.py",
         'text = f"{seed}/{step}/{layer}/{purpose}".encode()',
         "text = f\"{seed}/{step}/{layer}/{purpose}/{__import__('os').environ.get('RANK')}\".encode()",
@@ -25,7 +25,7 @@ FAULTS = (
     Fault(
         "aux-scale",
         "the gradient of an auxiliary loss is that of one rank under every layout",
-        "parallelism.md",
+        "scale/parallelism.md",
         "megamoe/train/step.py",
         "share = 1.0 / (len(batches) * engine.layout.tensor)",
         "share = 1.0 / len(batches)",
@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "token-count",
         "the lm loss is the mean over the unmasked tokens of the global batch",
-        "parallelism.md",
+        "scale/parallelism.md",
         "megamoe/train/losses.py",
         "        dist.all_reduce(tokens_K, group=engine.data_group)\n",
         "        tokens_K *= engine.layout.data\n",
@@ -43,7 +43,7 @@ FAULTS = (
     Fault(
         "expert-slices",
         "the outputs of an expert's slices are summed",
-        "parallelism.md",
+        "scale/parallelism.md",
         "megamoe/moe/dispatch/direct.py",
         "rows_MH.shape[1]).sum(0)",
         "rows_MH.shape[1]).mean(0)",
@@ -52,7 +52,7 @@ FAULTS = (
     Fault(
         "by-node-forward",
         "by node, what returns is the sum over a token's nodes",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/moe/dispatch/by_node.py",
         "return sum_rows(back.run(rows_UH), state.sent, self.kernels)",
         "return sum_rows(back.run(rows_UH) / 2, state.sent, self.kernels)",
@@ -61,7 +61,7 @@ FAULTS = (
     Fault(
         "by-node-backward",
         "by node, the gradient of the weights of pairs returns with the rows",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/moe/dispatch/by_node.py",
         "weight_M = state.pairs.run(permute(pairs.weight_N, order_N))",
         "weight_M = state.pairs.run(permute(pairs.weight_N.detach(), order_N))",
@@ -70,7 +70,7 @@ FAULTS = (
     Fault(
         "exchange-fp8",
         "in 8 bits a value's error is at most 1/16 of it",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/moe/dispatch/fp8.py",
         "LARGEST = 448.0  # of e4m3",
         "LARGEST = 1792.0  # of e4m3",
@@ -79,7 +79,7 @@ FAULTS = (
     Fault(
         "padded-shares",
         "rows without a pair have the weight 0",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/moe/routing.py",
         "return Pairs(token_R, expert_R, of_rows(pairs.weight_N, 0), choice_R)",
         "return Pairs(token_R.clamp(max=num_tokens - 1), expert_R, of_rows(pairs.weight_N, 1), choice_R)",
@@ -88,7 +88,7 @@ FAULTS = (
     Fault(
         "later-gradients",
         "the experts' weight gradients are computed beside the exchange",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/kernels/experts/grouped_gemm.py",
         "places = range(len(later.weights))",
         "places = range(1, len(later.weights) + 1)",
@@ -97,7 +97,7 @@ FAULTS = (
     Fault(
         "gated-weights",
         "gate and value of a gated FFN are split separately, and a checkpoint loads at another layout",
-        "checkpoints.md",
+        "run/checkpoints.md",
         "megamoe/parallel/chunks.py",
         "(number * shard.count + shard.index) * block + inside",
         "(shard.index * shard.stride + number) * block + inside",
@@ -106,7 +106,7 @@ FAULTS = (
     Fault(
         "muon-halves",
         "gate and value of a gated FFN are orthogonalised separately",
-        "optimizers.md",
+        "run/optimizers.md",
         "megamoe/optim/matrices.py",
         '            found[f"{name}.linear_fc1.weight"] = 1, (1, 1)',
         '            found[f"{name}.linear_fc1.weight"] = 1, (1,)',
@@ -115,7 +115,7 @@ FAULTS = (
     Fault(
         "muon-slices",
         "a rank sends the owner all that it holds of a matrix under ZeRO",
-        "optimizers.md",
+        "run/optimizers.md",
         "megamoe/parallel/zero/matrix_exchange.py",
         "return weight.starts is not None or",
         "return",
@@ -124,7 +124,7 @@ FAULTS = (
     Fault(
         "muon-owners",
         "the matrices' owners share the work by FLOPs",
-        "optimizers.md",
+        "run/optimizers.md",
         "megamoe/parallel/zero/matrix_exchange.py",
         "                load[rank] += cost\n",
         "                load[rank] += 0\n",
@@ -133,7 +133,7 @@ FAULTS = (
     Fault(
         "muon-momentum",
         "Muon's momentum is restored",
-        "optimizers.md",
+        "run/optimizers.md",
         "megamoe/checkpoint/state.py",
         "            state[tensor] = dict(moments)\n            if names",
         "            state[tensor] = dict(moments) if names == MOMENTS else {}\n            if names",
@@ -142,7 +142,7 @@ FAULTS = (
     Fault(
         "tied-embedding-twice",
         "the first save uses this plan",
-        "checkpoints.md",
+        "run/checkpoints.md",
         "megamoe/checkpoint/state.py",
         """    return getattr(parameter, "counted_elsewhere", False)\n""",
         "    return False\n",
@@ -151,7 +151,7 @@ FAULTS = (
     Fault(
         "qk-clip-shared",
         "the shared keys of grouped queries stay as they are",
-        "optimizers.md",
+        "run/optimizers.md",
         "megamoe/model/attention/qk_clip.py",
         "if own else torch.ones_like(query_GP[:, :1])",
         "if own else query_GP[:, :1]",
@@ -160,7 +160,7 @@ FAULTS = (
     Fault(
         "ema-restored",
         "the mean of the weights goes on after a resume",
-        "optimizers.md",
+        "run/optimizers.md",
         "megamoe/checkpoint/state.py",
         "                mean.of[tensor] = values\n",
         "                del values\n",
@@ -169,7 +169,7 @@ FAULTS = (
     Fault(
         "noise-scale-shares",
         "a micro batch's own gradient is its share of the step's times their number",
-        "optimizers.md",
+        "run/optimizers.md",
         "megamoe/optim/noise_scale.py",
         "self._squares[part] * micro_batches, whole",
         "self._squares[part], whole",
@@ -178,7 +178,7 @@ FAULTS = (
     Fault(
         "checksums",
         "no flipped byte of a checkpoint goes unnoticed",
-        "checkpoints.md",
+        "run/checkpoints.md",
         "megamoe/checkpoint/format/files.py",
         "is_plain(path) and sha256(path) != expected",
         "is_plain(path) and len(sha256(path)) != len(expected)",
@@ -190,7 +190,7 @@ FAULTS = (
     Fault(
         "lock",
         "a second launch in a run's folder is refused",
-        "faults.md",
+        "run/faults.md",
         "megamoe/resilience/processes.py",
         "        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)\n",
         "        pass\n",
@@ -199,7 +199,7 @@ FAULTS = (
     Fault(
         "skipped-step",
         "a skipped step leaves weights and moments, bit for bit",
-        "runs.md",
+        "run/runs.md",
         "megamoe/parallel/zero/engine.py",
         "with nullcontext() if apply_update else skip_update(self._engine.optimizer), self._watching():",
         "with nullcontext(), self._watching():",
@@ -208,7 +208,7 @@ FAULTS = (
     Fault(
         "resume-position",
         "a run resumes at exactly the sample at which it stopped",
-        "data.md",
+        "run/data.md",
         "megamoe/data/batches.py",
         "            start = start_sample + number * stride\n",
         "            start = number * stride\n",
@@ -217,7 +217,7 @@ FAULTS = (
     Fault(
         "text-is-text",
         "text that spells a special token is encoded as its characters, with every kind of tokenizer",
-        "data.md",
+        "run/data.md",
         "megamoe/data/plain_text.py",
         "names.get(piece, piece), value]",
         "piece, value]",
@@ -226,7 +226,7 @@ FAULTS = (
     Fault(
         "boundaries-of-the-idx",
         "a document without an end token ends where the .idx ends it",
-        "data.md",
+        "run/data.md",
         "megamoe/data/mapped_files.py",
         "np.cumsum(lengths) - offset - 1",
         "np.cumsum(lengths) - offset",
@@ -235,7 +235,7 @@ FAULTS = (
     Fault(
         "capacity",
         "an expert computes at most its capacity of pairs",
-        "all_parts.md",
+        "route/all_parts.md",
         "megamoe/moe/capacity/per_expert.py",
         "return place_N < size",
         "return place_N <= size",
@@ -244,7 +244,7 @@ FAULTS = (
     Fault(
         "temperature",
         "the cosine scorer divides by its temperature",
-        "all_parts.md",
+        "route/all_parts.md",
         "megamoe/moe/scorers/cosine.py",
         "scores_TE = scores_TE / self.log_temperature",
         "scores_TE = scores_TE * self.log_temperature",
@@ -253,7 +253,7 @@ FAULTS = (
     Fault(
         "threshold",
         "the threshold selector takes the fewest experts whose probabilities reach it",
-        "all_parts.md",
+        "route/all_parts.md",
         "megamoe/moe/selectors/threshold.py",
         "return most_S.minimum(too_few_S + 1)",
         "return most_S.minimum(too_few_S + 2)",
@@ -262,7 +262,7 @@ FAULTS = (
     Fault(
         "balance",
         "the Switch loss is 1 at perfect balance",
-        "all_parts.md",
+        "route/all_parts.md",
         "megamoe/moe/losses/switch_balance.py",
         "return routing.num_experts * (fractions(counts_E)",
         "return (routing.num_experts - 1) * (fractions(counts_E)",
@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "compiled-experts",
         "the compiled experts equal their plain form, gradients included",
-        "speed.md",
+        "scale/speed.md",
         "megamoe/cpu_kernels/swiglu.h",
         "    out[1] = sent * open;\n",
         "    out[1] = sent * share;\n",
@@ -280,7 +280,7 @@ FAULTS = (
     Fault(
         "signal",
         "at SIGTERM all ranks save and end",
-        "faults.md",
+        "run/faults.md",
         "megamoe/resilience/stopping.py",
         "self._signal = self._signal or number",
         "self._signal = self._signal",
@@ -289,7 +289,7 @@ FAULTS = (
     Fault(
         "watchdog",
         "a run that hangs is ended, and its stacks are printed",
-        "faults.md",
+        "run/faults.md",
         "megamoe/resilience/watchdog.py",
         "if silent_s > self.limit_s or (",
         "if silent_s > 1000 * self.limit_s or (",
@@ -298,7 +298,7 @@ FAULTS = (
     Fault(
         "rank-consistency",
         "ranks that are started with different settings are refused",
-        "faults.md",
+        "run/faults.md",
         "megamoe/parallel/rank_consistency.py",
         "            if found is not None:\n                return (section, *found)\n",
         "            pass\n",
@@ -307,7 +307,7 @@ FAULTS = (
     Fault(
         "nul",
         "NUL bytes of a power failure in metrics.jsonl are left out",
-        "faults.md",
+        "run/faults.md",
         "megamoe/metrics/reader.py",
         'if broken is None and text and b"\\0" not in raw:',
         "if broken is None and text:",
@@ -316,7 +316,7 @@ FAULTS = (
     Fault(
         "vocabulary",
         "a token id outside of the vocabulary is refused before the first step",
-        "data.md",
+        "run/data.md",
         "megamoe/data/verify.py",
         "    if smallest < 0 or largest >= vocab_size:\n",
         "    if smallest < 0:\n",
@@ -325,7 +325,7 @@ FAULTS = (
     Fault(
         "exit-code",
         "a user's mistake ends with exit code 2",
-        "runs.md",
+        "run/runs.md",
         "megamoe/errors.py",
         "MISTAKE = 2",
         "MISTAKE = 3",
@@ -334,7 +334,7 @@ FAULTS = (
     Fault(
         "clipping",
         "clipping is by the norm of the whole model, the experts of other ranks included",
-        "parallelism.md",
+        "scale/parallelism.md",
         "megamoe/optim/optimizers.py",
         "        dist.all_reduce(squares, group=group)\n",
         "",
@@ -343,7 +343,7 @@ FAULTS = (
     Fault(
         "evaluation",
         "the loss of an evaluation is the one that training reports",
-        "evaluation.md",
+        "models/evaluate.md",
         "megamoe/apps/evaluation/perplexity.py",
         "sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())",
         "sums.loss += float(losses_BS.double().sum())",
@@ -352,7 +352,7 @@ FAULTS = (
     Fault(
         "generation-cache",
         "generation with the key/value cache gives the logits of a plain pass",
-        "generation.md",
+        "models/generate.md",
         "megamoe/apps/generation/runner.py",
         "        self.cache.advance(size)\n",
         "        self.cache.advance(size + 1)\n",
@@ -361,7 +361,7 @@ FAULTS = (
     Fault(
         "routing-metrics",
         "the routing metrics are sums over all ranks",
-        "metrics.md",
+        "run/metrics.md",
         "megamoe/train/step_sums.py",
         "        dist.all_reduce(packed, group=group)\n",
         "",
@@ -370,7 +370,7 @@ FAULTS = (
     Fault(
         "metric-names",
         "every key that a run logs is in the tables",
-        "metrics.md",
+        "run/metrics.md",
         "megamoe/train/trainer.py",
         "            names.LR: lr,\n",
         '            names.LR: lr,\n            "train/planted": lr,\n',
@@ -379,7 +379,7 @@ FAULTS = (
     Fault(
         "replay",
         "a replay chooses what was recorded, bit for bit",
-        "runs.md",
+        "run/runs.md",
         "megamoe/apps/routing_record/replay.py",
         "pairs = selector.replayed(scored, *choices)",
         "pairs = selector(scored, context)",
@@ -388,7 +388,7 @@ FAULTS = (
     Fault(
         "documents",
         "attention does not see another document of the sequence",
-        "backends.md",
+        "scale/backends.md",
         "megamoe/kernels/attention/documents.py",
         "return ((place_L >= start_BL[..., None]) & (place_L <= place_L[:, None]))[:, None]",
         "return (place_L <= place_L[:, None]).expand(*start_BL.shape, -1)[:, None]",
@@ -397,7 +397,7 @@ FAULTS = (
     Fault(
         "stage-context",
         "a pipeline stage recomputes a micro batch with that one's draws",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/train/step.py",
         "            self.context.batch = kept.batch\n",
         "            pass\n",
@@ -406,7 +406,7 @@ FAULTS = (
     Fault(
         "remote-damage",
         "a damaged checkpoint of the object storage is told, and the next is taken",
-        "checkpoints.md",
+        "run/checkpoints.md",
         "megamoe/checkpoint/remote.py",
         "return missing or next(files.problems(folder), None)",
         "return missing",
@@ -415,7 +415,7 @@ FAULTS = (
     Fault(
         "stored-block",
         "a block of the data that was damaged on the way is not used",
-        "data.md",
+        "run/data.md",
         "megamoe/data/blocks.py",
         "            if found == expected:\n                return block\n",
         "            return block\n",
@@ -424,7 +424,7 @@ FAULTS = (
     Fault(
         "remote-writer",
         "of two launches that write to one place, the one that started last may",
-        "checkpoints.md",
+        "run/checkpoints.md",
         "megamoe/checkpoint/uploads.py",
         "if writer != self.launch:",
         "if not writer:",
@@ -433,7 +433,7 @@ FAULTS = (
     Fault(
         "chat-mask",
         "the loss is on the assistant's words alone",
-        "chat.md",
+        "models/chat.md",
         "megamoe/apps/chat/dataset.py",
         "mask_S[first : last - 1] = learned_S[1:] / (",
         "mask_S[first : last - 1] = 1 / (",
@@ -442,7 +442,7 @@ FAULTS = (
     Fault(
         "tied-stages",
         "both copies of a tied embedding get the sum of both gradients",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/parallel/zero/engine.py",
         "        self._replicas.sum_gradients(self._engine.optimizer)\n",
         "",
@@ -451,7 +451,7 @@ FAULTS = (
     Fault(
         "stages-norm",
         "the gradient norm is one of all pipeline stages",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/optim/optimizers.py",
         "    if ModelParallelUnit.get_pipeline_model_parallel_world_size() > 1:\n",
         "    if False:\n",
@@ -460,7 +460,7 @@ FAULTS = (
     Fault(
         "host-waits",
         "the host waits for the device no more often than the stored budget says",
-        "gpu.md",
+        "scale/gpu.md",
         "megamoe/train/step.py",
         "        self.engine.backward(loss, last, completes",
         "        loss.item()\n        self.engine.backward(loss, last, completes",
@@ -469,7 +469,7 @@ FAULTS = (
     Fault(
         "hostfile",
         "a hostfile that is missing or wrong is one line before anything starts",
-        "faults.md",
+        "run/faults.md",
         "megamoe/apps/cluster/hostfile.py",
         "        if match is None or int(match[2]) == 0:\n",
         "        if match is None:\n",
@@ -478,7 +478,7 @@ FAULTS = (
     Fault(
         "array-job",
         "a task of an array has Slurm's name <array>_<line>",
-        "slurm.md",
+        "scale/slurm.md",
         "megamoe/resilience/run_status.py",
         """    if "SLURM_ARRAY_JOB_ID" in os.environ:\n""",
         "    if False:\n",
@@ -487,7 +487,7 @@ FAULTS = (
     Fault(
         "turn-hand-over",
         "each exchange runs beside the attention, the router or the experts of the other micro batch",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/moe/dispatch/transfer.py",
         "values = yield_to_other(rows.values) if self.interleaves else rows.values",
         "values = rows.values",
@@ -496,7 +496,7 @@ FAULTS = (
     Fault(
         "turn-numbers",
         "the turns of the backward pass are those of the forward passes in reverse",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/moe/interleaving.py",
         "        raise_node_numbers(self._number)\n        self._enter(state)\n",
         "        self._enter(state)\n",
@@ -505,7 +505,7 @@ FAULTS = (
     Fault(
         "turn-micro-batch",
         "losses, weights and metrics are those of one micro batch after the other",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/train/in_flight.py",
         "        context.batch = self.batch\n",
         "",
@@ -514,7 +514,7 @@ FAULTS = (
     Fault(
         "turn-recomputed",
         "a block of a micro batch in flight is computed again for that micro batch",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/train/step.py",
         'lambda place: setattr(context, "batch", self._kept[first + place, 0].batch)',
         "lambda place: None",
@@ -523,7 +523,7 @@ FAULTS = (
     Fault(
         "turn-gradients",
         "a parameter gets the gradients of two micro batches in flight one after the other",
-        "layouts.md",
+        "scale/layouts.md",
         "megamoe/parallel/zero/engine.py",
         "        if self.stage == 2:\n            gradients = ",
         "        if True:\n            gradients = ",
@@ -559,7 +559,7 @@ FAULTS = (
     Fault(
         "residual-scores",
         "a residual takes the scores of the layer before in its chain",
-        "parts.md",
+        "route/parts.md",
         "megamoe/moe/layer.py",
         "None if self.before is None else self.context.trace(self.before).scores_TE",
         "None",
@@ -568,7 +568,7 @@ FAULTS = (
     Fault(
         "inherited-garbage",
         "a loader process does not destroy what it inherited",
-        "architecture.md",
+        "change/architecture.md",
         "megamoe/data/loader.py",
         "    gc.freeze()",
         "    pass",
@@ -577,7 +577,7 @@ FAULTS = (
     Fault(
         "broken-connection",
         "a loader process that dies while it sends a batch is replaced",
-        "architecture.md",
+        "change/architecture.md",
         "megamoe/data/loader.py",
         "except (ConnectionError, EOFError):",
         "except ZeroDivisionError:",
@@ -586,7 +586,7 @@ FAULTS = (
     Fault(
         "fp8-weights",
         "no copy in FP8 outlives an update of the weights",
-        "backends.md",
+        "scale/backends.md",
         "megamoe/model/modules.py",
         '        options["disable_parameter_transpose_cache"] = True\n',
         "",
@@ -595,7 +595,7 @@ FAULTS = (
     Fault(
         "engine-start",
         "Every weight therefore has the same name, shape and initial value under both backends",
-        "backends.md",
+        "scale/backends.md",
         "megamoe/model/build.py",
         "    use_one_stream(building=True)\n",
         "    use_one_stream()\n",

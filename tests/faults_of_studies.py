@@ -6,7 +6,7 @@ FAULTS_OF_STUDIES = (
     Fault(
         "remote-copy",
         "the storage's copy of a damaged local checkpoint is fetched",
-        "checkpoints.md",
+        "run/checkpoints.md",
         "megamoe/checkpoint/manager.py",
         "        replaced = replace is not None and ",
         "        replaced = replace is None and ",
@@ -15,7 +15,7 @@ FAULTS_OF_STUDIES = (
     Fault(
         "prune-renamed",
         "a checkpoint that was renamed stays, and does not count",
-        "checkpoints.md",
+        "run/checkpoints.md",
         "megamoe/apps/checkpoints/prune.py",
         "if path not in broken and has_run_name(path)]",
         "if path not in broken]",
@@ -24,7 +24,7 @@ FAULTS_OF_STUDIES = (
     Fault(
         "lab-stopped",
         "a run that stops before its last step is not complete",
-        "lab.md",
+        "papers/studies.md",
         "megamoe/apps/lab/runner.py",
         "    if code == 0 and step >= steps:\n",
         "    if code == 0:\n",
@@ -33,7 +33,7 @@ FAULTS_OF_STUDIES = (
     Fault(
         "lab-tuning",
         "no value is tuned while a run of the tuning has neither ended nor failed",
-        "lab.md",
+        "papers/studies.md",
         "megamoe/apps/lab/tuning.py",
         "index if ended else None",
         "index",

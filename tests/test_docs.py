@@ -13,33 +13,30 @@ import torch
 import yaml
 
 from megamoe import registry
+from megamoe.apps.reference.keys import GENERATED, keys_of
 from megamoe.cli import COMMANDS
-from megamoe.config import load_config, parse_config
+from megamoe.config import RunConfig, load_config, parse_config
 from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.validation.run import validate
+from tests.commands import ALL_PAGES
 from tests.support import checkpoint
 from tests.support.moe.build import make_hidden, make_layer
 
 ROOT = Path(__file__).parent.parent
-PAGES = [
-    *sorted(ROOT.glob("*.md")),
-    *sorted((ROOT / "docs").glob("*.md")),
-    *sorted((ROOT / "docs").glob("[!l]*/*.md")),  # not lab/, whose pages tools/lab.py writes
-    *sorted((ROOT / "examples").rglob("README.md")),
-    ROOT / "tests/README.md",
-]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+    folder = GENERATED.get(page, page).parent
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not target.startswith("http"):
-            assert (page.parent / target).exists(), f"{page.name}: {target}"
+            path = (folder / target).resolve()
+            assert path.exists() or path in GENERATED.values(), f"{page.name}: {target}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_files_named_in_commands_exist(page: Path) -> None:
     if page.name == "LOG.md":
         return  # an entry names what was there at its date
@@ -52,7 +49,7 @@ def blocks_of(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("block", blocks_of("docs/parts.md", "python"))
+@pytest.mark.parametrize("block", blocks_of("docs/route/parts.md", "python"))
 def test_the_examples_of_parts_are_plugins_that_learn(block: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(block)
     kind, name = re.search(r'@register\("(\w+)", "(\w+)"\)', block).groups()  # type: ignore[union-attr]
@@ -73,7 +70,7 @@ def test_the_examples_of_parts_are_plugins_that_learn(block: str, tmp_path: Path
     assert "Source: this page" in block  # what tools/list_parts.py would show
 
 
-@pytest.mark.parametrize("block", blocks_of("docs/parts.md", "yaml"))
+@pytest.mark.parametrize("block", blocks_of("docs/route/parts.md", "yaml"))
 def test_the_yaml_of_parts_is_valid(block: str, tmp_path: Path) -> None:
     plugin = str(ROOT / "examples/own_router.py")
     (tmp_path / "run.yaml").write_text(block.replace("[own_router.py]", f"[{plugin}]"))
@@ -81,7 +78,7 @@ def test_the_yaml_of_parts_is_valid(block: str, tmp_path: Path) -> None:
 
 
 def test_a_tensor_is_found_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (block,) = blocks_of("docs/checkpoints.md", "python")
+    (block,) = blocks_of("docs/run/checkpoints.md", "python")
     folder, name = re.findall(r'"([\w./]+)"', block.split("folder, name = ")[1])[:2]
     checkpoint.write(tmp_path / folder)
     monkeypatch.chdir(tmp_path)
@@ -99,7 +96,7 @@ def test_the_picture_of_the_packages_is_drawn_from_the_imports() -> None:
 def test_the_first_page_shows_a_run_and_the_page_of_parts_a_mixture() -> None:
     (run,) = (parse_config(yaml.safe_load(block)).moe for block in blocks_of("docs/index.md", "yaml"))
     assert (run.num_experts, run.router.selector.options.k) == (8, 2)
-    mixtures = [block for block in blocks_of("docs/parts.md", "yaml") if "level: cluster" in block]
+    mixtures = [block for block in blocks_of("docs/route/parts.md", "yaml") if "level: cluster" in block]
     (mixture,) = (parse_config(yaml.safe_load(block)).moe for block in mixtures)
     path = ROOT / "examples/presets/threshold_on_hypersphere_in_clusters.yaml"
     assert mixture.router == load_config(path).moe.router
@@ -116,7 +113,7 @@ def test_the_readme_fits_two_screens() -> None:
     assert len(text.splitlines()) <= 80 and text.count("\n|---") == 2 and text.count("![") == 1
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_every_page_has_a_way_on(page: Path) -> None:
     if page.parent == ROOT and page.name not in ("README.md", "CONTRIBUTING.md"):
         return
@@ -125,10 +122,8 @@ def test_every_page_has_a_way_on(page: Path) -> None:
 
 
 def keys_and_options() -> set[str]:
-    """Every key of the page of keys, and the options of parts below their stage."""
-    keys = set(
-        re.findall(r"^\| `([\w.]+)` \|", (ROOT / "docs/configuration.md").read_text(), flags=re.MULTILINE)
-    )
+    """Every key of a run, and the options of parts below their stage."""
+    keys = {key for key, *_ in keys_of(RunConfig, RunConfig())}
     for kind in ("score_function", "selector", "capacity"):
         parts: list[Any] = list(registry.list_parts(kind).values())
         for part in parts:
@@ -138,14 +133,14 @@ def keys_and_options() -> set[str]:
 
 def test_keys_beside_the_flags_of_megatron_exist() -> None:
     rows = re.findall(
-        r"^\| `--.+ \| (.+) \|$", (ROOT / "docs/from_megatron.md").read_text(), flags=re.MULTILINE
+        r"^\| `--.+ \| (.+) \|$", (ROOT / "docs/start/from_megatron.md").read_text(), flags=re.MULTILINE
     )
     named = {key for row in rows for key in re.findall(r"`([a-z_]+\.[\w.]+)", row)}
     assert len(rows) > 50 and named - keys_and_options() == set()
 
 
 def test_commits_named_as_examples_exist() -> None:
-    pages = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/howto").glob("*.md"))]
+    pages = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/change/howto").glob("*.md"))]
     named = {(page.name, sha) for page in pages for sha in re.findall(r"`([0-9a-f]{8})`", page.read_text())}
     assert len(pages) == 6 and {name for name, _ in named} == {page.name for page in pages}
     known = ["git", "cat-file", "--batch-check=%(objecttype)"]
@@ -163,7 +158,7 @@ def shallow() -> bool:
 
 def test_the_tests_named_on_the_page_of_faults_exist() -> None:
     rows = re.findall(
-        r"^\|.*\| `(tests/[^`]*)` \|$", (ROOT / "docs/faults.md").read_text(), flags=re.MULTILINE
+        r"^\|.*\| `(tests/[^`]*)` \|$", (ROOT / "docs/run/faults.md").read_text(), flags=re.MULTILINE
     )
     assert rows
     for row in rows:
@@ -176,7 +171,7 @@ def commands_on_ranks() -> list[tuple[int, str, list[str]]]:
     pattern = re.compile(
         r"^torchrun .*--nproc-per-node (\d+) .*pretrain_gpt_moe\.py --config (\S+)(.*)$", re.M
     )
-    pages = [*PAGES, ROOT / "pretrain_gpt_moe.py"]
+    pages = [*ALL_PAGES, ROOT / "pretrain_gpt_moe.py"]
     texts = [page.read_text(encoding="utf-8").replace("\\\n", " ") for page in pages]
     found = [match for text in texts for match in pattern.findall(text)]
     # The tutorial's own configurations are tested beside it.
@@ -202,7 +197,7 @@ def options_in_commands() -> dict[tuple[str, ...], set[tuple[str, str]]]:
     for path in (ROOT / "tools").glob("*.py"):
         commands[path.stem] = re.findall(r'run\("([\w-]+)"\)', path.read_text())[0]
     found: dict[tuple[str, ...], set[tuple[str, str]]] = {}
-    for page in PAGES:
+    for page in ALL_PAGES:
         for script, words in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):
             options = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", words))
             if script in commands and options:

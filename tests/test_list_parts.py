@@ -79,16 +79,3 @@ def test_a_plugin_without_docstrings_shows_none(listed: Listed, tmp_path: Path, 
 
 def test_a_plugin_that_is_not_there_is_one_line(refused: Callable[..., str]) -> None:
     assert refused("list_parts", "--plugin=no_such.py").startswith("error: plugins: no file 'no_such.py'")
-
-
-def test_the_page_of_all_parts_is_what_the_tool_says(listed: Listed, monkeypatch: pytest.MonkeyPatch) -> None:
-    built_in = {
-        kind: {name: part for name, part in parts.items() if part.__module__.startswith("megamoe.")}
-        for kind, parts in registry._parts.items()
-    }
-    monkeypatch.setattr(registry, "_parts", built_in)  # without the plugins of other tests
-    text, page = listed("--markdown"), (ROOT / "docs/all_parts.md").read_text()
-    assert page[page.index("## Scorer") :].strip() == text.strip()
-    rows = [line for line in text.splitlines() if line.startswith("| `")]
-    assert len(rows) == sum(map(len, built_in.values()))
-    assert all(row.replace("\\|", "").count("|") == 5 for row in rows)

@@ -45,7 +45,7 @@ def test_every_form_of_an_import_is_found(tmp_path: Path) -> None:
 
 def test_helpers_pages_tools_and_examples_have_their_tests() -> None:
     assert "checkpoint/format/test_hostile.py" in chosen("tests/support/hostile.py")
-    assert "test_docs.py" in chosen("docs/runs.md")
+    assert "test_docs.py" in chosen("docs/run/runs.md")
     assert "test_list_parts.py" in chosen("tools/list_parts.py")
     assert "test_examples.py" in chosen("examples/demo.yaml")
     assert chosen("LICENSE") != [] and chosen() == []

@@ -14,10 +14,10 @@ import pytest
 from megamoe.config import load_config
 from megamoe.moe.part import StepContext
 from megamoe.moe.validation import check_parts
+from tests.commands import TUTORIAL
 from tests.support.moe.build import make_hidden, make_layer
 
 ROOT = Path(__file__).parents[1]
-PAGES = sorted((ROOT / "docs/tutorial").glob("*.md"), key=lambda path: (path.name != "index.md", path.name))
 BLOCK = re.compile(
     r'(?P<mark><!-- not run: (?P<reason>[^>]+) -->\n)?^```(?P<language>\w+)(?: title="(?P<title>[^"]+)")?\n'
     r"(?P<text>.*?)^```$",
@@ -41,15 +41,15 @@ def blocks_of(page: Path) -> Iterator[Block]:
 
 def write_files(folder: Path) -> None:
     """What a reader saves, beside the examples that it names."""
-    for page in PAGES:
+    for page in TUTORIAL:
         for block in blocks_of(page):
             if block.title:
                 (folder / block.title).write_text(block.text, encoding="utf-8")
 
 
 def test_there_are_four_parts_and_every_block_is_a_file_commands_or_output() -> None:
-    assert [page.name[:2] for page in PAGES] == ["in", "1_", "2_", "3_", "4_"]
-    for page in PAGES:
+    assert [page.name[:2] for page in TUTORIAL] == ["1_", "2_", "3_", "4_"]
+    for page in TUTORIAL:
         blocks = list(blocks_of(page))
         assert any(block.language == "sh" for block in blocks), page.name
         assert all(block.language in ("sh", "text") or block.title for block in blocks), page.name
@@ -85,7 +85,7 @@ def test_every_command_runs_as_written(tmp_path: Path) -> None:
     """One part after the other in one clone, as a reader would: the demo's 300 steps take longest."""
     as_cloned(tmp_path)
     environment = {**os.environ, "PATH": f"{tmp_path}/.venv/bin:{os.environ['PATH']}"}
-    for page in PAGES:
+    for page in TUTORIAL:
         begun = time.monotonic()
         for block in blocks_of(page):
             if block.title:
@@ -101,9 +101,7 @@ def test_every_command_runs_as_written(tmp_path: Path) -> None:
                 )
                 told = f"{page.name}\n{block.text}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
                 assert done.returncode == 0, told
-        print(
-            f"{page.name}: {time.monotonic() - begun:.0f} s"
-        )  # what docs/tutorial/index.md says; see it by -s
+        print(f"{page.name}: {time.monotonic() - begun:.0f} s")  # what docs/index.md says; see it by -s
     assert (tmp_path / "runs/demo/routing/load.png").is_file()
     assert "The idea balances better" in (tmp_path / "runs/lab/study_cpu/page/index.md").read_text()
     assert (tmp_path / "memory.svg").is_file() and (tmp_path / "exported/config.json").is_file()

@@ -1,4 +1,4 @@
-"""Write every key of a run's YAML: the tables of docs/configuration.md, and a JSON Schema for editors.
+"""Write the pages of all keys, metrics and parts, and a JSON Schema of a run's YAML for editors.
 
 The same as `megamoe keys`, whose `--help` shows the arguments.
 """

@@ -22,7 +22,7 @@ MOST_RANKS = 8
 WARM_UP, STEPS, PROFILED = 3, 7, 2
 TIMEOUT_S = 90.0
 TRITON = "model.gpu_kernels=triton"
-# Those of docs/roofline.md, with reductions beside the backward pass and Triton's kernels; and the defaults.
+# Those of docs/scale/gpu.md, with reductions beside the backward pass and Triton's kernels; and the defaults.
 SETTINGS = {
     "tuned": ("parallel.deepspeed=ds_configs/zero1_bf16_cuda.json", TRITON),
     "default": (),

@@ -22,7 +22,7 @@ LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 # Pages of the repository that the navigation names, beside what other pages link to.
 WHOLE = ("CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
-WAY_ON = "Next: [the packages](../architecture.md), [commands and exit codes](commands.md).\n"
+WAY_ON = "Next: [the packages](../change/architecture.md), [commands and exit codes](commands.md).\n"
 # A script that the search needs where the site is opened from the disk.
 WORKER = "assets/iframe-worker.js"
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".json": "json", ".sbatch": "bash", ".toml": "toml"}
@@ -106,7 +106,8 @@ def with_links(markdown: str, uri: str) -> str:
 def repository_pages() -> dict[str, str]:
     """A page for each file outside of docs/ that a page links to, and for what those link to."""
     found: dict[str, str] = {}
-    waiting = [(path.relative_to(ROOT / "docs").as_posix(), path) for path in (ROOT / "docs").rglob("*.md")]
+    pages = [path for path in (ROOT / "docs").rglob("*.md") if path.parent != Path(__file__).parent]
+    waiting = [(path.relative_to(ROOT / "docs").as_posix(), path) for path in pages]
     waiting += [(site_uri(name), ROOT / name) for name in WHOLE]
     while waiting:
         uri, path = waiting.pop()
@@ -131,7 +132,7 @@ def code_page(path: Path, text: str) -> str:
     """A file of the repository as a page."""
     name = path.relative_to(ROOT).as_posix()
     fence = "`" * (3 + max((len(run) for run in re.findall("`{3,}", text)), default=0))
-    up = os.path.relpath("architecture.md", posixpath.dirname(site_uri(name)))
+    up = os.path.relpath("change/architecture.md", posixpath.dirname(site_uri(name)))
     return (
         f"---\nsearch:\n  exclude: true\n---\n\n# {name}\n\n{fence}{LANGUAGES.get(path.suffix, 'text')}\n"
         f"{text}{fence}\n\nNext: [the packages]({up}) and where each mechanism stands.\n"
@@ -179,6 +180,7 @@ def commands_page() -> str:
             "\n## Exit codes\n",
             "| code | name | meaning |\n|---|---|---|",
             *(f"| {number} | {name} | {meaning} |" for name, number, meaning in codes),
-            "\nNext: [what launchers make of them](../runs.md), [the keys of a run](../configuration.md).\n",
+            "\nNext: [what launchers make of them](../run/runs.md#exit-codes),"
+            " [the keys of a run](../run/configuration.md).\n",
         ]
     )

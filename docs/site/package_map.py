@@ -1,4 +1,4 @@
-"""Draws which package imports which, as docs/packages.svg, from the imports in the sources.
+"""Draws which package imports which, as docs/change/packages.svg, from the imports in the sources.
 
     python docs/site/package_map.py            # writes the picture
     python docs/site/package_map.py --check    # exit code 1 if the picture is not what the sources say
@@ -15,7 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = ROOT / "megamoe"
-PICTURE = ROOT / "docs/packages.svg"
+PICTURE = ROOT / "docs/change/packages.svg"
 # Each of these counts as a package of its own; the modules at the top are drawn as one box.
 NESTED = ("apps", "parallel.zero")
 BASE = ("errors", "io", "registry", "redaction", "host_memory")

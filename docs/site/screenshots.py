@@ -2,8 +2,8 @@
 
     python docs/site/screenshots.py runs/demo runs/lab/study_cpu/runs/*
 
-The first run is that of docs/demo.png (a light page), docs/report_dark.png and docs/report_live.png; the
-others, several seeds of two configurations, are compared in docs/report_seeds.png. Of a page only the
+The first run is that of docs/demo.png (a light page), docs/run/report_dark.png and docs/run/report_live.png;
+the others, several seeds of two configurations, are compared in docs/run/report_seeds.png. Of a page only the
 sections that are named below are shown, so that the pictures stay small. Debian has the browser:
 apt-get install chromium.
 """
@@ -50,18 +50,18 @@ def main() -> int:
         save(page, options.output / "demo.png")
         show(page, report, "dark", ["Loss", "Gate", "Expert load"])
         read_values(page, "Loss: Loss", 12)
-        save(page, options.output / "report_dark.png")
+        save(page, options.output / "run/report_dark.png")
         if others:
             comparison = write_page([read_run(it) for it in others], Path(folder) / "comparison.html")
             show(page, comparison.as_uri(), "light", ["Over seeds", "Loss", "Routing"])
             read_values(page, "Loss: Validation loss", 3)
-            save(page, options.output / "report_seeds.png")
+            save(page, options.output / "run/report_seeds.png")
         with LiveServer([first], 0) as server:
             thread = threading.Thread(target=server.serve_forever, args=(0.05,))
             thread.start()
             show(page, server.url, "light", ["Speed", "Gate"])
             page.run("document.querySelectorAll('section:not([hidden]) details.definition')[0].open = true")
-            save(page, options.output / "report_live.png")
+            save(page, options.output / "run/report_live.png")
             server.shutdown()
             thread.join()
     return 0

@@ -42,7 +42,7 @@ class AttentionConfig(Section):
 
     query_key_norm: Literal["none", "head", "whole"] = "none"
     """norms (`model.norm`) of queries and keys before the rotary positions: over the columns of each head, or
-    over all heads at once; see docs/attention.md
+    over all heads at once; see docs/route/attention.md
     """
     input_bias: bool | None = None
     """biases of the projections to queries, keys and values; default: `model.bias`"""
@@ -69,7 +69,7 @@ class RotaryConfig(Section):
 
     share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """share of each head's columns, from the first, that rotary positions rotate (transformers'
-    `partial_rotary_factor`); see docs/attention.md#rotary-positions
+    `partial_rotary_factor`); see docs/route/attention.md#rotary-positions
     """
     interleaved: bool = False
     """a pair is the columns 2i and 2i + 1, as in DeepSeek, instead of columns half a head apart"""
@@ -105,7 +105,7 @@ class LatentConfig(Section):
 
     key_value_rank: Size
     """multi-head latent attention, if `model.latent` is given: size of the compressed keys and values; see
-    docs/attention.md#multi-head-latent-attention
+    docs/route/attention.md#multi-head-latent-attention
     """
     nope_size: Size
     """columns of a query and key head without rotary positions"""
@@ -125,7 +125,7 @@ class MultiTokenConfig(Section):
 
     depth: Annotated[int, Field(ge=0, le=64)] = 0
     """D: further tokens that a decoder predicts, each by a further block; see
-    docs/architecture.md#the-training-step
+    docs/change/architecture.md#the-training-step
     """
     weight: PositiveFloat = 0.3
     """times the mean of their D losses is added to the loss"""
@@ -137,7 +137,7 @@ class MupConfig(Section):
 
     base: Size
     """hidden size of the base model, whose learning rate and init_std these are; FFN sizes, moe.latent_size
-    and the heads together grow with the hidden size; see docs/optimizers.md#mup
+    and the heads together grow with the hidden size; see docs/run/optimizers.md#mup
     """
     base_head_size: Size | None = None
     """columns of a head of the base model; default: those of this model, so that the number of heads grows"""
@@ -211,7 +211,7 @@ class ModelConfig(Section):
     """an encoder's linear layer, activation and norm before the output layer, as BERT has them"""
     num_labels: Size | None = None
     """an encoder predicts labels instead of tokens, with so many outputs: the number of labels, 1 for a
-    number, 2 for a span; see docs/objectives.md#classification
+    number, 2 for a span; see docs/models/objectives.md#classification
     """
     predicts: Literal["label", "number", "tags", "span"] = "label"
     """with `num_labels`: the label or the number of a whole text, the tag of each word, or a part of the text
@@ -246,11 +246,11 @@ class ModelConfig(Section):
     cpu_kernels: Literal["auto", "plain", "compiled"] = "auto"
     """auto: compiled if GCC is available"""
     gpu_kernels: Literal["auto", "plain", "triton"] = "auto"
-    """on CUDA; auto: Triton if it can be used; see docs/backends.md#our-kernels"""
+    """on CUDA; auto: Triton if it can be used; see docs/scale/backends.md#our-kernels"""
     keep_freed_memory: bool = True
     """on the CPU: malloc keeps freed memory for the process instead of returning it to the system"""
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
-    """FP8 matrix products, and how their scales are computed; see docs/backends.md#fp8"""
+    """FP8 matrix products, and how their scales are computed; see docs/scale/backends.md#fp8"""
     fp8_format: Literal["hybrid", "e4m3"] | None = None
     """default: e4m3 for blockwise and mxfp8, otherwise hybrid"""
     fp8_amax_history: Size | None = None

@@ -105,7 +105,7 @@ class RouterConfig(Section):
     """decides which pairs are kept"""
     replay: PathText | None = None
     """folder of a routing record, whose choices replace the selector's; see
-    docs/runs.md#recording-and-replaying-the-routing
+    docs/run/runs.md#recording-and-replaying-the-routing
     """
 
 
@@ -146,7 +146,7 @@ class MoELayerConfig(Section):
     are then not kept for the backward pass; the weights travel to the experts, and rounding differs
     """
     zero_experts: ZeroExpertsConfig = field(default_factory=ZeroExpertsConfig)
-    """experts that compute nothing; see docs/parts.md#experts-without-computation"""
+    """experts that compute nothing; see docs/route/parts.md#experts-without-computation"""
     latent_size: Size | None = None
     """size of the space in which routed experts compute: tokens are projected to it before they are sent to
     the experts, and their outputs back; default: `model.hidden_size`, without projections
@@ -166,7 +166,7 @@ class MoELayerConfig(Section):
     residual: routed and shared output weighted by a softmax
     """
     frozen: list[Literal["router", "experts"]] = field(default_factory=list)
-    """their weights do not change; see docs/runs.md#starting-from-another-runs-weights"""
+    """their weights do not change; see docs/run/runs.md#starting-from-another-runs-weights"""
     router: RouterConfig = field(default_factory=RouterConfig)
     losses: Losses = field(default_factory=dict)
     """auxiliary losses, each as `name: weight`, `name: {options}` or `name: none`; or `none` for no losses"""
@@ -197,5 +197,5 @@ class MoEConfig(MoELayerConfig, _Place):
 
     groups: list[LayerGroupConfig] = field(default_factory=list)
     """layers that differ: a list of `{layers: ..., <any key above>: ...}`; see
-    docs/parts.md#a-router-that-differs-by-layer
+    docs/route/parts.md#a-router-that-differs-by-layer
     """

@@ -1,7 +1,7 @@
 """The run's configuration as typed dataclasses: every key of the YAML, its default and its meaning.
 
 There is one dataclass per section, in the order of the data flow; those of `model` and `moe` are in
-model_schema.py and moe_schema.py. The text below a field is its description in docs/configuration.md.
+model_schema.py and moe_schema.py. The text below a field is its description in docs/run/configuration.md.
 A part of the MoE layer (scorer, selector, loss, ...) has its own `Config`; the schema holds it as a
 `PartChoice`: its name and its options.
 """
@@ -72,7 +72,7 @@ class DataConfig(Section):
     sampling_exponent: NonNegativeFloat | None = None
     """a: the weight of a source is its number of tokens to the power of a; replaces the sources' weights"""
     split: list[NonNegativeFloat] = field(default_factory=lambda: [0.98, 0.02, 0.0])
-    """shares of train, validation and test; of pairs, see docs/objectives.md#translation"""
+    """shares of train, validation and test; of pairs, see docs/models/objectives.md#translation"""
     validation: dict[str, Sources] = field(default_factory=dict)
     """further validation sets, by name"""
     mock: bool = False
@@ -85,7 +85,7 @@ class DataConfig(Section):
     """attention, positions and loss stop at document boundaries"""
     order: Literal["documents", "samples"] = "documents"
     """documents: documents and then samples are shuffled, by an index; samples: the file is cut into samples,
-    which are shuffled by a formula, without an index; see docs/data.md#order
+    which are shuffled by a formula, without an index; see docs/run/data.md#order
     """
     cache: PathText | None = None
     """folder of the sample indices; default: beside the data, or beside the local copies of URLs"""
@@ -167,7 +167,7 @@ Coefficients = Annotated[list[Annotated[list[float], Field(min_length=3, max_len
 @dataclass
 class MuonConfig(Section):
     """Muon (`optimizer.name: muon`): the matrices of blocks move along their orthogonalised momentum; see
-    docs/optimizers.md.
+    docs/run/optimizers.md.
     """
 
     momentum: Fraction = 0.95
@@ -196,7 +196,7 @@ class OptimizerConfig(Section):
 
     name: Literal["adamw", "adam", "muon"] = "adamw"
     """adamw: decoupled weight decay; adam: L2, added to the gradient; muon: for the matrices of blocks, adamw
-    for the rest, see docs/optimizers.md
+    for the rest, see docs/run/optimizers.md
     """
     muon: MuonConfig = field(default_factory=MuonConfig)
     lr: Rate = 3e-4
@@ -221,7 +221,7 @@ class OptimizerConfig(Section):
     """added to the denominator"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """how both moments are kept; bf16, at ZeRO 1 to 3 without offload, saves 4 bytes of a parameter,
-    rounds at random and is slow on a GPU; see docs/scale.md#moments-in-bf16
+    rounds at random and is slow on a GPU; see docs/scale/scale.md#moments-in-bf16
     """
     weight_decay: Decay | None = None
     """for matrices only; default: 0.1 for adamw and muon, 0 for adam"""
@@ -229,15 +229,15 @@ class OptimizerConfig(Section):
     """limit of the global norm, over dense and expert parameters together; 0: off"""
     qk_clip: PositiveFloat | None = None
     """largest attention logit: the query and key weights of a head above it are scaled down after the step
-    (Kimi K2 has 100); see docs/optimizers.md#qk-clip
+    (Kimi K2 has 100); see docs/run/optimizers.md#qk-clip
     """
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """decay of an exponential mean of the weights, which checkpoints hold beside them; see
-    docs/optimizers.md#a-mean-of-the-weights
+    docs/run/optimizers.md#a-mean-of-the-weights
     """
     groups: list[GroupConfig] = field(default_factory=list)
     """other learning rates and weight decays for parameters by name; the first match counts; see
-    docs/runs.md#parameters-by-name
+    docs/run/runs.md#parameters-by-name
     """
 
 
@@ -281,7 +281,7 @@ class TrainConfig(Section):
 
     objective: ObjectiveChoice = field(default_factory=lambda: PartChoice.default("objective"))
     """what the model predicts: `causal`, `chat`, `masked`, `span_corruption`, `translation`,
-    `classification`, `regression`, `tagging`, `span`, or a plugin's; see docs/objectives.md
+    `classification`, `regression`, `tagging`, `span`, or a plugin's; see docs/models/objectives.md
     """
     steps: PositiveInt | None = None
     """optimiser steps of the whole run; default: 100, if `epochs` is not set"""
@@ -293,7 +293,7 @@ class TrainConfig(Section):
     """default: micro_batch_size x data-parallel size"""
     in_flight: Literal[1, 2] = 1
     """2: two micro batches take turns in each pass, so that one computes while the other's rows travel
-    between expert-parallel ranks; their activations are in memory at the same time, see docs/layouts.md
+    between expert-parallel ranks; their activations are in memory at the same time, see docs/scale/layouts.md
     """
     batch_rampup: RampupConfig | None = None
     label_smoothing: Fraction = 0.0
@@ -309,7 +309,7 @@ class TrainConfig(Section):
     """end the run after this time without progress of any rank; 0: never"""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     callbacks: Callbacks = field(default_factory=list)
-    """callbacks of plugins in the training loop, in this order, or `none`; see docs/runs.md#callbacks"""
+    """callbacks of plugins in the training loop, in this order, or `none`; see docs/run/runs.md#callbacks"""
 
     def __post_init__(self) -> None:
         if self.steps is None and self.epochs is None:
@@ -396,27 +396,27 @@ class LogConfig(Section):
     """write an HTML report at the end"""
     routing: PathText | None = None
     """folder for the experts chosen for every token of every step; see
-    docs/runs.md#recording-and-replaying-the-routing
+    docs/run/runs.md#recording-and-replaying-the-routing
     """
     dead_window: PositiveInt = 100
-    """steps without a pair after which an expert counts as dead (docs/metrics.md#the-moe-layers)"""
+    """steps without a pair after which an expert counts as dead (docs/run/metrics.md#the-moe-layers)"""
     gradient_shares_every: NonNegativeInt = 0
     """steps between measurements of the auxiliary losses' share of the gradient
-    (docs/metrics.md#the-moe-layers); 0: never
+    (docs/run/metrics.md#the-moe-layers); 0: never
     """
     attention_logits_every: NonNegativeInt = 0
     """steps between measurements of the largest attention logit of each head
-    (docs/optimizers.md#qk-clip); 0: never
+    (docs/run/optimizers.md#qk-clip); 0: never
     """
     noise_scale_every: NonNegativeInt = 0
-    """steps between measurements of the gradient noise scale (docs/optimizers.md#the-batch-size); 0: never"""
+    """steps between measures of the gradient noise scale (docs/run/optimizers.md#the-batch-size); 0: never"""
     timers: bool = False
     """measure the time of routing, dispatch, experts and combine"""
     peak_tflops: PositiveFloat | None = None
-    """peak of one rank in TFLOP/s, for `perf/mfu`; default: of known GPUs (docs/metrics.md#the-speed)"""
+    """peak of one rank in TFLOP/s, for `perf/mfu`; default: of known GPUs (docs/run/metrics.md#the-speed)"""
     straggler_factor: Annotated[float, Field(gt=1)] | None = 1.5
     """a rank whose own time of a step exceeds the ranks' median by this factor is named as a straggler
-    (docs/metrics.md#stragglers); null: none is
+    (docs/run/metrics.md#stragglers); null: none is
     """
     heat_map_every: NonNegativeInt = 100
     """steps between pictures of the load in W&B and TensorBoard; 0: none"""

@@ -1,7 +1,7 @@
 """Every metric: its key in metrics.jsonl, W&B and TensorBoard, its unit, its formula, and when it is logged.
 
 Code that writes or reads a metric names it by a constant of this module. `tools/list_keys.py` writes the
-tables of docs/metrics.md from it. A word in <> stands for a name: `train/<loss>` is a pattern of keys.
+tables of docs/run/metrics.md from it. A word in <> stands for a name: `train/<loss>` is a pattern of keys.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Metric:
-    """A row of docs/metrics.md. key: or a pattern of keys. logged: when, or with what."""
+    """A row of docs/run/metrics.md. key: or a pattern of keys. logged: when, or with what."""
 
     key: str
     unit: str
@@ -22,7 +22,7 @@ class Metric:
 
 
 class Table(list[Metric]):
-    """A table of docs/metrics.md."""
+    """A table of docs/run/metrics.md."""
 
     def add(self, key: str, unit: str, formula: str, logged: str = "each logged step") -> str:
         """Declare a metric and return its key."""

@@ -1,4 +1,4 @@
-"""The metrics of the MoE layers under metrics.jsonl's names; docs/metrics.md has their formulas and units."""
+"""Metrics of the MoE layers under metrics.jsonl's names; docs/run/metrics.md has their formulas and units."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

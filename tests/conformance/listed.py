@@ -1,4 +1,4 @@
-"""The defects with their tests, as rows of docs/conformance.md.
+"""The defects with their tests, as rows of docs/change/conformance.md.
 
 python -m tests.conformance.listed        # prints the table
 """
@@ -35,7 +35,7 @@ class Listed:
         links = ", ".join(
             f"[{report}](https://github.com/{report.replace('#', '/issues/')})" for report in self.reports
         )
-        test = f"[`{self.name}`](../tests/conformance/{self.file})"
+        test = f"[`{self.name}`](../../tests/conformance/{self.file})"
         return f"| {self.defect} | {test} | {planted} | {links or NO_NUMBER} |"
 
 

@@ -1,4 +1,4 @@
-"""docs/conformance.md lists every defect, its test and its reports. An edit that no longer fits is told."""
+"""docs/change/conformance.md lists each defect, its test and reports. An edit that no longer fits is told."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 from tests.conformance.listed import HERE, Listed, listed
 from tests.conformance.planting import Edit, planted
 
-PAGE = Path(__file__).parents[2] / "docs/conformance.md"
+PAGE = Path(__file__).parents[2] / "docs/change/conformance.md"
 
 
 def test_the_page_has_every_defect() -> None:

@@ -146,7 +146,7 @@ def test_code_in_a_folder_is_not_run(tmp_path: Path) -> None:
 
 
 def test_a_trained_tokenizer_splits_text_by_the_rule_of_gpt2(tmp_path: Path) -> None:
-    """docs/huggingface.md tells users of llama.cpp so; the regular expression is that of Radford et al."""
+    """docs/models/hugging_face.md tells users of llama.cpp so; the regular expression is Radford et al.'s."""
     from tokenizers import Regex, pre_tokenizers
 
     train_bpe(["a b"], 260, tmp_path / "tokenizer.json")

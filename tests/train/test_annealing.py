@@ -1,4 +1,4 @@
-"""The recipe of docs/runs.md: a decay of the learning rate from a checkpoint of the stable phase."""
+"""The recipe of docs/run/runs.md: a decay of the learning rate from a checkpoint of the stable phase."""
 
 import json
 from pathlib import Path

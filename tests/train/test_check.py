@@ -126,7 +126,7 @@ def test_the_output_in_the_docs(
     restored_process: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)
-    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    page = (ROOT / "docs/site/configuration.md").read_text(encoding="utf-8").replace("\\\n", " ")
     shown = re.findall(r"^\$ python pretrain_gpt_moe\.py (.*)\n((?:(?:error|valid): .*\n)+)", page, re.M)
     assert len(shown) == 2
     for command, output in shown:

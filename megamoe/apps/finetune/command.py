@@ -4,7 +4,7 @@ python tools/finetune.py --task examples/tasks/labels.yaml --checkpoint runs/mlm
 python tools/finetune.py --task my_task.yaml --checkpoint runs/mlm task.learning_rate=1e-4 task.seeds=[1,2,3]
 torchrun --nproc-per-node 2 tools/finetune.py --task my_task.yaml --checkpoint runs/mlm parallel.expert=2
 
-The task file names the data, the columns, the metrics and the hyperparameters (docs/finetuning.md). Each seed
+The task file names the data, the columns, the metrics, the hyperparameters (docs/models/tune.md). Each seed
 is a training run of its own; a repeated command goes on where the last one stopped. The table shows mean and
 standard deviation over the seeds; results.json and the predictions of each seed are in the output folder.
 """

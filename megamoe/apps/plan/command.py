@@ -6,7 +6,7 @@ python tools/plan.py --config FILE --nodes 2 --gpus-per-node 8 --search     # wh
 
 One rank's shard of the real model trains two steps on tensors without data, by the code of training. What
 training would refuse is refused here, with the same line and exit code 2. Times are a model's: every
-assumption is printed. A device that is in no table is a JSON file of its rates, see docs/plan.md.
+assumption is printed. A device that is in no table is a JSON file of its rates, see docs/scale/plan.md.
 """
 
 import argparse

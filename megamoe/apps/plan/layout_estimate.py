@@ -1,8 +1,8 @@
 """Estimates a layout by formulas; the search of layouts simulates the best of them.
 
 The formulas count what depends on the layout: products, passes over activations, launches, traffic, states.
-Their constants were chosen by the activations and kernels of simulated steps; docs/plan.md says how well they
-order.
+Their constants were chosen by the activations and kernels of simulated steps; docs/scale/plan.md says how
+well they order.
 """
 
 from dataclasses import dataclass

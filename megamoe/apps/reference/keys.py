@@ -1,6 +1,7 @@
-"""Write every key of a run's YAML: the tables of docs/configuration.md, and a JSON Schema for editors.
+"""Write the pages of all keys, metrics and parts, and a JSON Schema of a run's YAML for editors.
 
-Also the tables of docs/metrics.md.
+The pages are in docs/run and docs/route, their prose in docs/site. `make docs` writes them. Git ignores all
+but the schema.
 
 python tools/list_keys.py
 python tools/list_keys.py --plugin my_router.py --schema my_schema.json
@@ -19,7 +20,7 @@ from pydantic import TypeAdapter
 
 from megamoe import registry
 from megamoe.apps.command import parser_of
-from megamoe.apps.reference.parts import meanings, summary, yaml_value
+from megamoe.apps.reference.parts import as_markdown, kinds, meanings, summary, yaml_value
 from megamoe.config import RunConfig
 from megamoe.config.moe_schema import MoELayerConfig
 from megamoe.config.parts import STRICT, PartChoice, Section
@@ -27,10 +28,12 @@ from megamoe.errors import UserError
 from megamoe.metrics import names
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE, SCHEMA = ROOT / "docs/configuration.md", ROOT / "docs/configuration.schema.json"
-METRICS_PAGE = ROOT / "docs/metrics.md"
+SCHEMA = ROOT / "docs/configuration.schema.json"
+FOLDERS = {"configuration.md": "run", "metrics.md": "run", "all_parts.md": "route"}
+# The prose of each generated page, and the page.
+GENERATED = {ROOT / "docs/site" / name: ROOT / "docs" / folder / name for name, folder in FOLDERS.items()}
+KEYS, METRICS, PARTS = GENERATED
 THE_RUN = "The run"  # the page's heading of the keys without a section
-HEAD = ("| key | values | default | meaning |", "|---|---|---|---|")
 TABLE = re.compile(r"^(\|.*\n)+", flags=re.MULTILINE)
 SHOWN_BOUND = 1000  # a larger upper bound is above any real use, and is not told in the table
 TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -47,19 +50,22 @@ def main(arguments: list[str] | None = None) -> int:
         for plugin in options.plugin:
             registry.load_plugin(plugin)
         schema = json_schema()
-        files = {options.schema or SCHEMA: as_text(schema)}
-        if options.schema is None:
-            files[PAGE] = with_tables(PAGE.read_text(encoding="utf-8"), schema)
-            files[METRICS_PAGE] = with_metrics(METRICS_PAGE.read_text(encoding="utf-8"))
+        files = {options.schema or SCHEMA: as_text(schema)} | ({} if options.schema else pages(schema))
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename}: {error.strerror}", file=sys.stderr)
+    except (UserError, OSError) as error:
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"error: {text}", file=sys.stderr)
         return 2
     return 0
+
+
+def pages(schema: Schema) -> dict[Path, str]:
+    """The text of each generated page; UserError for a key without a text."""
+    keys, metrics, parts = (path.read_text(encoding="utf-8") for path in GENERATED)
+    lists = "\n\n".join(map(as_markdown, kinds()))
+    texts = with_tables(keys, schema), with_metrics(metrics), f"{parts}\n{lists}\n"
+    return dict(zip(GENERATED.values(), texts, strict=True))
 
 
 def as_text(schema: Schema) -> str:
@@ -198,7 +204,7 @@ def losses_schema() -> Schema:
 
 
 def with_tables(page: str, schema: Schema) -> str:
-    """The page with a new table below each heading that is a section; the prose stays as it is.
+    """The prose with the rows of the table below each heading that is a section.
 
     Raises:
         UserError: for a key without a text.
@@ -210,27 +216,27 @@ def with_tables(page: str, schema: Schema) -> str:
         told = schema["$defs"].get(section.__name__, schema)["properties"][name]
         if "description" not in told:
             raise UserError(f"{key}: the schema has no text below this key; write what it means")
-        meaning = re.sub(r"docs/([\w.]+\.md)(#[\w-]*)?", r"[\1](\1\2)", told["description"])
+        meaning = re.sub(r"docs/([\w/]+/(\w+\.md))(#[\w-]*)?", r"[\2](../\1\3)", told["description"])
         row = f"| `{key}` | {values_of(told, schema)} | {default_of(default)} | {meaning} |"
         rows[heading_of(key, headings)].append(row)
     written = first
     for heading, text in zip(headings, texts, strict=True):
-        table = "".join(f"{row}\n" for row in (*HEAD, *rows[heading]))
-        written += f"## {heading}\n" + re.sub(TABLE, lambda _, table=table: table, text, count=1)
+        table = "".join(f"{row}\n" for row in rows[heading])
+        written += f"## {heading}\n" + TABLE.sub(lambda head, table=table: head[0] + table, text, count=1)
     return written
 
 
 def with_metrics(page: str) -> str:
-    """The page of the metrics with the tables of `megamoe/metrics/names.py`; the prose stays as it is."""
-    head = "| key | unit | formula | logged at, or with |\n|---|---|---|---|\n"
+    """The prose with the rows of the tables, which are those of `megamoe/metrics/names.py`."""
     tables = iter(names.TABLES)
-    return TABLE.sub(
-        lambda _: (
-            head
-            + "".join(f"| `{it.key}` | {it.unit} | {it.formula} | {it.logged} |\n" for it in next(tables))
-        ),
-        page,
-    )
+
+    def filled(head: re.Match[str]) -> str:
+        rows = [("", f"`{it.key}`", it.unit, it.formula, it.logged, "") for it in next(tables)]
+        return head[0] + "".join(
+            " | ".join(c.replace("|", "\\|") for c in row).strip() + "\n" for row in rows
+        )
+
+    return TABLE.sub(filled, page)
 
 
 def keys_of(section: Any, defaults: Any, prefix: str = "") -> Iterator[tuple[str, Any, str, Any]]:

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--kind", choices=KINDS, help="only parts of this kind")
     parser.add_argument("--plugin", action="append", default=[], help="also the parts of this file or module")
-    parser.add_argument("--markdown", action="store_true", help="tables, as in docs/all_parts.md")
+    parser.add_argument("--markdown", action="store_true", help="tables, as in docs/route/all_parts.md")
     options = parser.parse_args(arguments)
     try:
         for plugin in options.plugin:
@@ -35,10 +35,13 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     show = as_markdown if options.markdown else as_text
-    # Callbacks come from plugins alone: a kind may have no parts.
-    kinds = [options.kind] if options.kind else [*filter(registry.list_parts, registry.KINDS), "preset"]
-    print("\n\n".join(map(show, kinds)))
+    print("\n\n".join(map(show, [options.kind] if options.kind else kinds())))
     return 0
+
+
+def kinds() -> list[str]:
+    """The kinds that have parts, and presets. Callbacks come from plugins alone."""
+    return [*filter(registry.list_parts, registry.KINDS), "preset"]
 
 
 def as_text(kind: str) -> str:

@@ -79,7 +79,7 @@ def _legend(curves: list[Curve], name: str) -> str:
 
 
 def definition(panel: Panel, name: str) -> str:
-    """Return what the panel's metrics mean, as docs/metrics.md says it, to be opened; empty without one."""
+    """Return what the panel's metrics mean, as docs/run/metrics.md says it, to be opened; may be empty."""
     rows = []
     for key in panel.keys:
         if (metric := names.metric_of(key)) is not None:

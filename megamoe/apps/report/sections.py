@@ -1,6 +1,6 @@
 """The sections of the report of one run: which metrics of its record are drawn, and under which axes.
 
-docs/metrics.md defines every metric. A metric that was not recorded has no panel.
+docs/run/metrics.md defines every metric. A metric that was not recorded has no panel.
 """
 
 from collections.abc import Mapping

@@ -38,9 +38,9 @@ class Tile:
 # By (kind of product, bytes of a number, major compute capability). `product`: rows times a weight. `up`:
 # the same with two results at a time, gate and value. `down_backward`: with the activation's gradient behind
 # it; `weighted_down_backward`: and that of the routing's weights. `to_weight`: the gradient of the weights.
-# Those of Hopper are the fastest of those tried on an H100 (docs/gpu.md), where 128 columns are faster for
-# `down_backward` although they spill registers. The weighted form and Blackwell's were not tried, and do not
-# spill. Tensor cores do not multiply fp32, so its tiles are the same everywhere.
+# Those of Hopper are the fastest of those tried on an H100 (docs/scale/gpu.md), where 128 columns are faster
+# for `down_backward` although they spill registers. The weighted form and Blackwell's were not tried, and do
+# not spill. Tensor cores do not multiply fp32, so its tiles are the same everywhere.
 TILES: dict[tuple[str, int, int], Tile] = {
     ("product", 2, AMPERE): Tile(128, 128, 32, 8, 4),
     ("up", 2, AMPERE): Tile(128, 64, 32, 8, 4),

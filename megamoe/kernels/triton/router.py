@@ -27,7 +27,7 @@ from megamoe.kernels.triton.products import add_product
 
 # The blocks of the scores, of the rows' gradient and of the parts of the weight's gradient: tokens, columns
 # and the depth of the sum at a time. `scores` has a column for each expert. Of those tried on an H100
-# (docs/gpu.md) the fastest that spill no registers on GPUs of any known capability.
+# (docs/scale/gpu.md) the fastest that spill no registers on GPUs of any known capability.
 SCORES: dict[str, Any] = {"ROWS": 64, "DEPTH": 32}
 TO_ROWS: dict[str, Any] = {"ROWS": 32, "COLUMNS": 64, "DEPTH": 16}
 TO_WEIGHT: dict[str, Any] = {"COLUMNS": 128, "DEPTH": 32}

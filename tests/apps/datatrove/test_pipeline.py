@@ -17,7 +17,7 @@ from tests.support.data.datatrove_inputs import contents, environment, make_line
 
 pytest.importorskip("datatrove", reason="the extra datatrove is not installed")
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs/architecture.md").read_text().split()
+PAGE = (ROOT / "docs/change/architecture.md").read_text().split()
 WORDS = sorted({word for word in PAGE if word.isalpha() and word.isascii() and len(word) > 3})
 COMMON = ["the", "of", "and", "to", "in", "that", "for", "as", "was", "with", "be", "by"]
 

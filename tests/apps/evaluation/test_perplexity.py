@@ -297,7 +297,7 @@ def test_the_world_is_left_at_the_end() -> None:
 
 
 def test_the_page_has_every_key_of_the_json() -> None:
-    page = (Path(__file__).parents[3] / "docs/evaluation.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/models/evaluate.md").read_text()
     rows = [row[1:].split(" | ") for row in page.splitlines() if row.startswith("|") and row.count("|") == 4]
     named = {name.strip("`") for row in rows[2:] for name in row[1].strip().split(", ")} - {
         "accuracy",

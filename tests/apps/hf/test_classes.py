@@ -138,7 +138,7 @@ def their_tokens(
 
 def test_every_class_has_its_models_and_its_line_on_the_page() -> None:
     assert CONFIGS.keys() == FAMILIES.keys()
-    page = (Path(__file__).parents[3] / "docs/huggingface.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/models/hugging_face.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.*?) \| ?(.*?) ?\|$", page, re.M)
     assert {name for name, *_ in rows} >= FAMILIES.keys() | REFUSED.keys()
     refused = {name: (first.strip("`"), second) for name, first, second in rows if name in REFUSED}

@@ -1,4 +1,4 @@
-"""The commands of docs/huggingface.md, one after the other, as a reader would run them."""
+"""The commands of docs/models/hugging_face.md, one after the other, as a reader would run them."""
 
 import json
 import os
@@ -47,7 +47,7 @@ def test_the_commands_run(tmp_path: Path) -> None:
     with_tokenizer(tmp_path / "models/small")
     (tmp_path / "text.jsonl").write_text(f"{json.dumps({'text': TEXT})}\n" * DOCUMENTS, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    for command in commands_of("docs/huggingface.md"):
+    for command in commands_of("docs/models/hugging_face.md"):
         if "lm_eval.py" in command and find_spec("lm_eval") is None:  # the extra `eval`
             continue
         assert "|python_choice|" in run(command, tmp_path) or "lm_eval.py" not in command

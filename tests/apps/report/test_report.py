@@ -65,7 +65,7 @@ def content_of(page: str) -> dict[str, Any]:
 
 
 def full_rows() -> list[dict[str, Any]]:
-    """Four steps with every kind of metric of docs/metrics.md."""
+    """Four steps with every kind of metric of docs/run/metrics.md."""
     own: dict[str, Any] = {it.key: 0.5 for it in (*names.TRAINING, *names.SPEED) if "<" not in it.key}
     del own[names.VAL_LM_LOSS]
     own |= {"train/switch_balance/weighted": 0.01, "train/lm_loss/mtp_1": 7.0, "test/lm_loss": 4.75}

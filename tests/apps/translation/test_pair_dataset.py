@@ -243,7 +243,7 @@ class _Nothing:
 def test_the_example_of_the_docs_runs(
     prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs" / "pairs.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/models/pairs.md").read_text()
     [block] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert "data/catalogues/pairs/train" in block
     (tmp_path / "example.py").write_text(block.replace("data/catalogues/pairs/train", prefix))
