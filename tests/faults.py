@@ -7,7 +7,7 @@ FAULTS = (
     Fault(
         "tensor-sync",
         "gradients of norms, routers and shared experts are summed over tensor-parallel ranks",
-        "scale/parallelism.md",
+        "scale/layouts.md",
         "megamoe/parallel/gradient_sync.py",
         "            dist.all_reduce(total, group=self.group)\n",
         "",
@@ -16,7 +16,7 @@ FAULTS = (
     Fault(
         "draws",
         "random draws are hashes of seed, step, layer and token, never of the rank",
-        "scale/parallelism.md",
+        "scale/layouts.md",
         "megamoe/moe/rng.py",
         'text = f"{seed}/{step}/{layer}/{purpose}".encode()',
         "text = f\"{seed}/{step}/{layer}/{purpose}/{__import__('os').environ.get('RANK')}\".encode()",
@@ -25,7 +25,7 @@ FAULTS = (
     Fault(
         "aux-scale",
         "the gradient of an auxiliary loss is that of one rank under every layout",
-        "scale/parallelism.md",
+        "scale/layouts.md",
         "megamoe/train/step.py",
         "share = 1.0 / (len(batches) * engine.layout.tensor)",
         "share = 1.0 / len(batches)",
@@ -34,7 +34,7 @@ FAULTS = (
     Fault(
         "token-count",
         "the lm loss is the mean over the unmasked tokens of the global batch",
-        "scale/parallelism.md",
+        "scale/layouts.md",
         "megamoe/train/losses.py",
         "        dist.all_reduce(tokens_K, group=engine.data_group)\n",
         "        tokens_K *= engine.layout.data\n",
@@ -43,7 +43,7 @@ FAULTS = (
     Fault(
         "expert-slices",
         "the outputs of an expert's slices are summed",
-        "scale/parallelism.md",
+        "scale/layouts.md",
         "megamoe/moe/dispatch/direct.py",
         "rows_MH.shape[1]).sum(0)",
         "rows_MH.shape[1]).mean(0)",
@@ -271,7 +271,7 @@ FAULTS = (
     Fault(
         "compiled-experts",
         "the compiled experts equal their plain form, gradients included",
-        "scale/speed.md",
+        "scale/gpu.md",
         "megamoe/cpu_kernels/swiglu.h",
         "    out[1] = sent * open;\n",
         "    out[1] = sent * share;\n",
@@ -334,7 +334,7 @@ FAULTS = (
     Fault(
         "clipping",
         "clipping is by the norm of the whole model, the experts of other ranks included",
-        "scale/parallelism.md",
+        "scale/layouts.md",
         "megamoe/optim/optimizers.py",
         "        dist.all_reduce(squares, group=group)\n",
         "",
@@ -388,7 +388,7 @@ FAULTS = (
     Fault(
         "documents",
         "attention does not see another document of the sequence",
-        "scale/backends.md",
+        "scale/gpu.md",
         "megamoe/kernels/attention/documents.py",
         "return ((place_L >= start_BL[..., None]) & (place_L <= place_L[:, None]))[:, None]",
         "return (place_L <= place_L[:, None]).expand(*start_BL.shape, -1)[:, None]",
@@ -433,7 +433,7 @@ FAULTS = (
     Fault(
         "chat-mask",
         "the loss is on the assistant's words alone",
-        "models/chat.md",
+        "models/tune.md",
         "megamoe/apps/chat/dataset.py",
         "mask_S[first : last - 1] = learned_S[1:] / (",
         "mask_S[first : last - 1] = 1 / (",
@@ -586,7 +586,7 @@ FAULTS = (
     Fault(
         "fp8-weights",
         "no copy in FP8 outlives an update of the weights",
-        "scale/backends.md",
+        "scale/gpu.md",
         "megamoe/model/modules.py",
         '        options["disable_parameter_transpose_cache"] = True\n',
         "",
@@ -595,7 +595,7 @@ FAULTS = (
     Fault(
         "engine-start",
         "Every weight therefore has the same name, shape and initial value under both backends",
-        "scale/backends.md",
+        "scale/gpu.md",
         "megamoe/model/build.py",
         "    use_one_stream(building=True)\n",
         "    use_one_stream()\n",

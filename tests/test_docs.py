@@ -49,7 +49,7 @@ def blocks_of(page: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.parametrize("block", blocks_of("docs/route/parts.md", "python"))
+@pytest.mark.parametrize("block", blocks_of("docs/route/writing_parts.md", "python"))
 def test_the_examples_of_parts_are_plugins_that_learn(block: str, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(block)
     kind, name = re.search(r'@register\("(\w+)", "(\w+)"\)', block).groups()  # type: ignore[union-attr]
@@ -140,9 +140,9 @@ def test_keys_beside_the_flags_of_megatron_exist() -> None:
 
 
 def test_commits_named_as_examples_exist() -> None:
-    pages = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs/change/howto").glob("*.md"))]
+    pages = [ROOT / "CONTRIBUTING.md", ROOT / "docs/change/howto.md"]
     named = {(page.name, sha) for page in pages for sha in re.findall(r"`([0-9a-f]{8})`", page.read_text())}
-    assert len(pages) == 6 and {name for name, _ in named} == {page.name for page in pages}
+    assert {name for name, _ in named} == {page.name for page in pages}
     known = ["git", "cat-file", "--batch-check=%(objecttype)"]
     asked = "".join(f"{sha}\n" for _, sha in sorted(named))
     done = subprocess.run(known, cwd=ROOT, input=asked, capture_output=True, text=True)

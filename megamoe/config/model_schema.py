@@ -124,9 +124,7 @@ class MultiTokenConfig(Section):
     """Multi-token prediction (DeepSeek-V3): further blocks predict the tokens after the next one."""
 
     depth: Annotated[int, Field(ge=0, le=64)] = 0
-    """D: further tokens that a decoder predicts, each by a further block; see
-    docs/change/architecture.md#the-training-step
-    """
+    """D: further tokens that a decoder predicts, each by a further block (DeepSeek-V3, section 2.2)"""
     weight: PositiveFloat = 0.3
     """times the mean of their D losses is added to the loss"""
 
@@ -211,7 +209,7 @@ class ModelConfig(Section):
     """an encoder's linear layer, activation and norm before the output layer, as BERT has them"""
     num_labels: Size | None = None
     """an encoder predicts labels instead of tokens, with so many outputs: the number of labels, 1 for a
-    number, 2 for a span; see docs/models/objectives.md#classification
+    number, 2 for a span; see docs/models/tune.md#labels
     """
     predicts: Literal["label", "number", "tags", "span"] = "label"
     """with `num_labels`: the label or the number of a whole text, the tag of each word, or a part of the text
@@ -246,11 +244,11 @@ class ModelConfig(Section):
     cpu_kernels: Literal["auto", "plain", "compiled"] = "auto"
     """auto: compiled if GCC is available"""
     gpu_kernels: Literal["auto", "plain", "triton"] = "auto"
-    """on CUDA; auto: Triton if it can be used; see docs/scale/backends.md#our-kernels"""
+    """on CUDA; auto: Triton if it can be used; see docs/scale/gpu.md#our-kernels"""
     keep_freed_memory: bool = True
     """on the CPU: malloc keeps freed memory for the process instead of returning it to the system"""
     fp8: Literal["none", "delayed", "tensorwise", "blockwise", "mxfp8"] = "none"
-    """FP8 matrix products, and how their scales are computed; see docs/scale/backends.md#fp8"""
+    """FP8 matrix products, and how their scales are computed; see docs/scale/gpu.md#fp8"""
     fp8_format: Literal["hybrid", "e4m3"] | None = None
     """default: e4m3 for blockwise and mxfp8, otherwise hybrid"""
     fp8_amax_history: Size | None = None

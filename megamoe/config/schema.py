@@ -72,7 +72,7 @@ class DataConfig(Section):
     sampling_exponent: NonNegativeFloat | None = None
     """a: the weight of a source is its number of tokens to the power of a; replaces the sources' weights"""
     split: list[NonNegativeFloat] = field(default_factory=lambda: [0.98, 0.02, 0.0])
-    """shares of train, validation and test; of pairs, see docs/models/objectives.md#translation"""
+    """shares of train, validation and test; of pairs, see docs/models/tune.md#translation"""
     validation: dict[str, Sources] = field(default_factory=dict)
     """further validation sets, by name"""
     mock: bool = False
@@ -221,7 +221,7 @@ class OptimizerConfig(Section):
     """added to the denominator"""
     moments: Literal["fp32", "bf16"] = "fp32"
     """how both moments are kept; bf16, at ZeRO 1 to 3 without offload, saves 4 bytes of a parameter,
-    rounds at random and is slow on a GPU; see docs/scale/scale.md#moments-in-bf16
+    rounds at random and is slow on a GPU; see docs/scale/plan.md#moments-in-bf16
     """
     weight_decay: Decay | None = None
     """for matrices only; default: 0.1 for adamw and muon, 0 for adam"""
@@ -281,7 +281,7 @@ class TrainConfig(Section):
 
     objective: ObjectiveChoice = field(default_factory=lambda: PartChoice.default("objective"))
     """what the model predicts: `causal`, `chat`, `masked`, `span_corruption`, `translation`,
-    `classification`, `regression`, `tagging`, `span`, or a plugin's; see docs/models/objectives.md
+    `classification`, `regression`, `tagging`, `span`, or a plugin's; see docs/models/tune.md
     """
     steps: PositiveInt | None = None
     """optimiser steps of the whole run; default: 100, if `epochs` is not set"""

@@ -14,7 +14,7 @@ from megamoe.train.resolved import resolve_run
 from tests.support.data.sources import stream, take
 from tests.support.tiny import BASE
 
-PAGE = (Path(__file__).parents[2] / "docs/models/objectives.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs/models/tune.md").read_text()
 MADE_OF_TEXT = """
 from dataclasses import dataclass
 from megamoe.registry import register

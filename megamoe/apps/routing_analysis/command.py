@@ -6,7 +6,7 @@ python tools/analyze_routing.py runs/demo --analyses removal --layers 2 --sample
 torchrun --nproc-per-node 2 tools/analyze_routing.py runs/demo parallel.expert=2
 
 The model runs over a validation set, the run's own by default, and some of its tokens are kept one by one
-(--tokens). All checkpoints see the data of the first one. docs/models/analysis.md explains each analysis.
+(--tokens). All checkpoints see the data of the first one. docs/models/evaluate.md explains each analysis.
 """
 
 import argparse

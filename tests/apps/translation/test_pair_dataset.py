@@ -243,8 +243,8 @@ class _Nothing:
 def test_the_example_of_the_docs_runs(
     prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    page = (Path(__file__).parents[3] / "docs/models/pairs.md").read_text()
-    [block] = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    page = (Path(__file__).parents[3] / "docs/models/tune.md").read_text()
+    [block] = re.findall(r"```python title=\"pairs.py\"\n(.*?)```", page, flags=re.DOTALL)
     assert "data/catalogues/pairs/train" in block
     (tmp_path / "example.py").write_text(block.replace("data/catalogues/pairs/train", prefix))
     runpy.run_path(str(tmp_path / "example.py"))
