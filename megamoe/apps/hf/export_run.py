@@ -18,7 +18,7 @@ import torch
 from megamoe.apps.checkpoints.stream import new_tree
 from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.apps.hf.chat_files import chat_of
-from megamoe.apps.hf.custom.export import CUSTOM, custom_family, custom_files
+from megamoe.apps.hf.custom.export import CUSTOM, FAMILY, OF_ROUTERS, custom_family, custom_files
 from megamoe.apps.hf.families import FAMILIES
 from megamoe.apps.hf.family import Family, as_config, differences, without_groups
 from megamoe.apps.hf.folder import (
@@ -53,9 +53,7 @@ from megamoe.registry import STAGES, is_ours, label, list_parts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 # The state of losses; and multi-token prediction, where the class has no names for it.
-OF_TRAINING = re.compile(
-    r".*\.layer\.(losses\..*|router\.scorer\.(noise|group_noise|old|reference)_weight)|prediction\..*"
-)
+OF_TRAINING = re.compile(rf"{OF_ROUTERS.pattern}|prediction\..*")
 METADATA = {"format": "pt"}  # transformers asks for it
 SHOWN_KEYS = 5
 
@@ -139,14 +137,17 @@ def _target(
     if like is not None and not like.is_dir():
         raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
     given = portable(read_object(kept / CONFIG)) if kept is not None and (kept / CONFIG).exists() else {}
-    if model_class == CUSTOM:
-        family = custom_family(reader.path, config)
+    is_custom = model_class == CUSTOM or (
+        model_class is None and given.get("model_type") == FAMILY.model_type
+    )
+    if is_custom:
+        family = custom_family(reader.path, config, reader)
     else:
         family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
     vocab_size = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
-    same_class = model_class != CUSTOM and given.get("model_type") == family.model_type
+    same_class = not is_custom and given.get("model_type") == family.model_type
     ids = special_ids(config) | {name: given[name] for name in SPECIAL_IDS if name in given}
-    custom = custom_files(config) if model_class == CUSTOM else {}
+    custom = custom_files(config) if is_custom else {}
     others, remarks = _other_files(reader, config, kept, custom, ids)
     return Target(
         family, config, _rules(family, config, vocab_size), given if same_class else {}, others, ids, remarks

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megamoe.apps.checkpoints.stream import new_tree
+from megamoe.apps.hf.custom.export import FAMILY, family_of_folder
 from megamoe.apps.hf.families import FAMILIES, REFUSED
 from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
 from megamoe.apps.hf.folder import (
@@ -204,16 +204,18 @@ def _meta(source: Source, config: Json, precision: str) -> Json:
 
 def _sections(source: Source, tokenizer: str | None) -> Json:
     """Return the sections of the configuration of a checkpoint that no data has trained yet."""
-    data: Json = {"mock": True, "sequence_length": _length(source)}
+    data: Json = {"mock": True, "sequence_length": source.config.data.sequence_length}
     if tokenizer is not None:
         data["tokenizer"] = tokenizer
     model = {**source.tree["model"], "vocab_multiple": math.gcd(source.vocab_size, VOCABULARY_MULTIPLE)}
     return {"data": data, "model": model, "moe": source.tree["moe"]}
 
 
-def _length(source: Source) -> int:
-    longest = source.folder.config.get("max_position_embeddings")
-    return min(longest, LONGEST) if type(longest) is int and longest > 0 else LONGEST
+def _length(given: Json, config: RunConfig) -> int:
+    longest = given.get("max_position_embeddings")
+    if type(longest) is not int or longest <= 0:
+        return LONGEST
+    return longest if config.model.position == "learned" else min(longest, LONGEST)
 
 
 def _run_yaml(source: Source, folder: Path, run: Path, tokenizer: str | None) -> str:
@@ -244,6 +246,8 @@ def family_of(config: Json, where: Path) -> Family:
         UserError: if it cannot be converted; the message names those that can.
     """
     found = config.get("model_type")
+    if found == FAMILY.model_type:
+        return family_of_folder(config, where)
     if isinstance(found, str) and found in REFUSED:
         nearest, difference = REFUSED[found]
         raise UserError(
@@ -278,6 +282,7 @@ def open_source(path: Path, further: bool = False) -> Source:
     if not further:
         tree["model"].pop("multi_token_prediction", None)
         config = as_config(tree, str(path / CONFIG))
+    config.data.sequence_length = _length(folder.config, config)
     rules = family.rules(config, int(config.model.vocab_size or 0))
     unused = _check_tensors(folder, family, config, rules, 0 if further else depth)
     return Source(folder, family, tree, config, rules, unused)
@@ -290,10 +295,11 @@ def _check_tensors(
 
     left_out: the blocks of multi-token prediction that may be there without a rule.
     """
-    expected = {name: shape for rule in flat(groups) for name, shape in rule.source_shapes().items()}
-    for name, shape in expected.items():
-        _check_tensor(folder, name, shape, family)
+    expected: set[str] = set()
     for rule in flat(groups):
+        for name, shape in rule.source_shapes().items():
+            _check_tensor(folder, name, shape, family, rule.is_buffer)
+            expected.add(name)
         dtypes = sorted({_name(folder.tensors[name].dtype) for name in rule.sources})
         if len(dtypes) > 1:
             raise UserError(
@@ -304,7 +310,7 @@ def _check_tensors(
     last = config.model.num_layers
     blocks = tuple(f"model.layers.{block}." for block in range(last, last + left_out))
     unused: dict[str, list[str]] = {}
-    for name in sorted(folder.tensors.keys() - expected.keys()):
+    for name in sorted(folder.tensors.keys() - expected):
         if name in copies:
             _check_copy(folder, name, copies[name])
         elif INVERSE_FREQUENCIES.fullmatch(name):
@@ -321,7 +327,7 @@ def _check_tensors(
     return unused
 
 
-def _check_tensor(folder: Weights, name: str, shape: Shape, family: Family) -> None:
+def _check_tensor(folder: Weights, name: str, shape: Shape, family: Family, is_buffer: bool) -> None:
     stored = folder.tensors.get(name)
     if stored is None:
         raise UserError(
@@ -332,7 +338,7 @@ def _check_tensor(folder: Weights, name: str, shape: Shape, family: Family) -> N
         raise UserError(
             f"{folder.path}: {short(name)} has shape {list(stored.shape)}, {CONFIG} says {list(shape)}"
         )
-    if stored.dtype not in FLOATS:
+    if stored.dtype not in FLOATS and not is_buffer:
         raise UserError(
             f"{folder.path}: {short(name)} is {_name(stored.dtype)}, expected float32, bfloat16 or float16"
         )

@@ -12,12 +12,14 @@ from torch import Tensor
 from megamoe.apps.evaluation.trained_model import Session
 from megamoe.apps.hf.custom.export import custom_family
 from megamoe.apps.hf.export_run import export_run
+from megamoe.apps.hf.import_folder import import_folder
 from megamoe.config import load_config, to_dict
 from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Routing
 from megamoe.parallel.launch import find_world
-from tests.support.checkpoint_files import write_checkpoint
+from megamoe.parallel.placements import shardings
+from tests.support.checkpoint_files import read_tensors, write_checkpoint
 from tests.support.moe.build import set_tokens
 from tests.support.tiny import tiny_gpt
 
@@ -96,12 +98,12 @@ OTHERS: dict[str, tuple[str, ...]] = {
         "moe.router.scorer={name: linear, bias: true}",
         "moe.router.score_function=sigmoid",
         "moe.router.selector={name: expert_choice, k: 1.5, allow_non_causal: true}",
-        "moe.losses={}",
+        "moe.losses=none",
     ),
     "tables": (
         "moe.router.scorer=hash",
         "moe.router.selector={name: table, k: 2, scale: 2.5}",
-        "moe.losses={}",
+        "moe.losses=none",
     ),
     "dense": ("moe.layers=none",),
 }
@@ -155,7 +157,9 @@ def loaded(folder: Path) -> Any:
 
 
 def check_equal(folder: Path, base: str, *overrides: str) -> None:
-    """Logits, those of padded batches, and greedy tokens are those of our model."""
+    """Logits, those of padded batches, and greedy tokens with every cache are those of our model; an import
+    and another export give the same weights and files.
+    """
     model, context = saved(folder / "step_00000001", base, *overrides)
     export_run(folder / "step_00000001", folder / "out", model_class="custom", report=lambda line: None)
     theirs = loaded(folder / "out")
@@ -178,6 +182,30 @@ def check_equal(folder: Path, base: str, *overrides: str) -> None:
             next_B = ours(model, context, prompt_BS)[:, -1].argmax(-1)
             prompt_BS = torch.cat([prompt_BS, next_B[:, None]], dim=1)
         assert torch.equal(generated_BS, prompt_BS)
+        for how in ({"use_cache": False}, {"cache_implementation": "static"}):
+            again_BS = theirs.generate(
+                padded_BS[:, :9], attention_mask=mask_BS[:, :9], max_new_tokens=8, do_sample=False, **how
+            )
+            assert torch.equal(again_BS[:, 3:], generated_BS), how
+    import_folder(folder / "out", folder / "run", report=lambda line: None)
+    first, second = (
+        read_tensors(folder / each) for each in ("step_00000001", "run/checkpoints/step_00000000")
+    )
+    assert first.keys() == second.keys()
+    for weight, tensor in first.items():
+        assert tensor.dtype == second[weight].dtype and torch.equal(tensor, second[weight]), weight
+    cut = json.loads((folder / "run/checkpoints/step_00000000/index.json").read_text())["shardings"]
+    assert {name for name, it in cut.items() if it.get("expert")} == {
+        name for name, it in shardings(model).items() if it.expert
+    }
+    export_run(folder / "run", folder / "back", report=lambda line: None)
+    assert_same_files(folder / "out", folder / "back")
+
+
+def assert_same_files(one: Path, other: Path) -> None:
+    """Two folders hold the same bytes."""
+    first, second = ({path.name: path.read_bytes() for path in each.iterdir()} for each in (one, other))
+    assert first.keys() == second.keys() and not [name for name in first if first[name] != second[name]]
 
 
 @pytest.mark.parametrize(
@@ -311,3 +339,37 @@ def test_it_suits_the_trainers_of_others(tmp_path: Path) -> None:
     words = torch.nn.Embedding(WORDS, 32)
     model.set_input_embeddings(words)
     assert model.get_input_embeddings() is words
+    model.resize_token_embeddings(WORDS + 6)
+    assert model(tokens_BS).logits.shape[-1] == WORDS + 6
+
+
+@pytest.mark.parametrize("k", [1, 2])
+def test_the_auxiliary_loss_is_that_of_transformers(k: int, tmp_path: Path) -> None:
+    """Also its gradient, with recomputed blocks of either kind; every router's choices are counted."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    selector = f"moe.router.selector={{name: top_k, k: {k}}}"
+    saved(
+        tmp_path / "step_00000001", "switch", NO_CAPACITY, selector, "moe.losses.switch_balance.weight=0.25"
+    )
+    export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom", report=lambda line: None)
+    model, tokens_BS = loaded(tmp_path / "out"), torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
+    mask_BS = (torch.arange(LENGTH) >= torch.tensor([[0], [5]])).long()
+    inputs = {"attention_mask": mask_BS, "labels": tokens_BS}
+    plain = model(tokens_BS, **inputs)
+    assert plain.aux_loss is None and plain.router_logits is None
+    model.config.output_router_logits = True
+    output = model(tokens_BS, **inputs)
+    assert [tuple(each.shape) for each in output.router_logits] == [(2 * LENGTH, 8)] * 2
+    expected = load_balancing_loss_func(output.router_logits, 8, k, mask_BS)
+    torch.testing.assert_close(output.aux_loss, expected)
+    torch.testing.assert_close(output.loss, plain.loss + 0.25 * expected)
+    routers = [layer.router for name, layer in model.named_modules() if name.endswith("mlp.layer")]
+    (gradient,) = torch.autograd.grad(expected, routers[0].scorer.weight, retain_graph=True)
+    for reentrant in (None, False, True):
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            model.enable_input_require_grads()
+        model.train().zero_grad()
+        model(tokens_BS, attention_mask=mask_BS).aux_loss.backward()
+        torch.testing.assert_close(routers[0].scorer.weight.grad, gradient)

@@ -15,6 +15,9 @@ class MegamoeConfig(PreTrainedConfig):
     inserted_after: those that an MoE layer follows. expert_sublayers: above 1, an expert is a stack of
     residual FFNs. shared_size: the FFN size of the shared experts, 0 for none; shared_mode: sum, gated or
     residual. router: the options of scorer, score_function and selector by name, and group_limit or null.
+    output_router_logits, router_aux_loss_coef: whether the balance loss is added, and its weight.
+    training_tensors: shapes of tensors that only megamoe's training needs, by name. megamoe: its sections
+    `model` and `moe`, for an import.
     """
 
     model_type = "megamoe"
@@ -59,6 +62,10 @@ class MegamoeConfig(PreTrainedConfig):
         shared_size: int = 0,
         shared_mode: str = "sum",
         router: dict[str, Any] | None = None,
+        output_router_logits: bool = False,
+        router_aux_loss_coef: float = 0.0,
+        training_tensors: dict[str, list[int]] | None = None,
+        megamoe: dict[str, Any] | None = None,
         tie_word_embeddings: bool = True,
         use_cache: bool = True,
         **kwargs: Any,
@@ -68,5 +75,5 @@ class MegamoeConfig(PreTrainedConfig):
             setattr(self, name, value)
         self.windows = windows or [None] * num_hidden_layers
         self.moe_blocks, self.inserted_after = moe_blocks or [], inserted_after or []
-        self.router = router or {}
+        self.router, self.training_tensors = router or {}, training_tensors or {}
         super().__init__(**kwargs)

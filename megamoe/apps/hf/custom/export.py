@@ -1,20 +1,25 @@
 """The class of our own for transformers: what it covers, its config.json, and its files.
 
 Its weights have our names and shapes, so its table of tensors follows from its modules. They are built here
-without numbers, so this export needs transformers, which the others do not.
+without numbers, so this export and its import need transformers, which the others do not. config.json also
+has our sections `model` and `moe`, which an import reads; the code of a folder is not run.
 """
 
 import json
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import Json
-from megamoe.apps.hf.rules import WHOLE, BlockMapping, whole
-from megamoe.config import RunConfig
+from megamoe.apps.hf.families.common import loss_weight
+from megamoe.apps.hf.family import Family, as_config
+from megamoe.apps.hf.folder import CONFIG, GENERATION, short
+from megamoe.apps.hf.keys import IRRELEVANT, Json, equal
+from megamoe.apps.hf.rules import EXPERT_BIAS, EXPERT_DOWN, EXPERT_UP, WHOLE, BlockMapping, whole
+from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
+from megamoe.config import RunConfig, to_dict
 from megamoe.config.parts import PartChoice
 from megamoe.config.shapes import (
     expert_activation,
@@ -30,6 +35,7 @@ from megamoe.config.shapes import (
     window_of,
 )
 from megamoe.errors import UserError
+from megamoe.parallel.chunks import Sharding
 from megamoe.registry import get_part
 
 CUSTOM = "custom"  # as the value of --class
@@ -46,18 +52,58 @@ SELECTORS |= {name: name for name in ("top_k", "threshold", "expert_choice", "ta
 SELECTORS |= {name: name for name in ("hierarchical_top_k", "entropy_aware")}
 FIXED_CHOICES = {"top_k", "table", "hierarchical_top_k"}
 UNKNOWN_ACTIVATION = "swiglu_clamped"
+SECTIONS, HELD = "megamoe", "training_tensors"  # keys of config.json
+# What only training needs of a router and of a loss, whose name is the group.
+OF_ROUTERS = re.compile(
+    r"model\..*\.layer\.(?:router\.scorer\.(?:noise|group_noise|old|reference)_weight|losses\.(\w+)\.[\w.]+)"
+)
+# Keys of `model` that are of the machine or left out, and those of config.json that no import reads.
+NOT_KEPT = ("recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory")
+NOT_KEPT += ("fp8", "fp8_format", "fp8_amax_history", "multi_token_prediction")
+NOT_COMPARED = {*IRRELEVANT, SECTIONS, "router_aux_loss_coef"}
+CUTS = {"up": EXPERT_UP, "down": EXPERT_DOWN, "up_bias": EXPERT_UP, "down_bias": EXPERT_BIAS}
 
 
 @dataclass(frozen=True)
 class CustomFamily(Family):
-    """A `Family` whose config.json and tensors are those of `modeling_megamoe.py`."""
+    """A `Family` whose config.json and tensors are those of `modeling_megamoe.py`.
+
+    held: shapes of the tensors that only training needs, by name.
+    """
+
+    held: Json = field(default_factory=dict)
+
+    def read(self, given: Json, where: str = CONFIG) -> Json:
+        """Return the sections that an export wrote, if the other keys of config.json say the same.
+
+        Raises:
+            UserError: naming a key that is missing or says something else.
+        """
+        self._check_class(given, where)
+        model, moe = ((given.get(SECTIONS) or {}).get(name) for name in ("model", "moe"))
+        if not isinstance(model, dict) or not isinstance(moe, dict):
+            raise UserError(f"{where}: {SECTIONS} is missing or broken; export the model again")
+        tree = {"model": {**model, "vocab_size": given.get("vocab_size")}, "moe": moe}
+        config = as_config(tree, where)
+        custom_family(Path(where), config)
+        for name, value in json.loads(json.dumps(self.write(config))).items():
+            if name not in NOT_COMPARED and not equal(given.get(name), value):
+                raise UserError(
+                    f"{where}: {name}: found {short(str(given.get(name)))}, expected {short(str(value))} by "
+                    f"its key {SECTIONS}; export the model again"
+                )
+        return tree
 
     def write(self, config: RunConfig) -> Json:
         """Return config.json but for the keys that every export adds."""
         automatic = {"AutoConfig": "configuration_megamoe.MegamoeConfig"}
         automatic["AutoModelForCausalLM"] = f"modeling_megamoe.{self.architecture}"
         head = {"architectures": [self.architecture], "model_type": self.model_type, "auto_map": automatic}
-        return {**head, **_model(config), **_moe(config)}
+        tree = to_dict(config)
+        model = {name: value for name, value in tree["model"].items() if name not in NOT_KEPT}
+        tree["moe"]["router"]["replay"] = None  # a file
+        kept = {SECTIONS: {"model": model, "moe": tree["moe"]}, HELD: self.held}
+        return {**head, **_model(config), **_moe(config), **kept}
 
     def rules(self, config: RunConfig, num_words: int) -> list[list[BlockMapping]]:
         """Return a rule for each tensor of the modules: it has our name and shape."""
@@ -74,7 +120,7 @@ class CustomFamily(Family):
         names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return [
             [
-                BlockMapping(name, shape, (name,), whole, WHOLE, name in buffers, {})
+                BlockMapping(name, shape, (name,), whole, _cut(name), name in buffers, {})
                 for name, shape in names.items()
             ]
         ]
@@ -83,8 +129,27 @@ class CustomFamily(Family):
 FAMILY = CustomFamily("megamoe", "MegamoeForCausalLM", keys=(), table=())
 
 
-def custom_family(path: Path, config: RunConfig) -> Family:
-    """Return the class of our own.
+def _cut(name: str) -> Sharding:
+    """Return how layouts shard a tensor, as far as it matters here: the experts."""
+    return CUTS.get(name.rpartition(".")[2], Sharding(expert=True)) if ".experts." in name else WHOLE
+
+
+def family_of_folder(given: Json, where: Path) -> Family:
+    """Return the class of our own, with the tensors that a config.json says.
+
+    Raises:
+        UserError: if it names others than those of training.
+    """
+    held = given.get(HELD)
+    for name, shape in held.items() if isinstance(held, dict) else [("", held)]:
+        sizes = shape if isinstance(shape, list) else [-1]
+        if not OF_ROUTERS.fullmatch(name) or not all(type(size) is int and size >= 0 for size in sizes):
+            raise UserError(f"{where}: {HELD}: found {short(f'{name} {shape}')}; export the model again")
+    return replace(FAMILY, held=held)
+
+
+def custom_family(path: Path, config: RunConfig, reader: CheckpointReader | None = None) -> Family:
+    """Return the class of our own, with the tensors of a checkpoint that only training needs.
 
     Raises:
         UserError: naming the keys of the configuration that it does not cover.
@@ -95,16 +160,25 @@ def custom_family(path: Path, config: RunConfig) -> Family:
             f"{path}: --class {CUSTOM}: it does not cover {', '.join(found)}; override keys that do not "
             "matter to you, such as moe.router.capacity=none"
         )
-    return FAMILY
+    names = [name.removeprefix(WEIGHT) for name in reader.names(WEIGHT)] if reader else []
+    matches = {name: OF_ROUTERS.fullmatch(name) for name in names}
+    return replace(
+        FAMILY,
+        held={
+            name: list(reader.shape(WEIGHT + name))
+            for name, match in matches.items()
+            if match and (match[1] is None or match[1] in config.moe.losses)
+        },
+    )
 
 
 def custom_files(config: RunConfig) -> dict[str, bytes]:
     """Return the files of the class by name; they import each other by their place in the folder."""
     texts = {name: (Path(__file__).parent / name).read_text(encoding="utf-8") for name in CODE}
     files = {name: text.replace(f"from {PACKAGE}.", "from .").encode() for name, text in texts.items()}
-    if not _caches(config):
-        files["generation_config.json"] = b'{\n  "use_cache": false\n}\n'
-    return files
+    # The loop over experts has numbers of tokens that differ at every step, which compiling would not stand.
+    generation = {"disable_compile": True} | ({} if _caches(config) else {"use_cache": False})
+    return files | {GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}
 
 
 def _obstacles(config: RunConfig) -> list[str]:
@@ -186,6 +260,7 @@ def _moe(config: RunConfig) -> Json:
         "expert_sublayers": moe.expert_sublayers,
         "shared_size": shared_ffn_size(moe, size),
         "shared_mode": moe.shared_expert_mode,
+        **loss_weight(0.0).write(config),
         "router": {
             "scorer": SCORERS[router.scorer.name],
             "scorer_options": SCORER_OPTIONS[router.scorer.name](router.scorer.options, config),

@@ -6,13 +6,15 @@ T = B * S, H hidden size, N attention heads, D head size, E experts, X an expert
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 
 from megamoe.apps.hf.custom.configuration_megamoe import MegamoeConfig
 from megamoe.apps.hf.custom.routing_megamoe import Router
@@ -103,6 +105,8 @@ class Attention(nn.Module):
             query, key = apply_rotary(query, *tables), apply_rotary(key, *tables)
         if cache is not None:
             key, value = cache.update(key, value, self.block)
+            # A static cache returns all its places, of which the later ones are empty.
+            key, value = (each[:, :, : mask_BSL.shape[2]] for each in (key, value))
         key, value = (each.repeat_interleave(heads // groups, dim=1) for each in (key, value))
         scores_BNSL = (query @ key.transpose(2, 3)).float() * config.attention_scale
         if config.attention_soft_cap is not None:
@@ -231,10 +235,16 @@ class MoELayer(nn.Module):
         self.experts = Experts(config) if config.expert_sublayers == 1 else ExpertStack(config)
         self.shared = SharedExperts(config) if config.shared_size else None
 
-    def forward(self, hidden_BSH: Tensor, ids_BS: Tensor, is_token_BS: Tensor) -> Tensor:
-        """[B, S, H] -> [B, S, H]. ids_BS: the tokens. is_token_BS: false for padding, which is not routed."""
+    def forward(
+        self, hidden_BSH: Tensor, ids_BS: Tensor, is_token_BS: Tensor, routed: list[Tensor]
+    ) -> Tensor:
+        """[B, S, H] -> [B, S, H]. ids_BS: the tokens. is_token_BS: false for padding, which is not routed.
+
+        routed: gets the router's logits, fp32 [T, E], and which experts compute a token, bool [T, E].
+        """
         hidden_TH, output_TH = hidden_BSH.flatten(0, 1), torch.zeros_like(hidden_BSH.flatten(0, 1))
-        chosen_TE, weight_TE = self.router(hidden_TH, ids_BS, is_token_BS)
+        chosen_TE, weight_TE, logits_TE = self.router(hidden_TH, ids_BS, is_token_BS)
+        routed += [logits_TE, chosen_TE]
         for expert in chosen_TE.any(dim=0).nonzero().flatten().tolist():
             token_X = chosen_TE[:, expert].nonzero().flatten()
             rows_XH = self.experts(hidden_TH[token_X], expert)
@@ -253,12 +263,12 @@ class MoEBlock(nn.Module):
         self.norm = Norm(config, config.hidden_size) if has_norm else None
         self.layer = MoELayer(config)
 
-    def forward(self, hidden_BSH: Tensor, *tokens: Tensor) -> Tensor:
+    def forward(self, hidden_BSH: Tensor, *tokens: Any) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
         return self.layer(hidden_BSH, *tokens)
 
 
-class Block(nn.Module):
+class Block(GradientCheckpointingLayer):
     """Attention, an FFN or MoE layer, and perhaps a further MoE layer, each with a residual."""
 
     def __init__(self, config: MegamoeConfig, block: int) -> None:
@@ -271,13 +281,17 @@ class Block(nn.Module):
         follows = block in config.inserted_after
         self.inserted = MoEBlock(config, config.expert_sublayers == 1) if follows else None
 
-    def forward(self, hidden_BSH: Tensor, attention: tuple[Any, ...], tokens: tuple[Tensor, ...]) -> Tensor:
-        """[B, S, H] -> [B, S, H]."""
+    def forward(
+        self, hidden_BSH: Tensor, attention: tuple[Any, ...], tokens: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        """[B, S, H] -> [B, S, H], and what `MoELayer` says of its routing: a pair of tensors for each."""
+        routed: list[Tensor] = []
         hidden_BSH = self._add(hidden_BSH, self.input_layernorm, self.self_attention, attention)
-        hidden_BSH = self._add(hidden_BSH, self.pre_mlp_layernorm, self.mlp, tokens)
-        if self.inserted is None:
-            return hidden_BSH
-        return self._add(hidden_BSH, self.inserted.norm or nn.Identity(), self.inserted, tokens)
+        hidden_BSH = self._add(hidden_BSH, self.pre_mlp_layernorm, self.mlp, (*tokens, routed))
+        if self.inserted is not None:
+            norm = self.inserted.norm or nn.Identity()
+            hidden_BSH = self._add(hidden_BSH, norm, self.inserted, (*tokens, routed))
+        return hidden_BSH, *routed
 
     def _add(self, hidden_BSH: Tensor, norm: nn.Module, layer: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
         if self.is_pre:
@@ -321,6 +335,13 @@ class Decoder(nn.Module):
         self.final_layernorm = Norm(config, config.hidden_size) if is_pre else nn.Identity()
 
 
+@dataclass
+class Output(MoeModelOutputWithPast):
+    """The backbone's output. aux_loss: the balance loss of all MoE layers, if their logits are asked for."""
+
+    aux_loss: Tensor | None = None
+
+
 class Model(nn.Module):
     """Embedding, blocks and output layer; called, it is the backbone that `base_model` names."""
 
@@ -338,14 +359,15 @@ class Model(nn.Module):
         position_ids: Tensor | None = None,
         past_key_values: Any = None,
         use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
         **unused: Any,
-    ) -> BaseModelOutputWithPast:
+    ) -> Output:
         """int64 [B, S] -> hidden states behind the last norm, [B, S, H]."""
         config, size = self.config, input_ids.shape[1]
         caches = config.use_cache and not self.training if use_cache is None else use_cache
         if caches and past_key_values is None and config.router.get("selector") != "expert_choice":
             past_key_values = DynamicCache()
-        before = 0 if past_key_values is None else past_key_values.get_seq_length()
+        before = 0 if past_key_values is None else int(past_key_values.get_seq_length())
         if before and config.router.get("selector") == "expert_choice":
             raise ValueError("with expert choice every token may change the others: set use_cache=False")
         is_token_BL = _tokens(attention_mask, input_ids, before)
@@ -355,10 +377,29 @@ class Model(nn.Module):
         tables = rotary_tables(config, position_ids) if config.position == "rope" else None
         causal_SL = torch.ones(size, before + size, dtype=torch.bool, device=input_ids.device).tril(before)
         attention = (tables, causal_SL & is_token_BL[:, None], past_key_values)
+        is_token_BS, routed = is_token_BL[:, before:], list[Tensor]()
         for block in self.decoder.layers:
-            hidden_BSH = block(hidden_BSH, attention, (input_ids, is_token_BL[:, before:]))
-        hidden_BSH = self.decoder.final_layernorm(hidden_BSH)
-        return BaseModelOutputWithPast(last_hidden_state=hidden_BSH, past_key_values=past_key_values)
+            hidden_BSH, *of_block = block(hidden_BSH, attention, (input_ids, is_token_BS))
+            routed += of_block
+        output = Output(self.decoder.final_layernorm(hidden_BSH), past_key_values)
+        if config.output_router_logits if output_router_logits is None else output_router_logits:
+            output.router_logits = tuple(routed[::2])
+            output.aux_loss = balance_loss(routed[::2], routed[1::2], is_token_BS) if routed else None
+        return output
+
+
+def balance_loss(logits: list[Tensor], chosen: list[Tensor], is_token_BS: Tensor) -> Tensor:
+    """Return E * sum_e f_e P_e over the tokens of all layers, as `load_balancing_loss_func` of transformers.
+
+    f_e: the share of tokens that chose expert e, by this router's selector. P_e: the mean of the softmax of
+    the logits. logits, chosen: of each layer, [T, E].
+    """
+    device, is_token_T = logits[0].device, is_token_BS.flatten().to(logits[0].device)
+    prob_E, share_E = (
+        torch.cat([each.to(device)[is_token_T] for each in layers]).mean(dim=0)
+        for layers in ([each.softmax(dim=-1) for each in logits], [each.float() for each in chosen])
+    )
+    return len(prob_E) * (prob_E * share_E).sum()
 
 
 class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
@@ -367,10 +408,13 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
     config_class = MegamoeConfig
     base_model_prefix = "model"
     _no_split_modules = ("Block",)
+    supports_gradient_checkpointing = True
 
     def __init__(self, config: MegamoeConfig) -> None:
         super().__init__(config)
         self.model = Model(config)
+        for name, shape in config.training_tensors.items():
+            hold(self, name.split("."), torch.empty(shape))
         self.post_init()
 
     def get_input_embeddings(self) -> nn.Module:
@@ -380,6 +424,19 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
     def set_input_embeddings(self, value: nn.Module) -> None:
         """Set the embedding of tokens, such as one for a larger vocabulary."""
         self.model.embedding.word_embeddings = value  # type: ignore[assignment]
+
+    def get_output_embeddings(self) -> nn.Module | None:
+        """Return the output layer; None if it is the embedding of tokens."""
+        return None if self.config.tie_word_embeddings else self.model.output_layer
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        """Set the output layer."""
+        self.model.output_layer = value  # type: ignore[assignment]
+
+    @staticmethod
+    def create_masks_for_generate(attention_mask: Tensor | None, **unused: Any) -> Tensor | None:
+        """Keep the mask of tokens [B, L] with a static cache too, whose places `Attention` cuts."""
+        return attention_mask
 
     def forward(
         self,
@@ -391,21 +448,34 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         num_items_in_batch: Tensor | int | None = None,
+        output_router_logits: bool | None = None,
         **unused: Any,
-    ) -> CausalLMOutputWithPast:
+    ) -> MoeCausalLMOutputWithPast:
         """int64 [B, S] -> logits, fp32 [B, S, V], and with labels their mean cross entropy.
 
         attention_mask: 1 for tokens and 0 for padding, [B, tokens so far]. num_items_in_batch: the labels of
         all accumulated batches, by which transformers' Trainer wants the sum of the losses divided.
+        output_router_logits: return the logits of each MoE layer and the auxiliary loss, and add it to the
+        loss with `router_aux_loss_coef`; default: the configuration's.
         """
-        output = self.model(input_ids, attention_mask, position_ids, past_key_values, use_cache)
+        output: Output = self.model(
+            input_ids, attention_mask, position_ids, past_key_values, use_cache, output_router_logits
+        )
         logits_BSV = self._logits(output.last_hidden_state[:, -logits_to_keep:])
         loss = None
         if labels is not None:
             logits_NV, label_N = logits_BSV[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
             total = functional.cross_entropy(logits_NV, label_N, reduction="sum")
             loss = total / ((label_N != -100).sum() if num_items_in_batch is None else num_items_in_batch)
-        return CausalLMOutputWithPast(loss=loss, logits=logits_BSV, past_key_values=output.past_key_values)
+            if output.aux_loss is not None:
+                loss = loss + self.config.router_aux_loss_coef * output.aux_loss.to(loss.device)
+        return MoeCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=output.aux_loss,
+            logits=logits_BSV,
+            past_key_values=output.past_key_values,
+            router_logits=output.router_logits,
+        )
 
     def _logits(self, hidden_BSH: Tensor) -> Tensor:
         config, model = self.config, self.model
@@ -422,3 +492,13 @@ def _tokens(attention_mask: Tensor | None, input_ids: Tensor, before: int) -> Te
     if attention_mask.dim() != 2:
         raise ValueError(f"attention_mask: found {attention_mask.dim()} dimensions, expected [B, L]")
     return attention_mask.bool()
+
+
+def hold(module: nn.Module, path: list[str], tensor: Tensor) -> None:
+    """Register a tensor that only megamoe's training needs, so that it is loaded and saved."""
+    *owners, last = path
+    for name in owners:
+        if not hasattr(module, name):
+            module.add_module(name, nn.Module())
+        module = getattr(module, name)
+    module.register_buffer(last, tensor)

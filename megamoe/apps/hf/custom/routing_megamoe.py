@@ -107,8 +107,10 @@ class Router(nn.Module):
         self.choice: str = config.router["selector"]
         self.options: dict[str, Any] = config.router["selector_options"]
 
-    def forward(self, hidden_TH: Tensor, ids_BS: Tensor, is_token_BS: Tensor) -> tuple[Tensor, Tensor]:
-        """Return which experts compute a token, bool [T, E], and with which weights, fp32 [T, E]."""
+    def forward(
+        self, hidden_TH: Tensor, ids_BS: Tensor, is_token_BS: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return which experts compute a token, bool [T, E], with which weights, and logits, fp32 [T, E]."""
         scores_TE, further = self.scorer(hidden_TH.float(), ids_BS.flatten())
         grouped = self.scorer.has_levels
         inner_TE, scores_TE = scores_TE, self._log_probs(scores_TE, further) if grouped else scores_TE
@@ -138,7 +140,8 @@ class Router(nn.Module):
             chosen_TE = torch.zeros_like(scores_TE, dtype=torch.bool).scatter(1, expert_TK, True)
         if candidates_TE is not None:
             chosen_TE = chosen_TE & candidates_TE
-        return chosen_TE & is_token_BS.flatten()[:, None], weight_TE
+        logits_TE = scores_TE / self.score_function.options["temperature"]
+        return chosen_TE & is_token_BS.flatten()[:, None], weight_TE, logits_TE
 
     def _log_probs(self, inner_TE: Tensor, group_TL: Tensor) -> Tensor:
         inner_TLM = inner_TE.unflatten(1, (group_TL.shape[1], -1)).log_softmax(dim=-1)
