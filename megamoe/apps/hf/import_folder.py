@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.apps.checkpoints.stream import new_tree
 from megamoe.apps.hf.custom.export import FAMILY, family_of_folder
 from megamoe.apps.hf.families import FAMILIES, REFUSED
 from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
