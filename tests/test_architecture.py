@@ -68,18 +68,11 @@ APPS = {
     "apps.finetune": {"apps.command"} | MODELS | {"apps.evaluation"},
     "apps.generation": {"apps.command"} | MODELS | {"apps.chat", "apps.evaluation", "apps.translation"},
     "apps.hf": FOUNDATION
-    | {
-        "apps.chat",
-        "apps.checkpoints",
-        "apps.command",
-        "checkpoint",
-        "compat",
-        "data",
-        "parallel",
-        "validation",
-    },
-    "apps.lab": FOUNDATION
-    | {"apps.command", "apps.finetune", "apps.report", "compat", "metrics", "train", "validation", "megamoe"},
+    | {"apps.checkpoints", "apps.chat", "apps.command"}
+    | {"checkpoint", "compat", "data", "parallel", "validation"},
+    "apps.lab": {"apps.command", "apps.finetune", "apps.report"}
+    | FOUNDATION
+    | {"compat", "metrics", "resilience", "train", "validation", "megamoe"},
     "apps.lm_eval": {"apps.command"} | MODELS | {"apps.evaluation", "apps.generation"},
     "apps.plan": {"apps.command", "cpu_kernels"} | MODELS | {"metrics"},
     "apps.prepare": {"apps.command"} | FOUNDATION | {"compat", "data", "megamoe"},

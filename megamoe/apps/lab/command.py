@@ -18,6 +18,7 @@ import json
 import os
 import shlex
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from megamoe.io import read_plain, reason, replace_file
 
 STUDIES = Path("examples/studies")
 MARK = ".lab"  # in a folder of a study; its lock
+WAIT_S = 10.0  # for the lock
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -126,13 +128,17 @@ def _open_folder(output: Path, overwrite: bool) -> int:
         handle = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     except OSError as error:
         raise UserError(f"--output: {output} cannot be written: {error.strerror}") from None
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(handle)
-        raise UserError(
-            f"--output: another lab runs in {output}; wait for it, or name another folder"
-        ) from None
+    until = time.monotonic() + WAIT_S  # runs of a lab that was killed hold the lock while they save
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except OSError:
+            if time.monotonic() > until:
+                os.close(handle)
+                told = f"another lab, or a run of it, holds {output}; wait for it, or name another folder"
+                raise UserError(f"--output: {told}") from None
+            time.sleep(0.1)
     if overwrite:
         for path in output.iterdir():
             if path.is_dir():

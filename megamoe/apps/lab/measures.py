@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from megamoe.apps.lab.plan import Plan
+from megamoe.apps.lab.plan import Plan, is_number
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import Curve, Measure
 from megamoe.apps.lab.tasks import RESULT, Task, Tasks
@@ -210,7 +210,7 @@ def sizes(tasks: Tasks, runner: Runner) -> dict[str, dict[str, int]]:
 
 def _taken(measure: Measure, run: Run) -> float | None:
     assert measure.metric is not None
-    recorded = [float(value) for value in series(run.rows, measure.metric)[1] if _is_number(value)]
+    recorded = [float(value) for value in series(run.rows, measure.metric)[1] if is_number(value)]
     if not recorded:
         return None
     if measure.take == "spikes":
@@ -290,7 +290,7 @@ def _at(content: Any, measure: Measure, where: str) -> float | None:
                 raise UserError(f"{where}: path: nothing at {step!r}; expected one of {known[:200]}")
         found = below
     found = [NON_FINITE.get(each, each) if isinstance(each, str) else each for each in found]
-    numbers = [float(each) for each in found if _is_number(each)]
+    numbers = [float(each) for each in found if is_number(each)]
     return statistics.fmean(numbers) if numbers else None
 
 
@@ -300,7 +300,3 @@ def _index(step: str, found: list[Any]) -> int | None:
     except ValueError:
         return None
     return index if -len(found) <= index < len(found) else None
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)

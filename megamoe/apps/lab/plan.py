@@ -132,7 +132,7 @@ def _config(folder: Path, study: Study, size: Size, row: Row, overrides: list[st
     for settings in (study.set, size.set, row.set):
         tree = merge(tree, plugins_beside(folder, settings))
     for key, factor in size.scale.items():
-        if _is_number(found := _at(tree, key)):
+        if is_number(found := _at(tree, key)):
             apply_override(tree, f"{key}={factor * found}")
     for override in overrides:
         apply_override(tree, override)
@@ -146,7 +146,8 @@ def _at(tree: Any, key: str) -> Any:
     return tree
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether a value of YAML or JSON is a number, which a truth value is not."""
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -159,7 +160,7 @@ def _check_scale(path: Path, size: str, chosen: Size, configs: dict[str, dict[st
         found = {row: value for row, tree in configs.items() if (value := _at(tree, key)) is not None}
         where = f"{path}: sizes.{size}.scale"
         for row, value in found.items():
-            if not _is_number(value):
+            if not is_number(value):
                 raise UserError(f"{where}: {key} of row {row} is {printable(value, 60)}, expected a number")
         if not found and key not in (known := [*_keys(to_dict(RunConfig()))]):
             raise UserError(f"{where}: unknown key {key!r}{nearest(key, known)}")

@@ -4,7 +4,7 @@ import datetime
 import math
 import platform
 from dataclasses import asdict
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -119,24 +119,13 @@ def _environment(command: str) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "megamoe": megamoe.__version__,
         "python": platform.python_version(),
-        "libraries": {name: found for name in LIBRARIES if (found := _version(name)) is not None},
+        "libraries": {name: version(name) for name in LIBRARIES},
         "processor": _processor(),
     }
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
 def _processor() -> str:
-    """Return the processor's name, from Linux's /proc where there is one."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    found = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    cores = sum(line.startswith("processor") for line in lines)
-    return f"{found or platform.machine()}, {cores} cores"
+    """Return the processor's name and its cores, from Linux's /proc."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.machine()}, {sum(line.startswith('processor') for line in lines)} cores"

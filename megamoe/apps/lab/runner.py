@@ -18,16 +18,9 @@ from megamoe.apps.command import LAUNCHER
 from megamoe.apps.lab.tasks import Task
 from megamoe.compat.glibc import signal_at_parents_end
 from megamoe.errors import ExitCode, UserError
-from megamoe.io import (
-    METRICS_FILE,
-    SUMMARY_FILE,
-    open_plain,
-    parse_json,
-    read_json,
-    reason,
-    replace_file,
-)
+from megamoe.io import open_plain, read_json, reason, replace_file
 from megamoe.metrics.formats import format_duration
+from megamoe.resilience.run_status import HEARTBEAT, LARGEST_HEARTBEAT
 
 LARGEST_RECORD = 1 << 20  # bytes
 POLL_S, PROGRESS_S = 0.1, 30.0
@@ -228,9 +221,7 @@ class Runner:
         done = self.steps - left
         time_left = f", about {format_duration(past / done * left)} left" if done >= STAGE_STEPS else ""
         names = ", ".join(
-            f"{task.name} step {_last_step(task.folder / METRICS_FILE):,} of {task.steps:,}"
-            if task.steps
-            else task.name
+            f"{task.name} step {_steps_of(task)[0]:,} of {task.steps:,}" if task.steps else task.name
             for task in running
         )
         ended = self.total - len(waiting) - len(running)
@@ -239,33 +230,17 @@ class Runner:
 
 
 def _steps_left(task: Task) -> int:
-    """Return the steps that a run has not recorded yet; few for a task without a number of steps."""
-    return max(0, (task.steps or STAGE_STEPS) - _last_step(task.folder / METRICS_FILE))
+    """Return the steps that a run has not done yet; few for a task without a number of steps."""
+    return max(0, (task.steps or STAGE_STEPS) - _steps_of(task)[0])
 
 
-def _last_step(path: Path) -> int:
-    """Return the step of the last whole record; 0 without any. One of many experts is longer than a tail."""
+def _steps_of(task: Task) -> tuple[int, int]:
+    """Return the steps that a run has done, by its heartbeat, and how many it has in all; 0 of a stage."""
     try:
-        with open_plain(path) as file:
-            size, tail = os.fstat(file.fileno()).st_size, MOST_TAIL
-            while True:
-                file.seek(max(0, size - tail))
-                for line in reversed(file.read().splitlines()):
-                    if (step := _step_in(line)) is not None:
-                        return step
-                if tail >= size:
-                    return 0
-                tail *= 4
-    except OSError:
-        return 0
-
-
-def _step_in(line: bytes) -> int | None:
-    """Return the step of a record; None of a line that is cut off."""
-    try:
-        return int(parse_json(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
+        beat = read_json(task.folder / HEARTBEAT, LARGEST_HEARTBEAT)
+        return int(beat["step"]), task.steps or int(beat["steps"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0, task.steps
 
 
 def _outcome(task: Task, code: int, log: Path) -> tuple[str, str]:
@@ -273,21 +248,13 @@ def _outcome(task: Task, code: int, log: Path) -> tuple[str, str]:
 
     A run that `train.exit_after_*` has stopped ends with 0 too.
     """
-    step, steps = _last_step(task.folder / METRICS_FILE), task.steps or _steps_in(task.folder / SUMMARY_FILE)
+    step, steps = _steps_of(task)
     if code == 0 and step >= steps:
         return DONE, ""
     if code not in (0, ExitCode.STOPPED):
         return FAILED, _problem(log, code)
     place = f" at step {step:,} of {steps:,}" if steps else ""
     return STOPPED, f"stopped{place}; the same command goes on with it"
-
-
-def _steps_in(summary: Path) -> int:
-    """Return the steps of a run by its summary, for one of epochs; 0 of a stage, which has none."""
-    try:
-        return int(read_json(summary, LARGEST_RECORD)["steps"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
 
 
 def _problem(log: Path, code: int) -> str:

@@ -206,15 +206,16 @@ def test_a_lab_that_is_killed_goes_on(tmp_path: Path) -> None:
 
 
 def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megamoe.apps.lab.command import _open_folder
+    from megamoe.apps.lab import command
 
+    monkeypatch.setattr(command, "WAIT_S", 0.0)
     path, output = written(tmp_path), tmp_path / "lab"
-    lock = _open_folder(output, overwrite=False)
+    lock = command._open_folder(output, overwrite=False)
     try:
         assert call("lab", [str(path), "--output", str(output)]) == 2
-        assert f"another lab runs in {output}" in capsys.readouterr().err
+        assert f"another lab, or a run of it, holds {output}" in capsys.readouterr().err
     finally:
         os.close(lock)
     (output / "tasks").mkdir()

@@ -10,13 +10,11 @@ from megamoe.apps.lab.tasks import Task
 
 TRAINS = """
 import json, pathlib, sys
-folder, steps, code, summary = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+folder, steps, code = pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
 folder.mkdir(parents=True, exist_ok=True)
-metrics = folder / "metrics.jsonl"
-step = json.loads(metrics.read_text().splitlines()[-1])["step"] if metrics.exists() else 0
-with metrics.open("a") as file:
-    file.write(json.dumps({"step": step + steps, "loads": [0] * 50000}) + chr(10))
-(folder / "summary.json").write_text(summary)
+beat = folder / "heartbeat.json"
+step = json.loads(beat.read_text())["step"] if beat.exists() else 0
+beat.write_text(json.dumps({"step": step + steps, "steps": 6}))
 sys.exit(code)
 """
 
@@ -30,15 +28,15 @@ def outcome(folder: Path, task: Task) -> TaskRecord:
 @pytest.mark.parametrize("steps", [6, 0])
 @pytest.mark.parametrize("code", [0, 75])
 def test_a_run_that_stops_before_its_last_step_is_not_done(tmp_path: Path, steps: int, code: int) -> None:
-    """As by train.exit_after_steps, or by a signal; of a run of epochs the summary has the steps."""
+    """As by train.exit_after_steps, or by a signal; of a run of epochs the heartbeat has the steps."""
     script = ("-c", TRAINS, str(tmp_path / "runs/a"))
-    task = Task("a", tmp_path / "runs/a", (*script, "2", str(code), '{"steps": 6}'), "a", steps=steps)
+    task = Task("a", tmp_path / "runs/a", (*script, "2", str(code)), "a", steps=steps)
     found = outcome(tmp_path, task)
     assert (found.state, found.problem) == (
         "stopped",
         "stopped at step 2 of 6; the same command goes on with it",
     )
-    whole = Task("a", tmp_path / "runs/a", (*script, "4", "0", '{"steps": 6}'), "a", steps=steps)
+    whole = Task("a", tmp_path / "runs/a", (*script, "4", "0"), "a", steps=steps)
     assert outcome(tmp_path, whole).state == "done"
     assert json.loads((tmp_path / "tasks/a.json").read_text())["problem"] == ""
 

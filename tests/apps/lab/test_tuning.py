@@ -34,6 +34,7 @@ loss = losses.get(name, 3.0)
 if loss is None:
     sys.exit("error: no memory")
 (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "tokens": 128, "val/lm_loss": loss}) + chr(10))
+(folder / "heartbeat.json").write_text(json.dumps({"step": 4, "steps": 4}))
 (folder / "summary.json").write_text(json.dumps({"parameters_total": 1000 if name[0] == "o" else 2000}))
 """
 TUNING: dict[str, Any] = {"key": "optimizer.lr", "values": [0.1, 0.2], "set": {"train": {"steps": 2}}}
