@@ -11,8 +11,8 @@ from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_se
 from megamoe.apps.generation.generate import agreement, check_tokens, tokenizer_of
 from megamoe.apps.generation.runner import runner_of
 from megamoe.apps.translation.card import load_pair_card
-from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag
-from megamoe.apps.translation.pairs import normalize_language, select_languages
+from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag, directions
+from megamoe.apps.translation.pairs import normalize_language
 from megamoe.data.card import is_pairs
 from megamoe.data.stored import beside
 from megamoe.errors import UserError
@@ -47,13 +47,8 @@ def direction_of(trained: TrainedModel, source: str, target: str) -> Translation
     """
     options = _options(trained)
     card = load_pair_card(_own_pairs(trained))[0]
-    others = options.languages or [each.language for each in card.languages if each.pairs]
-    own, others = card.source_language, select_languages(others, [each.language for each in card.languages])
-    known = []
-    if options.direction in ("from", "both"):
-        known += [(own, other) for other in others]
-    if options.direction in ("into", "both"):
-        known += [(other, own) for other in others]
+    learned = directions(card, options.languages, options.direction)
+    known = [(left, right) for each, left, right in learned if options.languages or each.pairs]
     wanted = normalize_language(source) or source, normalize_language(target) or target
     if wanted not in known:
         near = [pair for pair in known if pair[0] == wanted[0] or pair[1] == wanted[1]] or known

@@ -13,7 +13,7 @@ Interface for an objective:
 
 import bisect
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -23,7 +23,7 @@ import torch
 from torch.utils.data import Dataset, Subset
 
 from megamoe.apps.prepare.write import lengths_of
-from megamoe.apps.translation.card import PairCard, load_pair_card
+from megamoe.apps.translation.card import LanguageCard, PairCard, load_pair_card
 from megamoe.apps.translation.pairs import select_languages
 from megamoe.config.schema import DataConfig
 from megamoe.data.byte_files import open_bytes
@@ -61,6 +61,19 @@ class PairOptions:
     length_key: str = "max_length"
 
 
+def directions(
+    card: PairCard, languages: Iterable[str], direction: Direction
+) -> list[tuple[LanguageCard, str, str]]:
+    """Return the directions of translation: the other language's pairs, the source and the target language.
+
+    languages: those beside the source language; none: all.
+    """
+    known, own = {each.language: each for each in card.languages}, card.source_language
+    wanted = select_languages(languages, known) if languages else list(known)
+    found = [(known[other], own, other) for other in wanted if direction != "into"]
+    return found + [(known[other], other, own) for other in wanted if direction != "from"]
+
+
 class PairDataset(Dataset[dict[str, torch.Tensor]]):
     """The pairs of a split (the items: at the top of this file), group after group.
 
@@ -92,25 +105,18 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _lay_out(self, card: PairCard, vocabulary: Vocabulary) -> None:
         """Set the document, the direction, the group and the tag of each pair."""
-        options = self._options
-        known = {language.language: language.pairs for language in card.languages}
-        wanted = select_languages(options.languages, known) if options.languages else list(known)
-        starts = dict(zip(known, np.cumsum([0, *known.values()]).tolist(), strict=False))
+        ends = np.cumsum([each.pairs for each in card.languages]).tolist()
+        end_of = {each.language: end for each, end in zip(card.languages, ends, strict=True)}
         self.groups: list[str] = []
         self.sizes: list[int] = []
         self._tags: list[int | None] = []
         documents, reverses = [], []
-        directions = {"from": [False], "into": [True], "both": [False, True]}[options.direction]
-        for is_reverse in directions:
-            for language in wanted:
-                left, right = card.source_language, language
-                if is_reverse:
-                    left, right = right, left
-                self.groups.append(f"{left}-{right}")
-                self.sizes.append(known[language])
-                self._tags.append(self._tag_of(right, vocabulary))
-                documents.append(np.arange(starts[language], starts[language] + known[language]))
-                reverses.append(np.full(known[language], is_reverse))
+        for each, left, right in directions(card, self._options.languages, self._options.direction):
+            self.groups.append(f"{left}-{right}")
+            self.sizes.append(each.pairs)
+            self._tags.append(self._tag_of(right, vocabulary))
+            documents.append(np.arange(end_of[each.language] - each.pairs, end_of[each.language]))
+            reverses.append(np.full(each.pairs, right == card.source_language))
         self._document_N = np.concatenate(documents)
         self._is_reverse_N = np.concatenate(reverses)
         self._group_N = np.repeat(np.arange(len(self.groups)), self.sizes)
@@ -349,7 +355,7 @@ class OrderedPairs(Dataset[dict[str, torch.Tensor]]):
 
 def evaluated_pairs(
     dataset: PairDataset, *, seed: int, pairs: int, num_samples: int
-) -> Dataset[dict[str, torch.Tensor]]:
+) -> Subset[dict[str, torch.Tensor]]:
     """Return the pairs of a set that is evaluated: every pair once, then every pair again, and so on.
 
     They come in batches of `pairs` pairs of similar widths. Unlike `PairBatches`, no rest of a pass is left

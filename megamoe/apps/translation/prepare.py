@@ -10,7 +10,7 @@ Design choices:
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -373,13 +373,10 @@ class _Writer:
 
     def _write_dataset(self, files: DataFiles, texts: list[str]) -> DataCard:
         files.prefix.parent.mkdir(exist_ok=True)
-        counts_V = write_tokens(_batches(texts), self._tokenizer, files)
+        batches = (texts[start : start + BATCH_TEXTS] for start in range(0, len(texts), BATCH_TEXTS))
+        counts_V = write_tokens(batches, self._tokenizer, files)
         counts = TextCounts(len(texts), 0, sum(len(text.encode("utf-8")) for text in texts))
         return write_card(counts, self._tokenizer, self._reference, files, counts_V)
-
-
-def _batches(texts: Sequence[str]) -> Iterable[list[str]]:
-    return (list(texts[start : start + BATCH_TEXTS]) for start in range(0, len(texts), BATCH_TEXTS))
 
 
 def _publish(partial: Path, output: Path) -> None:

@@ -31,12 +31,12 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    files, several = ("LANGUAGE", "SOURCE", "TARGET"), {"nargs": "+", "action": "extend"}
-    add("--catalogues", **several, metavar="ITEM", help="gettext: installed packages, wheels, folders, files")
+    files, items = ("LANGUAGE", "SOURCE", "TARGET"), "gettext: installed packages, wheels, folders, files"
+    add("--catalogues", nargs="+", action="extend", metavar="ITEM", help=items)
     add("--aligned", nargs=3, action="append", metavar=files, help="files of text, line by line translations")
     add("--split-files", nargs=3, action="append", metavar=files, help="the same, with {split} in both names")
     add("--tsv", nargs=2, action="append", metavar=("LANGUAGE", "FILE"), help="lines of source, tab, target")
-    add("--jsonl", **several, metavar="FILE", help="JSON objects a line (--keys)")
+    add("--jsonl", nargs="+", action="extend", metavar="FILE", help="JSON objects a line (--keys)")
     add("--keys", type=_words, help="of source, target and language (default source,target,language)")
     add("--output", required=True, metavar="FOLDER", help="the new folder")
     add("--source-language", metavar="CODE", help="default en")

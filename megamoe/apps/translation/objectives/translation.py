@@ -15,6 +15,7 @@ from megamoe.apps.translation.dataset import (
     PairOptions,
     Tag,
     TooLong,
+    directions,
     evaluated_pairs,
     verify_pairs,
 )
@@ -217,13 +218,11 @@ class Translation(TrainingObjective):
 
 def _groups(options: Any, card: PairCard) -> tuple[np.ndarray, np.ndarray]:
     """Return each direction's pairs, float64 [G], and mean source and target tokens, float64 [G, 2]."""
-    known = {each.language: each for each in card.languages if each.pairs}
-    wanted = select_languages(options.languages, known) if options.languages else list(known)
     tag_2 = [options.tag == "source", options.tag == "target"]
     sizes, lengths = [], []
-    for is_reverse in {"from": [False], "into": [True], "both": [False, True]}[options.direction]:
-        for each in (known[language] for language in wanted):
+    for each, source, _ in directions(card, options.languages, options.direction):
+        if each.pairs:
             sides = [each.source_tokens / each.pairs, each.target_tokens / each.pairs]
             sizes.append(float(each.pairs))
-            lengths.append(np.add(sides[::-1] if is_reverse else sides, tag_2))
+            lengths.append(np.add(sides if source == card.source_language else sides[::-1], tag_2))
     return np.array(sizes), np.stack(lengths)
