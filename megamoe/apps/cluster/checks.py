@@ -42,11 +42,14 @@ def node_problems(output: Path, checkpoint_bytes: int, ranks: int) -> list[str]:
     return [*problems, *limit_problems(ranks), *gpu_problems()]
 
 
+def existing(folder: Path) -> Path:
+    """Return the folder, or the nearest one above that exists; a run makes the rest."""
+    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
+
+
 def _disk_problems(what: str, folder: Path, needed: int, purpose: str) -> Iterator[str]:
     """Write, sync and remove a small file, and compare the free space."""
-    there = folder
-    while not there.exists() and there != there.parent:
-        there = there.parent  # the run makes the rest
+    there = existing(folder)
     try:
         with tempfile.NamedTemporaryFile(dir=there, prefix=".preflight_") as file:
             file.write(bytes(TRIAL_BYTES))

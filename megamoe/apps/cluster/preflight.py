@@ -20,7 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store
 
-from megamoe.apps.cluster.checks import measure_pairs, rounds_of_pairs, slow_ranks
+from megamoe.apps.cluster.checks import existing, measure_pairs, rounds_of_pairs, slow_ranks
 from megamoe.errors import ExitCode
 from megamoe.parallel import launch
 from megamoe.parallel.rank_consistency import WAYS_OUT, Facts, first_difference
@@ -213,10 +213,7 @@ class Preflight:
         return {"time": now, "problems": problems, "speeds": named}
 
     def _mark(self) -> Path:
-        there = self.output
-        while not there.exists() and there != there.parent:
-            there = there.parent
-        return there / f"{MARK}_{os.environ.get('SLURM_JOB_ID', '0')}"
+        return existing(self.output) / f"{MARK}_{os.environ.get('SLURM_JOB_ID', '0')}"
 
 
 def _appears(path: Path) -> bool:
