@@ -105,7 +105,7 @@ def assumptions(sections: Sequence[Section], machine: Machine) -> dict[str, Any]
         if finding.assumption is not None and isinstance(finding.value, float)
     }
     measured = [
-        asdict(Rate(*key, float(finding.value), f"make gpu-check: {finding.note}"))
+        asdict(Rate(*key, float(finding.value), f"make gpu-check: {finding.note}"))  # type: ignore[arg-type]
         for key, finding in rows.items()
     ]
     return {"rehearsal": machine.quick, "rates": measured}

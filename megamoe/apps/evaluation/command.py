@@ -73,10 +73,11 @@ def _run(options: argparse.Namespace) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
-    add, several = parser.add_argument, {"action": "append", "default": []}
-    add("--data", **several, metavar="NAME=PREFIX", help="prepared data, instead of the run's")
+    add, values = parser.add_argument, "evaluate with each of these values"
+    prepared = "prepared data, instead of the run's"
+    add("--data", action="append", default=[], metavar="NAME=PREFIX", help=prepared)
     add("--samples", type=int, help="of each data set; default: as many as in training")
-    add("--sweep", **several, metavar="KEY=V1,V2,...", help="evaluate with each of these values")
+    add("--sweep", action="append", default=[], metavar="KEY=V1,V2,...", help=values)
     add("--json", type=Path, metavar="FILE", help="also write the results as JSON")
     return parser
 

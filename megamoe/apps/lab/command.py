@@ -174,7 +174,9 @@ def _run_study(plan: Any, output: Path, options: argparse.Namespace, lock: int) 
     from megamoe.apps.lab.tuning import tune, values_of
 
     ranks, workers = plan.size.ranks, options.workers
-    slots = [None] * (workers or 1) if options.launcher else _slots(ranks, workers)
+    slots: list[str | None] = [None] * (workers or 1)
+    if not options.launcher:
+        slots = _slots(ranks, workers)
     runner = Runner(output, slots, lambda line: print(line, flush=True), ranks, options.launcher, lock)
     choices = tune(plan, output, runner)
     _tell(plan, choices)
