@@ -34,6 +34,7 @@ FOLDERS = {"configuration.md": "run", "metrics.md": "run", "all_parts.md": "rout
 GENERATED = {ROOT / "docs/site" / name: ROOT / "docs" / folder / name for name, folder in FOLDERS.items()}
 KEYS, METRICS, PARTS = GENERATED
 THE_RUN = "The run"  # the page's heading of the keys without a section
+HEAD = ("| key | values | default | meaning |", "|---|---|---|---|")
 TABLE = re.compile(r"^(\|.*\n)+", flags=re.MULTILINE)
 SHOWN_BOUND = 1000  # a larger upper bound is above any real use, and is not told in the table
 TEXTS = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -204,7 +205,7 @@ def losses_schema() -> Schema:
 
 
 def with_tables(page: str, schema: Schema) -> str:
-    """The prose with the rows of the table below each heading that is a section.
+    """The prose, with a table at the end of each section.
 
     Raises:
         UserError: for a key without a text.
@@ -221,8 +222,7 @@ def with_tables(page: str, schema: Schema) -> str:
         rows[heading_of(key, headings)].append(row)
     written = first
     for heading, text in zip(headings, texts, strict=True):
-        table = "".join(f"{row}\n" for row in rows[heading])
-        written += f"## {heading}\n" + TABLE.sub(lambda head, table=table: head[0] + table, text, count=1)
+        written += "\n".join([f"## {heading}", text.rstrip(), "", *HEAD, *rows[heading], "\n"])
     return written
 
 
@@ -231,10 +231,8 @@ def with_metrics(page: str) -> str:
     tables = iter(names.TABLES)
 
     def filled(head: re.Match[str]) -> str:
-        rows = [("", f"`{it.key}`", it.unit, it.formula, it.logged, "") for it in next(tables)]
-        return head[0] + "".join(
-            " | ".join(c.replace("|", "\\|") for c in row).strip() + "\n" for row in rows
-        )
+        cells = ((f"`{it.key}`", it.unit, it.formula.replace("|", "\\|"), it.logged) for it in next(tables))
+        return head[0] + "".join(f"| {' | '.join(row)} |\n" for row in (("---",) * 4, *cells))
 
     return TABLE.sub(filled, page)
 

@@ -1,8 +1,6 @@
 """Pairs by number, and the plan of batches: shares, order, lengths, and ranks that see what one rank sees."""
 
 import bisect
-import re
-import runpy
 import shutil
 from collections import Counter
 from functools import partial
@@ -238,17 +236,6 @@ def test_an_evaluation_leaves_no_pair_out(prefix: str, vocabulary: Vocabulary) -
 class _Nothing:
     def __len__(self) -> int:
         return 0
-
-
-def test_the_example_of_the_docs_runs(
-    prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    page = (Path(__file__).parents[3] / "docs/models/tune.md").read_text()
-    [block] = re.findall(r"```python title=\"pairs.py\"\n(.*?)```", page, flags=re.DOTALL)
-    assert "data/catalogues/pairs/train" in block
-    (tmp_path / "example.py").write_text(block.replace("data/catalogues/pairs/train", prefix))
-    runpy.run_path(str(tmp_path / "example.py"))
-    assert "'source': tensor([" in capsys.readouterr().out
 
 
 def test_too_few_pairs(prefix: str, vocabulary: Vocabulary) -> None:
