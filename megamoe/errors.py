@@ -1,7 +1,7 @@
 """The exception for users' mistakes, and the program's exit codes."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -14,6 +14,7 @@ LOST_CONTACT = re.compile(
     r"|ncclRemoteError|ncclSystemError|NCCL communicator was aborted|Watchdog caught collective",
     re.IGNORECASE,
 )
+LONGEST_LINE = 2000  # characters of a message
 LONGEST_SECRET = 4096  # characters: a part of one would not be recognised
 DEAD_LOADER = re.compile(r"DataLoader (worker|timed out)", re.IGNORECASE)
 
@@ -23,20 +24,21 @@ class UserError(ValueError):
 
     The message is one line that names the key or file, the value found, what was expected and the way out.
     Entry points print it without a traceback and exit with code 2. Every other exception is a bug and keeps
-    its traceback. What it quotes of libraries, files and configurations loses its secrets here.
+    its traceback. What it quotes of libraries, files and configurations loses its secrets here, and is
+    printable.
     """
 
     def __init__(self, *lines: object) -> None:
         super().__init__(*(redact(line) if isinstance(line, str) else line for line in lines))
+
+    def __str__(self) -> str:
+        return printable(" ".join(str(self.args[0]).split()) if self.args else "", LONGEST_LINE)
 
 
 class ConfigError(UserError):
     """A configuration that does not fit the schema. `args` are its problems, a line each; the message is the
     first of them.
     """
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class PluginError(UserError):
@@ -92,7 +94,14 @@ def is_lost_contact(error: BaseException) -> bool:
 
 
 def printable(text: object, length: int = 300) -> str:
-    """Return text from a file as one line: without control characters and secrets, and shortened."""
-    cut = redact(str(text)[: length + LONGEST_SECRET])[: length + 1]
+    """Return text from a file as one line without control characters and secrets, shortened in its middle."""
+    whole, most = str(text), length + LONGEST_SECRET
+    cut = redact(whole if len(whole) <= 2 * most else whole[:most] + whole[-most:])
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in cut)
-    return line if len(line) <= length else f"{line[: length - 3]}..."
+    return line if len(line) <= length else f"{line[: length - length // 2 - 3]}...{line[-(length // 2) :]}"
+
+
+def listed(names: Sequence[object], most: int = 12) -> str:
+    """Return the first names of a list as one line; those from a file may be anything."""
+    shown = ", ".join(printable(name, 40) for name in names[:most])
+    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from megamoe.errors import DEAD_LOADER, ExitCode, PluginError, UserError, is_lost_contact
+from megamoe.errors import DEAD_LOADER, ExitCode, PluginError, UserError, is_lost_contact, printable
 from megamoe.redaction import redact
 
 FIRST_RANK_WAIT_S = 20  # the other ranks of a machine wait so long for its first rank to report
@@ -41,10 +41,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
     cause = error.__cause__
     if isinstance(error, PluginError) and cause and (is_lost_contact(cause) or is_out_of_memory(cause)):
         error = cause
-    text = "".join(
-        it if it.isprintable() else it.encode("unicode_escape").decode()
-        for it in redact(" ".join(str(error).split()))
-    )
+    text = printable(" ".join(str(error).split()), 2000)
     if isinstance(error, UserError):
         return ExitCode.MISTAKE, text
     if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:

@@ -16,9 +16,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from megamoe.errors import ConfigError, ExitCode, UserError
+from megamoe.errors import LONGEST_LINE, ConfigError, ExitCode, UserError, printable
 from megamoe.parallel.parent_death import end_with_launcher
-from megamoe.redaction import redact
 from megamoe.resilience.error_reporting import exit_process, hide_secrets, report_error
 
 MOST_RANKS = 1 << 17  # that --check compares a layout with
@@ -89,7 +88,7 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
 def _told(problems: Sequence[object]) -> int:
     """Print problems, a line each; return the exit code of a mistake."""
     for problem in problems:
-        print(f"error: {redact(str(problem))}", file=sys.stderr)
+        print(f"error: {printable(problem, LONGEST_LINE)}", file=sys.stderr)
     return ExitCode.MISTAKE
 
 

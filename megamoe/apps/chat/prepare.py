@@ -7,13 +7,10 @@ last. What is written does not depend on the number of workers.
 
 import os
 import re
-from collections import Counter, deque
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -29,16 +26,16 @@ from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
 from megamoe.apps.prepare.write import (
     TextCounts,
     blocked_card,
+    in_workers,
     locked_folder,
     reference_of,
-    start_worker,
     unwritable,
     write_card,
 )
 from megamoe.data.card import BlockedCard, DataFiles, SourceCard, load_checked, save_checked
 from megamoe.data.index_file import token_dtype, write_index
-from megamoe.data.tokenizers import Tokenizer, load_tokenizer
-from megamoe.errors import UserError
+from megamoe.data.tokenizers import Tokenizer
+from megamoe.errors import UserError, listed
 from megamoe.io import parse_json, sync
 
 Learn = Literal["all", "last"]
@@ -210,8 +207,8 @@ def prepare_chat(preparation: ChatPreparation) -> ChatCard:
             new = ChatFiles(files.data.partial / files.prefix.name)
             counts, skipped = TextCounts(), Counter[str]()
             lines = _lines(sources, counts)
-            work = _Work(tokenizer.name, template, preparation.learn, preparation.bad_lines)
-            found = _encoded(lines, work, preparation.workers, skipped)
+            work = _Work(template, preparation.learn, preparation.bad_lines)
+            found = _encoded(lines, tokenizer, work, preparation.workers, skipped)
             counts_V, answers, learned = _write(found, tokenizer, new, counts)
             reference = reference_of(tokenizer, files.prefix.parent, new.data.tokenizer, files.data.tokenizer)
             card = write_card(counts, tokenizer, reference, new.data, counts_V)
@@ -252,11 +249,7 @@ def _lines(sources: list[Source], counts: TextCounts) -> Iterator[tuple[str, str
     """Yield (place, line) of each line that is not blank; note each source when it is finished."""
     for source in sources:
         number = 0
-        try:
-            tap = Tap(source, lambda _: None)
-        except OSError as error:
-            raise UserError(f"{source.name}: cannot be read: {error.strerror}") from error
-        with tap:
+        with Tap(source, lambda _: None) as tap:
             for place, line in _lines_of(source, tap):
                 if line.strip():
                     number += 1
@@ -277,7 +270,6 @@ def _lines_of(source: Source, tap: Tap) -> Iterator[tuple[str, str]]:
 class _Work:
     """What a worker needs to encode lines."""
 
-    tokenizer: str
     template: ChatTemplate
     learn: Learn
     bad_lines: BadLines
@@ -286,7 +278,7 @@ class _Work:
 Result = Encoded | str  # a conversation, or what is wrong with a line that is left out
 
 
-def _encode_lines(lines: list[tuple[str, str]], work: _Work, tokenizer: Tokenizer) -> list[Result]:
+def _encode_lines(lines: list[tuple[str, str]], tokenizer: Tokenizer, work: _Work) -> list[Result]:
     found: list[Result] = []
     for place, line in lines:
         try:
@@ -315,54 +307,16 @@ def _encode_line(line: str, work: _Work, tokenizer: Tokenizer) -> Encoded:
 
 
 def _encoded(
-    lines: Iterator[tuple[str, str]], work: _Work, workers: int, skipped: Counter[str]
+    lines: Iterator[tuple[str, str]], tokenizer: Tokenizer, work: _Work, workers: int, skipped: Counter[str]
 ) -> Iterator[Encoded]:
     """Yield the conversations in the order of the lines; count those that are left out."""
     batches = iter(lambda: list(islice(lines, BATCH)), [])
-    for results in _in_workers(batches, work, workers):
+    for results in in_workers(_encode_lines, batches, tokenizer, work, workers):
         for result in results:
             if isinstance(result, str):
                 skipped[re.sub(r"\d+", "N", result)] += 1
             else:
                 yield result
-
-
-def _in_workers(
-    batches: Iterable[list[tuple[str, str]]], work: _Work, workers: int
-) -> Iterator[list[Result]]:
-    if workers == 1:
-        tokenizer = load_tokenizer(work.tokenizer)
-        for batch in batches:
-            yield _encode_lines(batch, work, tokenizer)
-        return
-    pool = ProcessPoolExecutor(workers, get_context("spawn"), initializer=_start, initargs=(work,))
-    pending: deque[Future[list[Result]]] = deque()
-    try:
-        for batch in batches:
-            pending.append(pool.submit(_encode_in_worker, batch))
-            if len(pending) > 2 * workers:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool as error:
-        raise UserError(
-            f"--workers {workers}: one died, most likely for want of memory; try fewer workers"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-_worker: tuple[_Work, Tokenizer]
-
-
-def _start(work: _Work) -> None:
-    global _worker
-    start_worker()
-    _worker = (work, load_tokenizer(work.tokenizer))
-
-
-def _encode_in_worker(batch: list[tuple[str, str]]) -> list[Result]:
-    return _encode_lines(batch, *_worker)
 
 
 def _write(
@@ -408,7 +362,7 @@ def _warnings(template: ChatTemplate, tokenizer: Tokenizer) -> list[str]:
     if not unknown:
         return []
     return [
-        f"the tokenizer reserves no {', '.join(unknown[:MOST_SHOWN])} of the template: they are ordinary "
+        f"the tokenizer reserves no {listed(unknown, MOST_SHOWN)} of the template: they are ordinary "
         "text, which a message may contain"
     ]
 

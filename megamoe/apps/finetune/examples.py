@@ -12,7 +12,7 @@ from typing import Any
 from megamoe.apps.finetune.label_files import ENDING, LABELS, LARGEST, Line
 from megamoe.apps.finetune.objectives.labelled import Labelled
 from megamoe.apps.finetune.task import SET_NAME, VALID, Task
-from megamoe.errors import UserError, printable
+from megamoe.errors import UserError, listed, printable
 from megamoe.io import parse_json, read_plain, reason, replace_file
 from megamoe.registry import get_part
 
@@ -57,7 +57,7 @@ def read_examples(task: Task, bad_lines: str = "error") -> Examples:
         for of_set in lines.values():
             _check_labels(of_set, labels)
     if task.positive is not None and task.positive not in labels:
-        raise UserError(f"positive: {task.positive!r} is no label of the task; it has {_some(labels)}")
+        raise UserError(f"positive: {task.positive!r} is no label of the task; it has {listed(labels)}")
     sets = {name: [line.content for line in of_set] for name, of_set in lines.items()}
     return Examples(labels, sets, left_out or ())
 
@@ -209,7 +209,8 @@ def _row(task: Task, content: Any, where: str) -> Row:
         column = task.columns.get(key, key)
         if column not in content:
             raise UserError(
-                f"{where}: no column {column!r}; there is {_some(list(content))}: name yours as columns.{key}"
+                f"{where}: no column {column!r}; there is {listed(list(content))}: name yours as "
+                f"columns.{key}"
             )
         row[key] = _value(kind.predicts, key, content[column], where)
     return row
@@ -250,10 +251,5 @@ def _check_labels(lines: list[Line], labels: list[str]) -> None:
         for label in labels_of([line.content]):
             if label not in known:
                 raise UserError(
-                    f"{line.where}: the task has no label {printable(label, 60)!r}; it has {_some(labels)}"
+                    f"{line.where}: the task has no label {printable(label, 60)!r}; it has {listed(labels)}"
                 )
-
-
-def _some(names: list[str], most: int = 12) -> str:
-    shown = ", ".join(printable(name, 40) for name in names[:most])
-    return f"{shown} and {len(names) - most} more" if len(names) > most else shown

@@ -9,6 +9,7 @@ import numpy as np
 from megamoe.errors import UserError
 
 Document = str | np.ndarray  # text, or the ids of its tokens, int [tokens]
+LARGEST_DOCUMENT = 1 << 30  # bytes, also of a line
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,12 @@ class Skipped:
 
     reason: str
     count: int = 1
+
+
+def check_size(num_bytes: int, place: str) -> None:
+    """Raise a UserError if a document, or the line that has it, is too large to be read."""
+    if num_bytes > LARGEST_DOCUMENT:
+        raise UserError(f"{place}: a document of more than {LARGEST_DOCUMENT:,} bytes; divide it")
 
 
 @dataclass(frozen=True)
@@ -53,18 +60,18 @@ class Selection:
         """Return the tokens of a document without its end; one at the end of `ids` is taken off.
 
         Raises:
-            ValueError: in one line, if an id is outside of the vocabulary, or ends the document within it.
+            UserError: if an id is outside of the vocabulary, or ends the document within it.
         """
         if ids.size and ids[-1] == self.eod:
             ids = ids[:-1]
         if ids.size and not 0 <= int(ids.min()) <= int(ids.max()) < self.vocab_size:
             wrong = ids[(ids < 0) | (ids >= self.vocab_size)][0]
-            raise ValueError(
+            raise UserError(
                 f"{place}: token id {wrong} is outside of the tokenizer's vocabulary of {self.vocab_size}; "
                 "name the tokenizer that made the tokens"
             )
         if (ids == self.eod).any():
-            raise ValueError(
+            raise UserError(
                 f"{place}: the end-of-document token {self.eod} is inside of a document; give a row to each"
             )
         return ids
@@ -73,17 +80,21 @@ class Selection:
         """Return the document under the key of a JSON object.
 
         Raises:
-            ValueError: in one line, if it is no text, or no list of token ids where these are read.
+            UserError: if it is no text, or no list of token ids where these are read.
         """
         if self.ids is not None:
             if not isinstance(value, list) or not all(type(item) is int for item in value):
-                raise ValueError(f"{place}: expected a list of token ids under {self.ids!r}")
-            return self.checked(np.array(value, dtype=np.int64), place)
+                raise UserError(f"{place}: expected a list of token ids under {self.ids!r}")
+            try:
+                ids = np.array(value, dtype=np.int64)
+            except OverflowError:
+                raise UserError(f"{place}: a token id has more than 64 bits") from None
+            return self.checked(ids, place)
         assert isinstance(value, str)
         try:
             value.encode("utf-8")
         except UnicodeEncodeError as error:
-            raise ValueError(f"{place}: half a surrogate pair in {self.key!r}: {error}") from error
+            raise UserError(f"{place}: half a surrogate pair in {self.key!r}: {error}") from error
         return value
 
 

@@ -23,16 +23,17 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, cast
 
 import zstandard
 
-from megamoe.apps.prepare.documents import Document, Reader, Selection, Skipped
+from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Reader, Selection, Skipped, check_size
 from megamoe.apps.prepare.tables import ARROW, PARQUET, TableReader, row_groups
 from megamoe.apps.prepare.token_files import read_tokens
 from megamoe.data import remote
-from megamoe.errors import UserError, printable
+from megamoe.errors import UserError, listed, printable
 from megamoe.io import parse_json, read_json, real
 from megamoe.object_storage import is_url, without_credentials
 
@@ -43,7 +44,12 @@ JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 OF_FOLDERS = (*JSON_LINES, ".json", *TABLES, ".tar", ".bin", ".txt", ".text")
 OF_NAMES = (*OF_FOLDERS, ".md", "")
 CHUNK_BYTES = 1 << 20
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError, tarfile.TarError)
+PIECE_BYTES = 1 << 10  # that are decompressed at a time, at most to 32 MiB
+XZ_BYTES = 1 << 30  # of memory that its decoder may take
+BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+# What tarfile raises for damaged headers; it recurses over those of long names and attributes.
+BROKEN_TAR = (tarfile.TarError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError)
+LONG_HEADERS, LARGEST_HEADER = (b"L", b"K", b"x", b"g", b"X"), 1 << 20  # the types of such members; bytes
 LARGEST_STATE = 1 << 24  # bytes of a saved dataset's list of files
 STDLIB, NAME_MARK = "stdlib", ":"  # a source of the standard library is named stdlib:json/decoder.py
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -80,6 +86,10 @@ class Source:
         return ".jsonl" if kind in JSON_LINES else kind
 
     @property
+    def location(self) -> str:
+        return self.url or str(self.path)
+
+    @property
     def size(self) -> int:
         """Return the number of bytes that are read of it, as far as is known before."""
         return self.path.stat().st_size if self.extent is None else self.extent
@@ -92,12 +102,11 @@ class Source:
         return [str(real(self.path)), self.groups, status.st_size, status.st_mtime_ns]
 
     def open(self) -> IO[bytes] | io.RawIOBase:
-        """Open the whole file for reading.
-
-        Raises:
-            OSError, UserError: if it cannot be opened.
-        """
-        return remote.RemoteFile(self.url) if self.url else open(self.path, "rb", buffering=0)
+        """Open the whole file for reading; raise a UserError if it cannot be opened."""
+        try:
+            return remote.RemoteFile(self.url) if self.url else open(self.path, "rb", buffering=0)
+        except OSError as error:
+            raise UserError(f"{self.name}: cannot be read: {error.strerror or error}") from error
 
 
 class Tap(AbstractContextManager["Tap"]):
@@ -148,18 +157,23 @@ class _Chunks(io.RawIOBase):
         return count
 
 
-def _decompressed_zstd(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    """Decompress zstd frames. Unlike the library's reader this detects a truncated file."""
-    frame = None
-    for data in chunks:
-        while data:
-            frame = frame or zstandard.ZstdDecompressor().decompressobj()
-            if found := frame.decompress(data):
-                yield found
-            data = b""
-            if frame.eof:
-                data, frame = frame.unused_data, None
-    if frame is not None:
+def _unpacked(chunks: Iterator[bytes], new: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
+    """Decompress the frames of zstd, or the streams of xz, by a `new` decoder each.
+
+    Unlike the libraries' readers this detects a truncated file, and a damaged second stream.
+    """
+    decoder = None
+    for chunk in chunks:
+        for first in range(0, len(chunk), PIECE_BYTES):
+            data = chunk[first : first + PIECE_BYTES]
+            while data := data if decoder else data.lstrip(padding):
+                decoder = decoder or new()
+                if unpacked := decoder.decompress(data):
+                    yield unpacked
+                data = b""
+                if decoder.eof:
+                    data, decoder = decoder.unused_data, None
+    if decoder is not None:
         raise EOFError("the compressed file ends before its end marker")
 
 
@@ -201,9 +215,9 @@ def _with_known_endings(item: str, sources: list[Source], other_files: str) -> l
     known = OF_NAMES if is_named else OF_FOLDERS
     unknown = [source for source in sources if source.kind not in known]
     if unknown and other_files == "refuse":
-        names = ", ".join(source.name for source in unknown)
+        names = listed([source.name for source in unknown])
         raise UserError(
-            f"input {item!r}: {len(unknown)} files with unknown endings ({printable(names)}), expected "
+            f"input {item!r}: {len(unknown)} files with unknown endings ({names}), expected "
             f"{', '.join(filter(None, known))}; name the wanted files, or add --other-files skip, or text"
         )
     skip = unknown if other_files == "skip" else []
@@ -228,23 +242,14 @@ def _divided(source: Source, unit: int | None) -> Iterator[Source]:
     if source.kind not in PARQUET:
         yield source
         return
-    file = _opened(source)
-    with file:
-        groups = row_groups(file, source.name)
-    first, size, total = 0, 0, sum(size for _, size in groups)
-    for number, (_, more) in enumerate(groups, start=1):
+    groups = row_groups(source.location, source.name)
+    first, size, total = 0, 0, sum(groups)
+    for number, more in enumerate(groups, start=1):
         size += more
         if number == len(groups) or (unit is not None and size >= unit):
             name = source.name if size == total else f"{source.name}[{first}:{number}]"
             yield Source(name, source.path, source.url, (first, number), size, source.state)
             first, size = number, 0
-
-
-def _opened(source: Source) -> Any:
-    try:
-        return source.open()
-    except OSError as error:
-        raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from error
 
 
 def _files_of(item: str) -> list[Path]:
@@ -272,7 +277,7 @@ def _saved_dataset(folder: Path) -> list[Path] | None:
         UserError: if its list cannot be read, or if it holds several splits.
     """
     if (folder / "dataset_dict.json").is_file():
-        splits = ", ".join(sorted(path.name for path in folder.iterdir() if path.is_dir()))
+        splits = listed(sorted(path.name for path in folder.iterdir() if path.is_dir()))
         raise UserError(f"input {str(folder)!r} is a dataset of several splits; name one of them: {splits}")
     if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
         return None
@@ -300,16 +305,13 @@ def open_source(source: Source, selection: Selection, advance: Callable[[int], A
         UserError: if it cannot be opened, or if an option of the selection does not fit its kind.
     """
     if source.kind in TABLES:
-        groups = range(*source.groups) if source.groups is not None else None
-        return TableReader(_opened(source), source.name, groups, source.size, selection, advance)
+        of_source = (source.location, source.name, source.groups, source.size)
+        return TableReader(*of_source, selection, advance)
     if selection.where and not source.is_left_out:
         raise UserError(f"{source.name}: --where is for parquet and Arrow files only")
     if selection.ids is not None and source.kind != ".jsonl" and not source.is_left_out:
         raise UserError(f"{source.name}: --ids-column is for parquet, Arrow and JSON lines only")
-    try:
-        return _FileReader(source, Tap(source, advance), selection)
-    except OSError as error:
-        raise UserError(f"{source.name}: cannot be read: {error.strerror or error}") from error
+    return _FileReader(source, Tap(source, advance), selection)
 
 
 class _FileReader:
@@ -339,17 +341,19 @@ class _FileReader:
             return
         with _decompressed(source, self._tap) as stream:
             if source.kind == ".jsonl":
-                yield from _read_json_lines(source, stream, selection)
+                yield from _read_json_lines(source, _lines(source, stream), selection)
             elif source.kind == ".bin":
                 yield from read_tokens(stream, source.name, selection)
             elif source.kind == ".tar":
                 yield from _read_tar(source, stream, selection)
-            elif source.kind == ".json" and _holds(first := stream.readline(), selection.column):
-                yield from _read_json_lines(source, itertools.chain([first], stream), selection)
             elif source.kind == ".json":
-                yield _decode(source, first + stream.read(), first_line=1)
+                lines = _lines(source, stream)
+                if _holds(first := next(lines, b""), selection.column):
+                    yield from _read_json_lines(source, itertools.chain([first], lines), selection)
+                else:
+                    yield _decode(source, first + _whole(stream, source.name), first_line=1)
             else:
-                yield _decode(source, stream.read(), first_line=1)
+                yield _decode(source, _whole(stream, source.name), first_line=1)
 
     def sha256(self) -> str:
         return self._tap.sha256()
@@ -366,7 +370,7 @@ def read_lines(source: Source, tap: Tap) -> Iterator[str]:
             decompressed.
     """
     with _decompressed(source, tap) as stream:
-        for number, line in enumerate(stream, start=1):
+        for number, line in enumerate(_lines(source, stream), start=1):
             yield _decode(source, line, first_line=number).removesuffix("\n").removesuffix("\r")
 
 
@@ -375,16 +379,29 @@ def _decompressed(source: Source, tap: Tap) -> Iterator[IO[bytes]]:
     """Raise a UserError if the file cannot be read or decompressed inside the block."""
     chunks = tap.chunks()
     if source.compression == ".zst":
-        chunks = _decompressed_zstd(chunks)
+        chunks = _unpacked(chunks, lambda: zstandard.ZstdDecompressor().decompressobj())
+    elif source.compression == ".xz":
+        chunks = _unpacked(chunks, lambda: lzma.LZMADecompressor(memlimit=XZ_BYTES), padding=b"\0")
     stream: IO[bytes] = io.BufferedReader(_Chunks(chunks), CHUNK_BYTES)
     if source.compression == ".gz":
         stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK_BYTES)
-    elif source.compression == ".xz":
-        stream = io.BufferedReader(lzma.LZMAFile(stream), CHUNK_BYTES)  # noqa: SIM115
     try:
         yield stream
     except BROKEN as error:
         raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
+
+
+def _lines(source: Source, stream: IO[bytes]) -> Iterator[bytes]:
+    for number, line in enumerate(iter(partial(stream.readline, LARGEST_DOCUMENT + 1), b""), start=1):
+        check_size(len(line), f"{source.name}:{number}")
+        yield line
+
+
+def _whole(stream: IO[bytes], name: str) -> bytes:
+    """Return what has not been read yet; raise a UserError if it is too large."""
+    content = stream.read(LARGEST_DOCUMENT + 1)
+    check_size(len(content), name)
+    return content
 
 
 def _holds(line: bytes, key: str) -> bool:
@@ -423,13 +440,10 @@ def _of_json(text: str, place: str, selection: Selection, remedy: str) -> Docume
     if isinstance(record, dict) and record.get(key, "") is None:
         return Skipped("null")
     if not isinstance(record, dict) or not isinstance(record.get(key), kind):
-        found = f"keys {printable(', '.join(record))}" if isinstance(record, dict) else type(record).__name__
+        found = f"keys {listed(list(record))}" if isinstance(record, dict) else type(record).__name__
         what, option = ("text", "--key") if selection.ids is None else ("token ids", "--ids-column")
         raise UserError(f"{place}: no {what} under {key!r} (found {found}); give {option}")
-    try:
-        return selection.of_json(record[key], place)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return selection.of_json(record[key], place)
 
 
 def _read_tar(source: Source, stream: IO[bytes], selection: Selection) -> Iterator[Document | Skipped]:
@@ -440,57 +454,94 @@ def _read_tar(source: Source, stream: IO[bytes], selection: Selection) -> Iterat
     """
     wanted = f".{selection.member.removeprefix('.')}"
     sample, has_document = "", True
-    tail = _Tail(stream)
-    with tarfile.open(fileobj=cast(Any, tail), mode="r|") as tar:
-        while (member := tar.next()) is not None:
-            cast(Any, tar).members.clear()  # which would grow with the file
-            if not member.isfile():
-                continue
-            folder, name = os.path.split(member.name)
-            stem, point, ending = name.partition(".")
-            key = f"{folder}/{stem}"
-            if key != sample:
-                if not has_document:
-                    yield Skipped(f"sample without {wanted}")
-                sample, has_document = key, False
-            if point + ending != wanted:
-                yield Skipped(f"member other than {wanted}")
-                continue
-            content = tar.extractfile(member)
-            assert content is not None, "a plain file"
-            has_document = True
-            place = f"{source.name}:{member.name}"
-            try:
-                document: Document | Skipped = _decode(
-                    Source(place, source.path), content.read(), first_line=1
-                )
-                if ending == "json" or ending.endswith(".json"):
-                    document = _of_json(str(document), place, selection, "expected an object")
-            except UserError as error:
-                document = selection.bad_line(error)
-            yield document
+    for name, content in _members(source, stream, wanted):
+        folder, base = os.path.split(name)
+        stem, _, ending = base.partition(".")
+        key = f"{folder}/{stem}"
+        if key != sample:
+            if not has_document:
+                yield Skipped(f"sample without {wanted}")
+            sample, has_document = key, False
+        if content is None:
+            yield Skipped(f"member other than {wanted}")
+            continue
+        has_document = True
+        place = f"{source.name}:{printable(name)}"
+        try:
+            document: Document | Skipped = _decode(Source(place, source.path), content, first_line=1)
+            if ending == "json" or ending.endswith(".json"):
+                document = _of_json(str(document), place, selection, "expected an object")
+        except UserError as error:
+            document = selection.bad_line(error)
+        yield document
     if not has_document:
         yield Skipped(f"sample without {wanted}")
-    tail.check()
+
+
+def _members(source: Source, stream: IO[bytes], wanted: str) -> Iterator[tuple[str, bytes | None]]:
+    """Yield the name of each file in a tar, and its content if it has the wanted ending.
+
+    Raises:
+        UserError: if the tar is damaged, or such a file is sparse or too large.
+    """
+    tail = _Tail(stream)
+    try:
+        with tarfile.open(fileobj=cast(Any, tail), mode="r|", tarinfo=_Member) as tar:
+            while (member := tar.next()) is not None:
+                cast(Any, tar).members.clear()  # which would grow with the file
+                _, point, ending = os.path.basename(member.name).partition(".")
+                content = None
+                if member.isfile() and point + ending == wanted:
+                    place = f"{source.name}:{printable(member.name)}"
+                    if member.issparse():
+                        raise UserError(f"{place}: a sparse file; pack it without --sparse")
+                    check_size(member.size, place)
+                    content = cast(IO[bytes], tar.extractfile(member)).read()
+                if member.isfile():
+                    yield member.name, content
+            tail.check(cast(Any, tar).offset)
+    except UserError:
+        raise
+    except BROKEN_TAR as error:
+        problem = printable(error) or type(error).__name__
+        raise UserError(f"{source.name}: cannot be read: {problem}; expected a complete tar") from error
+
+
+class _Member(tarfile.TarInfo):
+    """A header, of which `tarfile` would read names and attributes of any length into memory."""
+
+    @classmethod
+    def frombuf(cls, *arguments: Any, **options: Any) -> "_Member":
+        member = super().frombuf(*arguments, **options)
+        if member.type in LONG_HEADERS and member.size > LARGEST_HEADER:
+            raise OverflowError(f"a header of {member.size:,} bytes")
+        return member
 
 
 class _Tail:
-    """A stream whose end is checked: `tarfile` takes a tar that ends between two files for a whole one."""
+    """A stream whose end is checked: `tarfile` takes a tar that ends between two files for a whole one, and a
+    damaged header for the end.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
-        self._stream, self._last = stream, b""
+        self._stream = stream
+        self._size = self._content = 0  # bytes that were read, and those before the zeros at their end
 
     def read(self, size: int) -> bytes:
         data = self._stream.read(size)
-        self._last = (self._last + data)[-tarfile.BLOCKSIZE :]
+        if content := len(data.rstrip(b"\0")):
+            self._content = self._size + content
+        self._size += len(data)
         return data
 
-    def check(self) -> None:
-        """Read the rest; raise an EOFError unless it ends with a block of zeros."""
+    def check(self, end: int) -> None:
+        """Read the rest; raise an EOFError unless there are zeros alone from `end` on, a block at least."""
         while self.read(CHUNK_BYTES):
             pass
-        if self._last.strip(b"\0"):
+        if self._size < end + tarfile.BLOCKSIZE:
             raise EOFError("the tar ends before its end marker")
+        if self._content > end:
+            raise EOFError(f"no header at byte {end:,}")
 
 
 def _decode(source: Source, data: bytes, first_line: int) -> str:

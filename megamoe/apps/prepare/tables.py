@@ -1,24 +1,47 @@
 """Documents in the columns of tables: parquet, and Arrow as `datasets.save_to_disk` writes it.
 
-Needs pyarrow (the extra `parquet`). A parquet file is read by row groups, which are also the units that large
-files are divided into; memory holds the pages and the rows of one batch. The SHA-256 of a table is that of
-the documents that were taken from it, each with its length before it: other columns are never read.
+Needs pyarrow (the extra `parquet`), which reads in another process (`table_child.py`), for a damaged file can
+crash it. That process is kept for the next table. Row groups of parquet are the units that large files are
+divided into. The SHA-256 of a table is that of the documents that were taken from it, each with its length
+before it: other columns are never read.
 """
 
 import ast
 import hashlib
+import json
+import multiprocessing
 import operator
-from collections.abc import Callable, Iterator
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator
 from functools import reduce
+from multiprocessing.connection import Connection
 from typing import Any
 
-from megamoe.apps.prepare.documents import Document, Selection, Skipped
-from megamoe.errors import UserError
+import numpy as np
+
+from megamoe.apps.prepare.documents import Document, Selection, Skipped, check_size
+from megamoe.errors import UserError, printable
 
 PARQUET, ARROW = (".parquet",), (".arrow",)
 BATCH_BYTES = 1 << 20
 MOST_ROWS = 1024  # of a batch
-BUFFER_BYTES = 1 << 20  # of a column that is read
+LARGEST_PROCESS = 1 << 33  # bytes: a text of a GiB is there several times
+LARGEST_ANSWER = 1 << 28  # bytes without documents
+OPERATORS = (ast.Compare, ast.BoolOp, ast.UnaryOp, ast.Attribute)
+REFUSED = (
+    SyntaxError,
+    ValueError,
+    TypeError,
+    ArithmeticError,
+    NotImplementedError,
+    RecursionError,
+    MemoryError,
+)
+LONGEST_CONDITION, MOST_OPERATORS = 4096, 100  # characters, and operators: pyarrow recurses over them
+Answer = tuple[dict[str, Any], np.ndarray, bytes]  # plain data, sizes of documents in bytes, the documents
 COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     **{ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Lt: operator.lt, ast.LtE: operator.le},
     **{ast.Gt: operator.gt, ast.GtE: operator.ge},
@@ -49,19 +72,15 @@ def pyarrow(module: str = "pyarrow") -> Any:
         raise UserError("parquet and Arrow files need pyarrow; pip install 'megamoe[parquet]'") from None
 
 
-def row_groups(file: Any, name: str) -> list[tuple[int, int]]:
-    """Return rows and compressed size in bytes of each row group of an open parquet file.
+def row_groups(location: str, name: str) -> list[int]:
+    """Return the compressed size in bytes of each row group of a parquet file.
 
     Raises:
         UserError: if it is no parquet file, or ends early.
     """
-    with _told(name):
-        metadata = pyarrow("pyarrow.parquet").ParquetFile(file).metadata
-        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
-        return [
-            (group.num_rows, sum(group.column(n).total_compressed_size for n in range(group.num_columns)))
-            for group in groups
-        ]
+    *_, (answer, _, _) = _answers({"place": name, "location": location})
+    sizes: list[int] = answer["end"]
+    return sizes
 
 
 class TableReader:
@@ -69,167 +88,107 @@ class TableReader:
 
     def __init__(
         self,
-        file: Any,
+        location: str,
         name: str,
-        groups: range | None,
+        groups: tuple[int, int] | None,
         num_bytes: int,
         selection: Selection,
         advance: Callable[[int], Any],
     ) -> None:
-        """groups: the row groups of a parquet file; None: an Arrow file, whole. num_bytes: their size."""
+        """See `table_child.Table`."""
         self.num_bytes = num_bytes
-        self._file, self._name, self._groups = file, name, groups
-        self._selection, self._advance = selection, advance
-        self._digest = hashlib.sha256()
+        self._selection, self._advance, self._digest = selection, advance, hashlib.sha256()
+        option = "--key" if selection.ids is None else "--ids-column"
+        wanted = {"column": selection.column, "option": option, "where": selection.where, "groups": groups}
+        sizes = {"num_bytes": num_bytes, "most_rows": MOST_ROWS}
+        self._answers = _answers({"place": name, "location": location, **wanted, **sizes})
 
     def documents(self) -> Iterator[Document | Skipped]:
-        batches = self._arrow_batches() if self._groups is None else self._parquet_batches(self._groups)
-        condition, _ = condition_of(self._selection.where)
-        for place, batch in batches:
-            if condition is not None:
-                with _told(self._name, place):
-                    kept = batch.filter(condition)
-                if kept.num_rows < batch.num_rows:
-                    yield Skipped("--where", batch.num_rows - kept.num_rows)
-                batch = kept
-            column = batch.column(batch.schema.get_field_index(self._selection.column))
-            if column.null_count:
-                yield Skipped("null", column.null_count)
-                column = column.drop_null()
-            yield from self._values(column, place)
+        for answer, sizes_N, data in self._answers:
+            self._advance(answer.get("advance", 0))
+            for reason, count in answer.get("skipped", {}).items():
+                if count:
+                    yield Skipped(reason, count)
+            start = 0
+            for size in sizes_N.tolist():
+                yield self._document(data[start : start + size], answer["place"])
+                start += size
 
-    def _values(self, column: Any, place: str) -> Iterator[Document]:
-        if self._selection.ids is None:
-            try:
-                texts = column.to_pylist()
-            except UnicodeDecodeError as error:
-                raise UserError(f"{self._name}: {place}: not UTF-8 text: {error.reason}") from error
-            for text in texts:
-                data = text.encode("utf-8")
-                self._digest.update(len(data).to_bytes(8, "little") + data)
-                yield text
-            return
-        for value in column:
-            values = value.values
-            try:
-                if values.null_count:
-                    raise ValueError(f"{place}: a token id is null")
-                ids = self._selection.checked(values.to_numpy(zero_copy_only=False), place)
-            except ValueError as error:
-                raise UserError(f"{self._name}: {error}") from error
-            self._digest.update(len(ids).to_bytes(8, "little") + ids.astype("<i8").tobytes())
-            yield ids
+    def _document(self, data: bytes, place: str) -> Document:
+        try:
+            document: Document = data.decode() if self._selection.ids is None else np.frombuffer(data, "<i8")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{place}: not UTF-8 text: {error.reason}") from error
+        size = len(data)
+        if not isinstance(document, str):
+            document = self._selection.checked(document, place)
+            data, size = document.tobytes(), len(document)
+        self._digest.update(size.to_bytes(8, "little"))
+        self._digest.update(data)
+        return document
 
     def sha256(self) -> str:
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        self._file.close()
-
-    def _parquet_batches(self, groups: range) -> Iterator[tuple[str, Any]]:
-        """Yield a place for messages and a batch, of each row group in turn."""
-        with _told(self._name):
-            parquet = pyarrow("pyarrow.parquet").ParquetFile(self._file, buffer_size=BUFFER_BYTES)
-            schema = parquet.schema_arrow
-        columns = self._columns(schema)
-        for number in groups:
-            place = f"row group {number}"
-            with _told(self._name, place):
-                rows, size = _rows_of(parquet.metadata.row_group(number), columns)
-                count = max(1, min(MOST_ROWS, BATCH_BYTES * rows // max(size, 1)))
-                batches = parquet.iter_batches(count, [number], columns, use_threads=False)
-            share = self._share(number, groups, parquet.metadata)
-            done = 0
-            while True:
-                with _told(self._name, place):
-                    batch = next(batches, None)
-                if batch is None:
-                    break
-                yield place, batch
-                before, done = done, done + batch.num_rows
-                self._advance(share * done // rows - share * before // rows)
-
-    def _share(self, number: int, groups: range, metadata: Any) -> int:
-        """Return a row group's part of `num_bytes`: by rows, the last takes the rest."""
-        total = sum(metadata.row_group(n).num_rows for n in groups) or 1
-        before = sum(metadata.row_group(n).num_rows for n in groups if n < number)
-        after = before + int(metadata.row_group(number).num_rows)
-        return self.num_bytes * after // total - self.num_bytes * before // total
-
-    def _arrow_batches(self) -> Iterator[tuple[str, Any]]:
-        ipc = pyarrow("pyarrow").ipc
-        with _told(self._name):
-            is_file = bytes(self._file.read(6)) == b"ARROW1"
-            self._file.seek(0)
-            reader = ipc.open_file(self._file) if is_file else ipc.open_stream(self._file)
-        names = self._columns(reader.schema)
-        batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else iter(reader)
-        number, position = 0, 0
-        while True:
-            place = f"record batch {number}"
-            with _told(self._name, place):
-                batch = next(batches, None)
-                if batch is None:
-                    break
-                batch = batch.select(names)
-            count = max(1, min(MOST_ROWS, BATCH_BYTES * batch.num_rows // max(batch.nbytes, 1)))
-            for first in range(0, batch.num_rows, count):
-                yield place, batch.slice(first, count)
-            number += 1
-            before, position = position, min(self._file.tell(), self.num_bytes)
-            self._advance(max(0, position - before))
-        self._advance(self.num_bytes - position)
-
-    def _columns(self, schema: Any) -> list[str]:
-        """Return the columns to read; raise a UserError if one is missing or has no documents."""
-        wanted = self._selection.column
-        option = "--key" if self._selection.ids is None else "--ids-column"
-        columns = [wanted, *condition_of(self._selection.where)[1]]
-        for column, by in zip(columns, [option, *["--where"] * len(columns)], strict=False):
-            if column not in schema.names:
-                raise UserError(
-                    f"{self._name}: no column {column!r} (it has {', '.join(schema.names)}); give {by}"
-                )
-        kind = schema.field(wanted).type
-        types = pyarrow("pyarrow").types
-        if types.is_dictionary(kind):
-            kind = kind.value_type
-        if self._selection.ids is None:
-            fits = types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)
-            expected = "text"
-        else:
-            is_list = types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind)
-            fits, expected = is_list and types.is_integer(kind.value_type), "lists of whole numbers"
-        if not fits:
-            raise UserError(
-                f"{self._name}: column {wanted!r} holds {kind}, expected {expected}; give {option}"
-            )
-        return list(dict.fromkeys(columns))
+        self._answers.close()
 
 
-def _rows_of(group: Any, columns: list[str]) -> tuple[int, int]:
-    """Return a row group's rows, and the bytes of these columns when they are unpacked."""
-    found = [group.column(number) for number in range(group.num_columns)]
-    wanted = [column for column in found if column.path_in_schema.split(".")[0] in columns]
-    return group.num_rows, sum(column.total_uncompressed_size for column in wanted)
+_idle: list[tuple[subprocess.Popen[bytes], Connection]] = []
+os.register_at_fork(after_in_child=_idle.clear)
 
 
-class _told:
-    """Turns what pyarrow raises inside the block into a UserError that names the file and the place."""
+def _answers(request: dict[str, Any]) -> Generator[Answer, None, None]:
+    """Yield what the process answers to a request, see `table_child.Table`.
 
-    def __init__(self, name: str, place: str = "") -> None:
-        self._name, self._place = name, f" {place}:" if place else ""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, _: object) -> None:
-        if isinstance(error, UserError) or not isinstance(error, Exception):
-            return
-        text = " ".join(str(error).split())[:300]
+    Raises:
+        UserError: what it says of the file, or that it has died.
+    """
+    process, connection = _process()
+    is_done = False
+    try:
+        connection.send_bytes(json.dumps(request).encode())
+        while not is_done:
+            answer = json.loads(connection.recv_bytes(LARGEST_ANSWER))
+            sizes_N = np.frombuffer(connection.recv_bytes(LARGEST_ANSWER), np.int64)
+            check_size(int(sizes_N.max(initial=0)), answer.get("place", ""))
+            data = connection.recv_bytes()
+            is_done = not answer.keys().isdisjoint(("end", "error"))
+            if "error" in answer:
+                raise UserError(answer["error"])
+            yield answer, sizes_N, data
+    except (EOFError, OSError, UnicodeError, json.JSONDecodeError) as error:
+        process.kill()
+        ended = signal.Signals(-process.wait()).name if process.wait() < 0 else f"code {process.wait()}"
         raise UserError(
-            f"{self._name}:{self._place} cannot be read: {text}; expected a complete parquet or Arrow file"
+            f"{request['place']}: cannot be read: pyarrow ended with {ended}; expected a complete parquet or "
+            "Arrow file, which fits in memory"
         ) from error
+    finally:
+        if is_done:
+            _idle.append((process, connection))
+        else:
+            process.kill()
+            process.wait()
+            connection.close()
+
+
+def _process() -> tuple[subprocess.Popen[bytes], Connection]:
+    while _idle:
+        process, ours = _idle.pop()
+        if process.poll() is None:
+            return process, ours
+    ours, theirs = multiprocessing.Pipe()
+    # BLAS would reserve memory for each thread.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1"}
+    command = [sys.executable, "-P", "-m", f"{__package__}.table_child"]
+    with theirs:
+        command += [str(theirs.fileno()), str(LARGEST_PROCESS)]
+        null = subprocess.DEVNULL
+        process = subprocess.Popen(
+            command, stdin=null, stdout=null, stderr=null, env=environment, pass_fds=[theirs.fileno()]
+        )
+    return process, ours
 
 
 def condition_of(where: tuple[str, ...]) -> tuple[Any, list[str]]:
@@ -239,21 +198,28 @@ def condition_of(where: tuple[str, ...]) -> tuple[Any, list[str]]:
     `score is not None`, joined by and, or, not. It is parsed, never run. A row without a value fails.
 
     Raises:
-        UserError: for anything else.
+        UserError: for anything else, or if they are too long together.
     """
     if not where:
         return None, []
+    if (length := sum(map(len, where))) > LONGEST_CONDITION:
+        raise UserError(f"--where: {length:,} characters, expected at most {LONGEST_CONDITION:,}")
     columns: list[str] = []
     parsed = [_parsed(text, columns) for text in where]
     return reduce(operator.and_, parsed), columns
 
 
 def _parsed(text: str, columns: list[str]) -> Any:
-    refused = f"--where {text!r}: expected comparisons of columns with constants, such as language == 'en'"
     try:
-        return _expression(ast.parse(text.strip(), mode="eval").body, columns)
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
-        raise UserError(refused) from error
+        tree = ast.parse(text.strip(), mode="eval")
+        if sum(isinstance(node, OPERATORS) for node in ast.walk(tree)) > MOST_OPERATORS:
+            raise ValueError
+        return _expression(tree.body, columns)
+    except REFUSED as error:
+        raise UserError(
+            f"--where {printable(text, 80)!r}: expected comparisons of columns with constants of up to 64 "
+            f"bits, such as language == 'en', with at most {MOST_OPERATORS} operators"
+        ) from error
 
 
 def _expression(node: ast.AST, columns: list[str]) -> Any:

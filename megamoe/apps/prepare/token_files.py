@@ -10,7 +10,7 @@ from typing import IO
 
 import numpy as np
 
-from megamoe.apps.prepare.documents import Selection
+from megamoe.apps.prepare.documents import Selection, check_size
 from megamoe.errors import UserError
 
 HEADER_BYTES = 1024
@@ -50,18 +50,12 @@ def read_tokens(stream: IO[bytes], name: str, selection: Selection) -> Iterator[
         tokens += len(ids)
         *whole, rest = np.split(ids[begins:], np.flatnonzero(ids[begins:] == selection.eod) + 1)
         for end in whole:
-            yield _checked([*pending, end], name, selection)
+            yield selection.checked(np.concatenate([*pending, end]), name)
             pending = []
         pending.append(rest)
+        check_size(sum(piece.nbytes for piece in pending), name)
         content = stream.read(CHUNK_BYTES)
     if right is not None and tokens != expected:
         raise UserError(f"{name}: has {tokens:,} tokens, its header says {expected:,}; copy or make it again")
     if sum(map(len, pending)):
-        yield _checked(pending, name, selection)
-
-
-def _checked(pieces: list[np.ndarray], name: str, selection: Selection) -> np.ndarray:
-    try:
-        return selection.checked(np.concatenate(pieces), name)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+        yield selection.checked(np.concatenate(pending), name)

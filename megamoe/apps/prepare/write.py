@@ -8,13 +8,13 @@ import shutil
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context, parent_process
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from megamoe.data.index_file import read_lengths, token_dtype, write_index
 from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import real
+
+Batch, Option, Result = TypeVar("Batch"), TypeVar("Option"), TypeVar("Result")
 
 
 class Encoded(NamedTuple):
@@ -66,22 +68,33 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, dtype:
 def encode_batches(
     batches: Iterable[Sequence[Document]], tokenizer: Tokenizer, dtype: type[np.number], num_workers: int
 ) -> Iterator[Encoded]:
-    """Yield `encode_documents` of each batch, in order, whatever the number of workers.
+    """Yield `encode_documents` of each batch, see `in_workers`."""
+    return in_workers(encode_documents, batches, tokenizer, dtype, num_workers)
+
+
+def in_workers(
+    encode: Callable[[Batch, Tokenizer, Option], Result],
+    batches: Iterable[Batch],
+    tokenizer: Tokenizer,
+    option: Option,
+    num_workers: int,
+) -> Iterator[Result]:
+    """Yield `encode(batch, tokenizer, option)` of each batch, in order, whatever the number of workers.
 
     Raises:
         UserError: if a worker dies.
     """
     if num_workers == 1:
         for batch in batches:
-            yield encode_documents(batch, tokenizer, dtype)
+            yield encode(batch, tokenizer, option)
         return
     pool = ProcessPoolExecutor(
-        num_workers, get_context("spawn"), initializer=_start_worker, initargs=(tokenizer.name, dtype)
+        num_workers, get_context("spawn"), initializer=_start_worker, initargs=(tokenizer.name,)
     )
-    pending: deque[Future[Encoded]] = deque()
+    pending: deque[Future[Result]] = deque()
     try:
         for batch in batches:
-            pending.append(pool.submit(_encode_in_worker, batch))
+            pending.append(pool.submit(_in_worker, encode, batch, option))
             if len(pending) > 2 * num_workers:
                 yield pending.popleft().result()
         while pending:
@@ -94,13 +107,13 @@ def encode_batches(
         pool.shutdown(cancel_futures=True)
 
 
-_worker: tuple[Tokenizer, type[np.number]]
+_tokenizer: Tokenizer  # of a worker
 
 
-def _start_worker(reference: str, dtype: type[np.number]) -> None:
-    global _worker
+def _start_worker(reference: str) -> None:
+    global _tokenizer
     start_worker()
-    _worker = (load_tokenizer(reference), dtype)
+    _tokenizer = load_tokenizer(reference)
 
 
 def start_worker() -> None:
@@ -119,9 +132,8 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def _encode_in_worker(documents: Sequence[Document]) -> Encoded:
-    tokenizer, dtype = _worker
-    return encode_documents(documents, tokenizer, dtype)
+def _in_worker(encode: Callable[[Batch, Tokenizer, Option], Result], batch: Batch, option: Option) -> Result:
+    return encode(batch, _tokenizer, option)
 
 
 LOCK = "lock"

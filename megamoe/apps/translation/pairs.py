@@ -10,7 +10,7 @@ from pathlib import Path
 
 from megamoe.apps.prepare.sources import Source, Tap, read_lines
 from megamoe.data.card import SourceCard
-from megamoe.errors import UserError, printable
+from megamoe.errors import UserError, listed
 from megamoe.io import parse_json
 
 SPLITS = ("train", "valid", "test")
@@ -192,9 +192,7 @@ def read_json_lines(path: str, keys: Iterable[str], counts: Counts) -> Iterator[
         except ValueError as error:
             raise ValueError(f"not JSON: {error}; write an object a line") from error
         if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in names):
-            found = (
-                f"keys {printable(', '.join(record))}" if isinstance(record, dict) else type(record).__name__
-            )
+            found = f"keys {listed(list(record))}" if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"expected texts under {', '.join(names)}, found {found}; give --keys")
         source, target, language = (record[name] for name in names)
         normal = normalize_language(language)
@@ -252,12 +250,8 @@ def _lines(path: str, counts: Counts) -> Iterator[str]:
     """
     if not Path(path).is_file():
         raise UserError(f"{path!r} is no file; expected text, also as .gz or .zst")
-    try:
-        tap = Tap(Source(path, Path(path)), lambda _: None)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    with tap:
-        number = 0
-        for number, line in enumerate(read_lines(Source(path, Path(path)), tap), start=1):  # noqa: B007
+    source, number = Source(path, Path(path)), 0
+    with Tap(source, lambda _: None) as tap:
+        for number, line in enumerate(read_lines(source, tap), start=1):  # noqa: B007
             yield line
         counts.sources.append(SourceCard(path, tap.num_bytes, tap.sha256(), number))

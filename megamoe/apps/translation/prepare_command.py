@@ -14,7 +14,7 @@ import warnings
 from typing import Any
 
 from megamoe.apps.command import parser_of, run_tool
-from megamoe.errors import UserError
+from megamoe.errors import UserError, printable
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -83,5 +83,5 @@ def _run(options: dict[str, Any]) -> None:
             raise UserError(f"{option} is for --tokenizer train, sentencepiece or bytes")
     summary = prepare_pairs(preparation)
     for line in summary.warnings:
-        print(f"warning: {line}", file=sys.stderr)
+        print(f"warning: {printable(line)}", file=sys.stderr)
     print(summary.text(preparation.output))
