@@ -36,7 +36,9 @@ from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import real
 
-Batch, Option, Result = TypeVar("Batch"), TypeVar("Option"), TypeVar("Result")
+Batch = TypeVar("Batch")
+Option = TypeVar("Option")
+Result = TypeVar("Result")
 
 
 class Encoded(NamedTuple):

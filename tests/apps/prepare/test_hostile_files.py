@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import zstandard
 
+from megamoe.apps.prepare import command, tables
 from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.apps.prepare.tables import condition_of
-from megamoe.data import command, tables
 from megamoe.errors import LONGEST_LINE, UserError
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")

@@ -58,7 +58,14 @@ OF_ROUTERS = re.compile(
     r"model\..*\.layer\.(?:router\.scorer\.(?:noise|group_noise|old|reference)_weight|losses\.(\w+)\.[\w.]+)"
 )
 # Keys of `model` that are of the machine or left out, and those of config.json that no import reads.
-NOT_KEPT = ("recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory")
+NOT_KEPT: tuple[str, ...] = (
+    "recompute",
+    "backend",
+    "norm_kernel",
+    "cpu_kernels",
+    "gpu_kernels",
+    "keep_freed_memory",
+)
 NOT_KEPT += ("fp8", "fp8_format", "fp8_amax_history", "multi_token_prediction")
 NOT_COMPARED = {*IRRELEVANT, SECTIONS, "router_aux_loss_coef"}
 CUTS = {"up": EXPERT_UP, "down": EXPERT_DOWN, "up_bias": EXPERT_UP, "down_bias": EXPERT_BIAS}
@@ -145,7 +152,7 @@ def family_of_folder(given: Json, where: Path) -> Family:
         sizes = shape if isinstance(shape, list) else [-1]
         if not OF_ROUTERS.fullmatch(name) or not all(type(size) is int and size >= 0 for size in sizes):
             raise UserError(f"{where}: {HELD}: found {short(f'{name} {shape}')}; export the model again")
-    return replace(FAMILY, held=held)
+    return replace(FAMILY, held=held or {})
 
 
 def custom_family(path: Path, config: RunConfig, reader: CheckpointReader | None = None) -> Family:
@@ -160,16 +167,12 @@ def custom_family(path: Path, config: RunConfig, reader: CheckpointReader | None
             f"{path}: --class {CUSTOM}: it does not cover {', '.join(found)}; override keys that do not "
             "matter to you, such as moe.router.capacity=none"
         )
-    names = [name.removeprefix(WEIGHT) for name in reader.names(WEIGHT)] if reader else []
-    matches = {name: OF_ROUTERS.fullmatch(name) for name in names}
-    return replace(
-        FAMILY,
-        held={
-            name: list(reader.shape(WEIGHT + name))
-            for name, match in matches.items()
-            if match and (match[1] is None or match[1] in config.moe.losses)
-        },
-    )
+    held: Json = {}
+    for name in reader.names(WEIGHT) if reader else ():
+        match = OF_ROUTERS.fullmatch(name.removeprefix(WEIGHT))
+        if reader and match and (match[1] is None or match[1] in config.moe.losses):
+            held[match[0]] = list(reader.shape(name))
+    return replace(FAMILY, held=held)
 
 
 def custom_files(config: RunConfig) -> dict[str, bytes]:
