@@ -345,8 +345,8 @@ FAULTS = (
         "the loss of an evaluation is the one that training reports",
         "models/evaluate.md",
         "megamoe/apps/evaluation/perplexity.py",
-        "sums.loss += float((losses_BS * batch.loss_mask_BS).double().sum())",
-        "sums.loss += float(losses_BS.double().sum())",
+        'sums["loss"] += float((losses_BS * batch.loss_mask_BS).double().sum())',
+        'sums["loss"] += float(losses_BS.double().sum())',
         ("tests/apps/evaluation/test_perplexity.py",),
     ),
     Fault(

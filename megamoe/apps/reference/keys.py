@@ -55,8 +55,8 @@ def main(arguments: list[str] | None = None) -> int:
         for path, text in files.items():
             path.write_text(text, encoding="utf-8")
     except (UserError, OSError) as error:
-        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
-        print(f"error: {text}", file=sys.stderr)
+        reason = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else error
+        print(f"error: {reason}", file=sys.stderr)
         return 2
     return 0
 

@@ -58,15 +58,8 @@ OF_ROUTERS = re.compile(
     r"model\..*\.layer\.(?:router\.scorer\.(?:noise|group_noise|old|reference)_weight|losses\.(\w+)\.[\w.]+)"
 )
 # Keys of `model` that are of the machine or left out, and those of config.json that no import reads.
-NOT_KEPT: tuple[str, ...] = (
-    "recompute",
-    "backend",
-    "norm_kernel",
-    "cpu_kernels",
-    "gpu_kernels",
-    "keep_freed_memory",
-)
-NOT_KEPT += ("fp8", "fp8_format", "fp8_amax_history", "multi_token_prediction")
+NOT_KEPT = {"recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory"}
+NOT_KEPT |= {"fp8", "fp8_format", "fp8_amax_history", "multi_token_prediction"}
 NOT_COMPARED = {*IRRELEVANT, SECTIONS, "router_aux_loss_coef"}
 CUTS = {"up": EXPERT_UP, "down": EXPERT_DOWN, "up_bias": EXPERT_UP, "down_bias": EXPERT_BIAS}
 
