@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from typing import Any
@@ -187,14 +187,8 @@ def simulate_step(
     for cached in (angles, tokens_and_choices, device_scalar):
         cached.cache_clear()  # what an earlier simulation has left there would not be counted here
     with ExitStack() as stack:
-        stack.enter_context(unknown_sizes_raise(UserError(UNKNOWN_SIZES)))
-        # In this thread, whose settings for fakes the threads of the autograd engine do not have.
-        stack.enter_context(torch.autograd.set_multithreading_enabled(False))
-        for patched in (fake_torch_cuda(), fused_operators()) if on_cuda else ():
-            stack.enter_context(patched)
-        stands_in = full_sequences(), zero_without_values(), modules_move_fakes(), objects_are_alike()
-        for each in (*stands_in, fake_mode()):
-            stack.enter_context(each)
+        for context_manager in _stand_ins(on_cuda):
+            stack.enter_context(context_manager)
         stack.callback(launch.stop)
         launch.start(world, config.parallel.timeout_minutes)
         groups = start_groups(run.plan.layout, config.parallel.timeout_minutes)
@@ -225,6 +219,17 @@ def simulate_step(
             travel_ranks=_travel_ranks(run.plan.layout, rank),
             exchanges_again=bool(recomputed_modules(config.model) & {"block", "moe_layer"}),
         )
+
+
+def _stand_ins(on_cuda: bool) -> Iterator[AbstractContextManager[Any]]:
+    """Yield what a step on fake tensors needs in place of values, ranks and a device, in order."""
+    yield unknown_sizes_raise(UserError(UNKNOWN_SIZES))
+    # In this thread, whose settings for fakes the threads of the autograd engine do not have.
+    yield torch.autograd.set_multithreading_enabled(False)
+    if on_cuda:
+        yield from (fake_torch_cuda(), fused_operators())
+    yield from (full_sequences(), zero_without_values(), modules_move_fakes(), objects_are_alike())
+    yield fake_mode()
 
 
 def _check_load(load: float, expert: int) -> None:

@@ -20,11 +20,10 @@ from torch import Tensor
 from megamoe.compat.torch_compat import assert_on_device
 from megamoe.kernels.experts.rows import Order, RowTokens, permute, sum_rows
 from megamoe.moe.dispatch.direct import DirectDispatch, DirectState
-from megamoe.moe.dispatch.dispatcher import DispatchConfig, Dispatcher, NodeUse, ReadCounts, read_counts
+from megamoe.moe.dispatch.dispatcher import DispatchConfig, Dispatcher, ReadCounts, read_counts
 from megamoe.moe.dispatch.transfer import Rows, Transfer
 from megamoe.moe.process_groups import ParallelGroups, rank_in, size_of
 from megamoe.moe.routing import Pairs, Routing
-from megamoe.registry import register
 
 
 @dataclass
@@ -47,19 +46,14 @@ class NodeState:
     inside: DirectState | None = None
 
 
-@register("exchange", "by_node")
 class ByNodeDispatch(Dispatcher):
-    """A row crosses to another node once, to the rank with the sender's number there, and is copied to the
-    ranks of the experts inside the node; the weighted outputs are summed there, and one row returns.
-
-    Source: DeepSeek-V3, section 3.2.2. The groups: `groups.between_nodes` and `groups.inside_node`.
+    """The exchange by nodes, over `groups.between_nodes` and `groups.inside_node`.
 
     read_counts: as of `DirectDispatch`, with four more vectors: `rows_sent` and `rows_received`,
     `pairs_sent` and `pairs_received`, of each node; the others are of the ranks in the node.
     """
 
     sends_weights = True
-    node_use: NodeUse = "always"
 
     @classmethod
     def build(cls, config: Any, settings: DispatchConfig) -> Dispatcher:
@@ -181,18 +175,6 @@ class ByNodeDispatch(Dispatcher):
             return rows_UH
         back = Transfer(state.rows.received, state.rows.sent, self.between, interleaves=True)
         return sum_rows(back.run(rows_UH), state.sent, self.kernels)
-
-
-@register("exchange", "auto")
-class AutoDispatch(ByNodeDispatch):
-    """`by_node` where the experts of a group lie on several nodes, evenly, and a token has at least 1.25
-    times as many experts as nodes on average; else `direct`.
-
-    Source: none; the ratio is where the rows saved between nodes outweigh the second copy inside one.
-    """
-
-    node_use = "if_worth"
-    knows_slots = True  # with them no rows travel by node
 
 
 def _places(token_N: Tensor, node_N: Tensor, nodes: int, tokens: int) -> tuple[Tensor, Tensor]:

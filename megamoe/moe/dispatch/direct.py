@@ -28,7 +28,6 @@ from megamoe.moe.dispatch.dispatcher import (
 from megamoe.moe.dispatch.transfer import Rows, Transfer
 from megamoe.moe.process_groups import gather_rows, rank_in, size_of
 from megamoe.moe.routing import Pairs, Routing
-from megamoe.registry import register
 
 
 @dataclass
@@ -57,12 +56,8 @@ class DirectState:
     by_expert_M: Order | None = None
 
 
-@register("exchange", "direct")
 class DirectDispatch(Dispatcher):
-    """A row for each of a token's experts goes straight to the rank that holds the expert, and back.
-
-    The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`.
-    Source: GShard (Lepikhin et al. 2020), section 3.2; with uneven splits in place of a capacity.
+    """The experts are spread over the ranks of `expert`, or cut into slices over those of `expert_tensor`.
 
     read_counts: reads the numbers of rows by name: `sent` to each rank of `expert`, `received` from each, and
     `gathered`, held by each rank of `expert_tensor`; with `settings.host_counts` those of each expert here,
