@@ -18,8 +18,8 @@ import pkgutil
 import re
 import sys
 import traceback
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -335,6 +335,17 @@ def described(part: type, with_file: bool = True) -> str:
     kind, name = next(known, ("part", part.__qualname__))
     file = getattr(sys.modules.get(part.__module__), "__file__", None)
     return f"{kind} {name!r}" + (f" ({Path(file).name})" if file and with_file else "")
+
+
+@contextmanager
+def naming_failures(part: type, what: str) -> Iterator[None]:
+    """Turn what a plugin's part raises into a UserError with its file and line; what: begins the message."""
+    try:
+        yield
+    except Exception as error:
+        if is_ours(part) or isinstance(error, UserError):
+            raise
+        raise UserError(f"{what} failed{failure_of(part, error)}") from error
 
 
 def failure_of(part: type, error: BaseException) -> str:

@@ -391,6 +391,15 @@ def test_the_kernels_of_a_run_are_chosen_once() -> None:
     assert choosing == [PACKAGE / "train" / "resolved.py"]
 
 
+def test_one_class_saves_and_chooses_the_checkpoint_to_resume_from() -> None:
+    """Trainer and loop ask it: what begins, publishes, uploads and judges checkpoints is not theirs."""
+    names = {
+        f"megamoe.checkpoint.{name}" for name in ("manager.Checkpoints", "manager.first_intact", "remote")
+    }
+    files = [path.name for path in (PACKAGE / "train").glob("*.py") if names & {*imports_of(path)}]
+    assert files == ["saver.py"]
+
+
 @each_of([path for path in COMPAT if path.name != "__init__.py"])
 def test_every_entry_of_compat_gives_its_reasons_and_a_canary(path: Path) -> None:
     """Its docstring holds them, or the file's what holds for all; startup's check of versions needs none."""

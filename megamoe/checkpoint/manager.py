@@ -32,7 +32,6 @@ from megamoe.checkpoint.format.meta import Meta, new_id
 from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.planning import Plan, fingerprint, plan_save
 from megamoe.checkpoint.state import EngineState, load_random
-from megamoe.checkpoint.uploads import Uploads
 from megamoe.checkpoint.writer import Save, Staging
 from megamoe.errors import UserError
 from megamoe.io import replace_file, sync
@@ -95,18 +94,22 @@ def first_intact(
 class Checkpoints:
     """The checkpoints of one run, in `folder`. The newest `keep` of them are kept.
 
-    background: whether `begin` returns while the files are still being written. uploads: on the first rank,
-    where checkpoints are copied to object storage. damaged: the checkpoints that were found damaged. These,
-    and those that a user renamed, are neither counted nor deleted.
+    background: whether `begin` returns while the files are still being written. is_needed: whether an older
+    checkpoint must stay for now. damaged: the checkpoints that were found damaged. These, and those that a
+    user renamed, are neither counted nor deleted.
     """
 
     def __init__(
-        self, folder: Path, keep: int, background: bool = False, uploads: Uploads | None = None
+        self,
+        folder: Path,
+        keep: int,
+        background: bool = False,
+        is_needed: Callable[[Path], bool] = lambda path: False,
     ) -> None:
         self.folder = folder
         self.keep = keep
         self.background = background
-        self.uploads = uploads
+        self.is_needed = is_needed
         self.damaged: set[Path] = set()
         self._save: Save | None = None
         self._staging = Staging()
@@ -142,13 +145,12 @@ class Checkpoints:
     def begin(self, engine: Engine, step: int, state: dict[str, Any]) -> None:
         """Copy the state of `step` and start to write it. Collective.
 
-        A save that is still under way is finished first. state: plain data for checkpoint.json (`Meta`).
+        No save may be under way. state: plain data for checkpoint.json (`Meta`).
 
         Raises:
             UserError: on every rank, if any rank could not begin. The earlier checkpoints remain.
         """
-        if self._save is not None:
-            self.finish()
+        assert self._save is None
         final = self.folder / f"step_{step:08d}"
         temporary = self.folder / f"{SAVING}{final.name}"
         problem = catch_error(lambda: self._make_folder(temporary)) if engine.world.is_first else None
@@ -185,8 +187,6 @@ class Checkpoints:
         sums = {name: digest for own in gather_from_ranks(save.sums) for name, digest in own.items()}
         problem = catch_error(lambda: self._publish(save, sums)) if dist.get_rank() == 0 else None
         self._raise_any_error(problem, save.folder)
-        if self.uploads is not None:
-            self.uploads.add(save.final)
         return save.final
 
     def _wait(self, save: Save) -> None:
@@ -223,7 +223,7 @@ class Checkpoints:
             "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
             "step": step,
             "layout": {**vars(engine.layout), "zero_stage": engine.stage, "precision": engine.precision},
-            "loss_scaler": engine.loss_scaler_state(),
+            "loss_scaler": engine.loss_scaling.state(),
             **state,
         }
         assert self._plan is not None
@@ -253,9 +253,7 @@ class Checkpoints:
         sync(self.folder)
         self.damaged.discard(save.final)
         good = [path for path in candidates(self.folder) if path not in self.damaged and has_run_name(path)]
-        old = [path for path in good[self.keep :] if path != save.final]
-        if self.uploads is not None:
-            old = [path for path in old if not self.uploads.needs(path)]
+        old = [path for path in good[self.keep :] if path != save.final and not self.is_needed(path)]
         self._delete([*old, *([replaced] if replaced.exists() else [])])
 
     def _delete(self, paths: list[Path]) -> None:
@@ -272,28 +270,6 @@ class Checkpoints:
         """Wait until the thread has deleted the old checkpoints."""
         if self._deletion is not None:
             self._deletion.join()
-
-    @property
-    def are_uploaded(self) -> bool:
-        """Whether no upload of this rank is under way; only the first rank uploads."""
-        return self.uploads is None or self.uploads.are_done
-
-    def begin_uploads(self) -> None:
-        """Let the first rank write to the object storage, if there is one. No other launch may be alive.
-
-        Raises:
-            UserError: if the storage does not answer.
-        """
-        if self.uploads is not None:
-            self.uploads.begin()
-
-    def finish_uploads(self) -> str | None:
-        """Wait for the uploads; return why the newest checkpoint is not in the object storage, or None."""
-        return None if self.uploads is None else self.uploads.close()
-
-    def abandon_uploads(self) -> None:
-        """Let the process end without waiting for an upload; the next launch repeats it."""
-        self.uploads = None
 
     def _raise_any_error(self, problem: str | None, temporary: Path) -> None:
         """Raise UserError on every rank if any rank has a problem. Collective."""
@@ -322,8 +298,7 @@ def load(reader: CheckpointReader, engine: Engine) -> bool:
             another shape.
     """
     raise_any_error(catch_error(lambda: EngineState(engine).load(reader)))
-    if engine.precision == "fp16":
-        engine.restore_loss_scaler(reader.meta["loss_scaler"])
+    engine.loss_scaling.restore(reader.meta["loss_scaler"])
     source = saved_random_rank(reader.meta, engine.layout, engine.world.rank)
     raise_any_error(
         None if source is None else catch_error(lambda: load_random(reader, source, engine.world.device))

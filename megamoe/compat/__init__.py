@@ -15,16 +15,18 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, **values: Any) -> Iterator[None]:
-    """Inside, these attributes of a module or class have other values.
+    """Inside, these attributes of a module, a class or an object have other values.
 
-    Raises:
-        KeyError: if it has none of that name itself; what a class inherits does not count.
+    What the owner does not have itself, such as what an object has from its class, is deleted at the end.
     """
-    before = {name: vars(owner)[name] for name in values}  # a classmethod, not the bound method
+    before = {name: vars(owner)[name] for name in values if name in vars(owner)}
+    for name, value in values.items():
+        setattr(owner, name, value)
     try:
-        for name, value in values.items():
-            setattr(owner, name, value)
         yield
     finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+        for name in values:
+            if name in before:
+                setattr(owner, name, before[name])
+            else:
+                delattr(owner, name)

@@ -6,7 +6,7 @@ Seen with: DeepSpeed 0.19.8, where an entry does not say otherwise.
 import importlib
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ import torch.distributed as dist
 from deepspeed.runtime import bf16_optimizer, utils
 from deepspeed.utils import groups
 from torch import Tensor
+
+from megamoe.compat import replaced
 
 
 def skip_shared_memory_op() -> None:
@@ -148,14 +150,11 @@ def without_inner_steps(wrapper: Any) -> Iterator[None]:
     """
     # The second steps on what ZeRO 3 leaves on the device where it offloads a part alone.
     inner = [wrapper.optimizer, getattr(wrapper, "backup_optimizer", None)]
-    stepping = [each for each in inner if each is not None]
-    for each in stepping:
-        each.step = lambda *unused, **also_unused: None
-    try:
+    with ExitStack() as stack:
+        for optimizer in inner:
+            if optimizer is not None:
+                stack.enter_context(replaced(optimizer, step=lambda *unused, **also_unused: None))
         yield
-    finally:
-        for each in stepping:
-            del each.step
 
 
 @contextmanager
@@ -194,15 +193,8 @@ def watching_overflow(optimizer: Any, report: Callable[[int, Tensor], None]) -> 
                     report(group_of.get(number, number), gradient)
         return plain() if in_bf16 else plain(has_overflow)
 
-    own = vars(optimizer).get(name)  # `give_gradients_to` sets one
-    setattr(optimizer, name, watched)
-    try:
+    with replaced(optimizer, **{name: watched}):
         yield
-    finally:
-        if own is None:
-            delattr(optimizer, name)
-        else:
-            setattr(optimizer, name, own)
 
 
 def forget_gradients(optimizer: Any) -> None:
@@ -226,7 +218,7 @@ def counts_steps_in_int(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class LossScaler:
-    """The loss scale of ZeRO's fp16 optimiser. optimizer: the engine's.
+    """The loss scale of ZeRO's fp16 optimiser. optimizer: the engine's; None: in other precisions, scale 1.
 
     Reason: DeepSpeed saves a dynamic scale's state in its own checkpoints only, and raises a bare Exception
         where the scale can fall no further.
@@ -244,25 +236,29 @@ class LossScaler:
     @property
     def scale(self) -> float:
         """What a loss is multiplied with."""
-        return float(self._optimizer.loss_scale)
+        return 1.0 if self._optimizer is None else float(self._optimizer.loss_scale)
+
+    @property
+    def _dynamic(self) -> Any:
+        """DeepSpeed's scaler, if its scale changes."""
+        scaler = None if self._optimizer is None else self._optimizer.loss_scaler
+        return scaler if scaler is not None and scaler.dynamic else None
 
     @property
     def can_fall(self) -> bool:
         """Whether an overflow lowers it."""
-        scaler = self._optimizer.loss_scaler
-        return bool(scaler.dynamic and scaler.cur_scale > scaler.min_scale)
+        scaler = self._dynamic
+        return scaler is not None and bool(scaler.cur_scale > scaler.min_scale)
 
     def state(self) -> dict[str, float]:
         """Return what a dynamic scale has learned, empty for a static one."""
-        scaler = self._optimizer.loss_scaler
-        return {name: getattr(scaler, name) for name in self.STATE} if scaler.dynamic else {}
+        scaler = self._dynamic
+        return {} if scaler is None else {name: getattr(scaler, name) for name in self.STATE}
 
     def restore(self, state: dict[str, float]) -> None:
         """Go on from `state`; a static scale stays as it is."""
-        scaler = self._optimizer.loss_scaler
-        for name in self.STATE:
-            if scaler.dynamic and name in state:
-                setattr(scaler, name, state[name])
+        for name in state.keys() & self.STATE if self._dynamic is not None else ():
+            setattr(self._dynamic, name, state[name])
 
     @classmethod
     def is_at_minimum(cls, error: Exception) -> bool:

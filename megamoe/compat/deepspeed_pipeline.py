@@ -7,6 +7,8 @@ from deepspeed.runtime import bf16_optimizer
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
+from megamoe.compat import replaced
+
 Norm = Callable[[Iterable[tuple[nn.Parameter, Tensor]], bool], Tensor]
 
 
@@ -52,15 +54,11 @@ def replace_norm(optimizer: Any, norm: Norm) -> None:
         step = optimizer.step
 
         def stepped(*args: Any, **kwargs: Any) -> Any:
-            plain = bf16_optimizer.get_global_norm_of_tensors, bf16_optimizer.get_norm_with_moe_layers
             found = float(norm(_gradients_in_bf16(optimizer), False))
             answer = found if found == found and found != float("inf") else -1.0
-            bf16_optimizer.get_global_norm_of_tensors = lambda *unused, **also_unused: answer
-            bf16_optimizer.get_norm_with_moe_layers = lambda *unused, **also_unused: answer
-            try:
+            names = ("get_global_norm_of_tensors", "get_norm_with_moe_layers")
+            with replaced(bf16_optimizer, **dict.fromkeys(names, lambda *unused, **also_unused: answer)):
                 return step(*args, **kwargs)
-            finally:
-                bf16_optimizer.get_global_norm_of_tensors, bf16_optimizer.get_norm_with_moe_layers = plain
 
         optimizer.step = stepped
     else:

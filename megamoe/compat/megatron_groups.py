@@ -7,6 +7,8 @@ from typing import Any
 
 from megatron.core import parallel_state
 
+from megamoe.compat import replaced
+
 
 @contextmanager
 def groups_made_by(make: Callable[[Sequence[int], timedelta | None], Any]) -> Iterator[None]:
@@ -25,9 +27,5 @@ def groups_made_by(make: Callable[[Sequence[int], timedelta | None], Any]) -> It
     ) -> Any:
         return make(ranks, timeout)
 
-    plain = parallel_state.create_group
-    parallel_state.create_group = create_group
-    try:
+    with replaced(parallel_state, create_group=create_group):
         yield
-    finally:
-        parallel_state.create_group = plain

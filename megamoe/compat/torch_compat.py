@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
+from megamoe.compat import replaced
+
 _compile_now = torch.compile
 
 
@@ -94,11 +96,8 @@ def step_with_scaled_gradients(
     Without it: clipping reads and writes every gradient once more.
     Canary: test_torch.py::test_steps_with_scaled_gradients
     """
-    optimizer.grad_scale = torch.full((), 1 / factor, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
-    try:
+    with replaced(optimizer, grad_scale=torch.full((), 1 / factor, dtype=torch.float32, device=device)):
         torch.optim.Adam.step(optimizer) if step is None else step()
-    finally:
-        del optimizer.grad_scale  # type: ignore[attr-defined]
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

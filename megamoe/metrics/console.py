@@ -87,13 +87,6 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
             _print_plain(self._console, self._line)
             self._printed = (step, now)
 
-    def say(self, message: str) -> None:
-        """Print a message that stays, above the live line."""
-        if self._live is None:
-            _print_plain(self._console, message)
-        else:
-            self._console.print(Text(message))
-
     def close(self) -> None:
         """Leave the last line standing and release the terminal; a second call does nothing."""
         if self._live is not None:

@@ -10,12 +10,8 @@ import torch
 
 from megamoe.compat.torch_compat import cudnn_problem, has_bf16_products, widen_bf16_products
 from megamoe.compat.transformer_engine_compat import OLDEST, is_too_old
+from megamoe.config import shapes
 from megamoe.config.schema import ModelConfig, RunConfig
-from megamoe.config.shapes import (
-    moe_block_numbers,
-    moe_layer_numbers,
-    num_blocks,
-)
 from megamoe.kernels.choice import Kernels, has_grouped_product, triton_problem
 from megamoe.kernels.library import find_library
 
@@ -169,7 +165,7 @@ def _gpu_rows(config: RunConfig, kernels: Kernels, precision: str) -> dict[str, 
     rows = {"GPU kernels": f"Triton's: {passes}" if kernels.triton else f"PyTorch's ({key})"}
     if model.gpu_kernels == "auto" and triton_problem():
         rows["GPU kernels"] = f"PyTorch's: {triton_problem()}"
-    if not moe_layer_numbers(config):
+    if not shapes.moe_layer_numbers(config):
         return rows
     dtype = {"fp32": torch.float32, "fp16": torch.float16}.get(precision, torch.bfloat16)
     fast = has_grouped_product(dtype, torch.device("cuda"))
@@ -191,9 +187,9 @@ def _engine_row(config: RunConfig) -> str:
         return found.problem or f"{found.version}, not used (model.backend: {why})"
     whole = engine_attends(config)
     parts = ["attention" if whole else "linear layers of attention, its core by PyTorch", "norms"]
-    if len(moe_block_numbers(config)) < num_blocks(config):
+    if len(shapes.moe_block_numbers(config)) < shapes.num_blocks(config):
         parts.append("dense FFN")
-    if moe_layer_numbers(config):
+    if shapes.moe_layer_numbers(config):
         parts.append("grouped experts")
     if model.fp8 != "none":
         parts.append(f"fp8 {model.fp8} ({fp8_format(model)})")

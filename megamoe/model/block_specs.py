@@ -14,21 +14,10 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from torch import Tensor, nn
 
+from megamoe.config import shapes
 from megamoe.config.groups import config_by_layer, scores_before
 from megamoe.config.mup import Scaling, attention_scale, residual_scale
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
-from megamoe.config.shapes import (
-    Stack,
-    expert_activation,
-    expert_ffn_size,
-    ffn_size,
-    has_input_bias,
-    has_output_bias,
-    head_size,
-    inserted_has_norm,
-    recomputed_modules,
-    window_of,
-)
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.ffn import LIMIT, OFFSET
 from megamoe.model.attention.caches import CachingCrossAttention
@@ -36,9 +25,9 @@ from megamoe.model.attention.context import ContextShard
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.attention.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.attention.rotary import position_options
+from megamoe.model.embedding import Built
 from megamoe.model.modules import Modules, fp8_options
 from megamoe.model.moe_block import Block, MoEBlock
-from megamoe.model.units import Built
 from megamoe.moe import rng
 from megamoe.moe.experts.activations import CLAMPED, is_gated, pointwise
 from megamoe.moe.layer import LayerShape, MoELayer
@@ -66,7 +55,7 @@ class BlockMaker:
     @property
     def recomputed(self) -> frozenset[str]:
         """Return the modules that the backward pass computes again."""
-        return recomputed_modules(self.config.model)
+        return shapes.recomputed_modules(self.config.model)
 
     def transformer(self, num_layers: int) -> BlockConfig:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
@@ -81,16 +70,16 @@ class BlockMaker:
             hidden_size=model.hidden_size,
             num_attention_heads=model.num_attention_heads,
             num_query_groups=model.num_query_groups,
-            kv_channels=head_size(model),
-            add_qkv_bias=has_input_bias(model),
-            attention_output_bias=has_output_bias(model),
+            kv_channels=shapes.head_size(model),
+            add_qkv_bias=shapes.has_input_bias(model),
+            attention_output_bias=shapes.has_output_bias(model),
             qk_layernorm=model.attention.query_key_norm != "none",
             softmax_scale=attention_scale(model),
-            windows=tuple(window_of(model, block) for block in range(1, num_layers + 1)),
+            windows=tuple(shapes.window_of(model, block) for block in range(1, num_layers + 1)),
             sinks=model.attention.sinks,
             soft_cap=model.attention.soft_cap,
             context=self.context,
-            ffn_hidden_size=ffn_size(model),
+            ffn_hidden_size=shapes.ffn_size(model),
             normalization="RMSNorm" if model.norm == "rmsnorm" else "LayerNorm",
             layernorm_epsilon=model.norm_eps,
             activation_func=pointwise(model.activation),
@@ -113,7 +102,7 @@ class BlockMaker:
         )
 
     def specs(
-        self, stack: Stack, transformer: BlockConfig, has_source: bool = False, of_source: bool = False
+        self, stack: shapes.Stack, transformer: BlockConfig, has_source: bool = False, of_source: bool = False
     ) -> TransformerBlockSubmodules:
         """Return the specification of a stack.
 
@@ -142,7 +131,7 @@ class BlockMaker:
             if number in moe_blocks:
                 spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
             if number in stack.layers.insert_after:
-                has_norm = inserted_has_norm(config.moe)
+                has_norm = shapes.inserted_has_norm(config.moe)
                 norm = functools.partial(self.norm, transformer) if has_norm else None
                 spec.params["build_inserted"] = functools.partial(
                     MoEBlock,
@@ -198,9 +187,9 @@ class BlockMaker:
         layers = num_layers if model.mup is None else scaling.residual_layers
         return LayerShape(
             hidden_size=model.hidden_size,
-            ffn_size=expert_ffn_size(config),
+            ffn_size=shapes.expert_ffn_size(config),
             layer=layer,
-            activation=expert_activation(config),
+            activation=shapes.expert_activation(config),
             init_std=model.init_std,
             output_std=model.init_std * scaling.hidden_std / math.sqrt(2 * layers),
             width=scaling.width,

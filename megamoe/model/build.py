@@ -28,13 +28,18 @@ from megamoe.model.attention.context import ContextShard
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.attention.rotary import rotary_of, set_rotary_frequencies
 from megamoe.model.block_specs import BlockMaker, MoEFactory, init_methods
-from megamoe.model.embedding import adapt_embedding, build_embedding, megatron_position
+from megamoe.model.embedding import (
+    Built,
+    adapt_embedding,
+    build_embedding,
+    embedding_first,
+    megatron_position,
+)
 from megamoe.model.heads.labels import label_head
 from megamoe.model.heads.multi_token_prediction import MultiTokenPrediction, PredictionDepth
 from megamoe.model.heads.vocabulary import Head
 from megamoe.model.modules import choose_modules
 from megamoe.model.scales import change_logits
-from megamoe.model.units import Built, embedding_first
 
 
 class OneStream(CudaRNGStatesTracker):

@@ -1,11 +1,15 @@
-"""The embedding of tokens and positions, on Megatron-Core's."""
+"""The embedding of tokens and positions, on Megatron-Core's, which can be had before the blocks are built."""
 
 import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
+from megatron.core.models.gpt import GPTModel
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.model.attention.core import BlockConfig
@@ -61,3 +65,28 @@ def adapt_embedding(embedding: LanguageModelEmbedding, model: ModelConfig) -> No
     if model.position == "sinusoidal":
         embedding.position_embeddings = SinusoidalPositions(model.hidden_size, embedding.word_embeddings)
     scale_embeddings(embedding.word_embeddings, model)
+
+
+# Called with (prefix, module) when the module's weights are complete: the embedding, and each block. The
+# prefix is that of the names of its tensors in the model, such as `model.decoder.layers.0.`
+Built = Callable[[str, nn.Module], None]
+
+
+@contextmanager
+def embedding_first(ready: Callable[[LanguageModelEmbedding], None]) -> Iterator[None]:
+    """Context in which `ready` gets a model's embedding before the model's blocks are built.
+
+    Megatron-Core's model builds the embedding, the blocks and the output layer in one constructor, and has
+    no place to step in between. PyTorch calls a hook where the model gets its embedding.
+    """
+
+    def registered(parent: nn.Module, name: str, module: nn.Module | None) -> None:
+        if isinstance(parent, GPTModel) and name == "embedding":
+            assert isinstance(module, LanguageModelEmbedding)
+            ready(module)
+
+    handle = register_module_module_registration_hook(registered)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -7,29 +7,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from megamoe.config import shapes
 from megamoe.config.groups import LayerKind, kinds
 from megamoe.config.schema import Activation, ModelConfig, RunConfig
-from megamoe.config.shapes import (
-    Stack,
-    expert_activation,
-    expert_ffn_size,
-    expert_hidden_size,
-    ffn_size,
-    has_input_bias,
-    has_output_bias,
-    head_size,
-    inserted_after,
-    inserted_has_norm,
-    key_size,
-    moe_block_numbers,
-    num_blocks,
-    padded_vocab_size,
-    query_size,
-    routed_experts,
-    shared_ffn_size,
-    stacks,
-    window_of,
-)
 from megamoe.model.attention.latent import latent_norms, latent_scores, latent_weights
 from megamoe.moe.experts.activations import up_width
 from megamoe.moe.part import Dims
@@ -93,7 +73,7 @@ def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
     config: one without `moe.groups`, such as `LayerKind.config`. Names have the form router.<stage>.<tensor>
     and losses.<name>.<tensor>; `vocab_size` is before padding.
     """
-    padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
+    padded = shapes.padded_vocab_size(vocab_size, config.model.vocab_multiple)
     tensors = nn.ModuleDict(_parts(config, padded)).state_dict()
     return {name: list(tensor.shape) for name, tensor in tensors.items()}
 
@@ -101,7 +81,7 @@ def part_shapes(config: RunConfig, vocab_size: int) -> dict[str, list[int]]:
 def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     """Count the parameters of the model that `config` describes; `vocab_size` before padding."""
     model = config.model
-    blocks, moe_blocks = num_blocks(config), len(moe_block_numbers(config))
+    blocks, moe_blocks = shapes.num_blocks(config), len(shapes.moe_block_numbers(config))
     dense = embedding_size(config, vocab_size) + blocks * _attention(model) + final_norms(config)
     dense += _num_cross(model) * _cross_attention(model)
     dense += (blocks - moe_blocks) * _dense_ffn(model)
@@ -111,26 +91,27 @@ def model_size(config: RunConfig, vocab_size: int) -> ModelSize:
     size = ModelSize(dense, dense, 0, sharded, 0, _matrices(config))
     for kind in kinds(config):
         if kind.layers:
-            size = _with_layers(size, kind, padded_vocab_size(vocab_size, model.vocab_multiple))
+            size = _with_layers(size, kind, shapes.padded_vocab_size(vocab_size, model.vocab_multiple))
     return size
 
 
 def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSize:
     """Return the size with the MoE layers of one kind."""
     config, moe = kind.config, kind.moe
-    inserted = len(inserted_after(config))
-    layers = len(moe_block_numbers(config)) + inserted
+    inserted = len(shapes.inserted_after(config))
+    layers = len(shapes.moe_block_numbers(config)) + inserted
     parts = _parts(config, padded_vocab)
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
     constant = 3 * config.model.hidden_size * moe.zero_experts.constant
     moe_dense = layers * (sum(counts) + _shared(config) + _latent(config) + constant)
-    dense = moe_dense + (inserted * _norm(config.model) if inserted_has_norm(moe) else 0)
+    dense = moe_dense + (inserted * _norm(config.model) if shapes.inserted_has_norm(moe) else 0)
     each = layers * _expert(config)
     expert = moe.num_experts * each
-    hidden, width, activation = config.model.hidden_size, expert_ffn_size(config), expert_activation(config)
-    shared = _weights(hidden, shared_ffn_size(moe, width), activation)
+    hidden, width = config.model.hidden_size, shapes.expert_ffn_size(config)
+    activation = shapes.expert_activation(config)
+    shared = _weights(hidden, shapes.shared_ffn_size(moe, width), activation)
     beside_in_matrices = layers * (shared + _latent(config))
-    of_expert = moe.expert_sublayers * _weights(expert_hidden_size(config), width, activation)
+    of_expert = moe.expert_sublayers * _weights(shapes.expert_hidden_size(config), width, activation)
     experts_in_matrices = layers * moe.num_experts * of_expert
     return ModelSize(
         size.total + dense + expert,
@@ -146,10 +127,10 @@ def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSi
 def _matrices(config: RunConfig) -> tuple[int, int, int]:
     """Return `ModelSize.matrices` without those of the MoE layers."""
     model, hidden = config.model, config.model.hidden_size
-    blocks = num_blocks(config)
-    sharded = blocks * _projections(model) + _num_cross(model) * 4 * hidden * query_size(model)
-    dense = blocks - len(moe_block_numbers(config))
-    sharded += dense * _weights(hidden, ffn_size(model), model.activation)
+    blocks = shapes.num_blocks(config)
+    sharded = blocks * _projections(model) + _num_cross(model) * 4 * hidden * shapes.query_size(model)
+    dense = blocks - len(shapes.moe_block_numbers(config))
+    sharded += dense * _weights(hidden, shapes.ffn_size(model), model.activation)
     return 0, sharded, model.multi_token_prediction.depth * 2 * hidden**2
 
 
@@ -161,7 +142,7 @@ def embedding_size(config: RunConfig, vocab_size: int) -> int:
 def token_embeddings(config: RunConfig, vocab_size: int) -> tuple[int, int]:
     """Return the size of the token embedding, and 2 with an output layer of its own of that size, else 1."""
     model = config.model
-    size = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
+    size = shapes.padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     return size, 1 if model.tie_embeddings or model.num_labels else 2
 
 
@@ -175,9 +156,9 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     """Return the parameters outside of MoE layers that every tensor-parallel rank holds whole: learned
     positions, norms, and the biases of row-parallel layers.
     """
-    model, blocks, crosses = config.model, num_blocks(config), _num_cross(config.model)
+    model, blocks, crosses = config.model, shapes.num_blocks(config), _num_cross(config.model)
     biases = model.hidden_size * num_ffns if model.bias else 0
-    biases += model.hidden_size * (blocks + crosses) if has_output_bias(model) else 0
+    biases += model.hidden_size * (blocks + crosses) if shapes.has_output_bias(model) else 0
     norms = (2 * blocks + crosses) * _norm(model) + blocks * _head_norms(model) + final_norms(config)
     latent = 0 if model.latent is None else blocks * latent_norms(model, model.latent)
     return position_size(config) + norms + biases + latent
@@ -185,7 +166,7 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
 
 def final_norms(config: RunConfig) -> int:
     """Return the parameters of the norms behind the last blocks, which post-norm blocks do not need."""
-    ends = sum(stack.num_layers if stack.name == "prediction" else 1 for stack in stacks(config))
+    ends = sum(stack.num_layers if stack.name == "prediction" else 1 for stack in shapes.stacks(config))
     return ends * _norm(config.model) if config.model.norm_position == "pre" else 0
 
 
@@ -205,7 +186,7 @@ def _num_cross(model: ModelConfig) -> int:
 
 def _cross_attention(model: ModelConfig) -> int:
     """Return the parameters of one block's cross attention and its norm; queries have no groups there."""
-    size = 4 * model.hidden_size * query_size(model)
+    size = 4 * model.hidden_size * shapes.query_size(model)
     return size + _attention_biases(model) + _norm(model)
 
 
@@ -222,31 +203,32 @@ def _attention(model: ModelConfig) -> int:
     if model.latent is not None:
         own = latent_weights(model, model.latent) + latent_norms(model, model.latent)
     else:
-        own = model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
+        own = model.hidden_size * (2 * shapes.query_size(model) + 2 * shapes.key_size(model))
         own += _head_norms(model) + _whole_norms(model)
     sinks = model.num_attention_heads if model.attention.sinks else 0
     return own + _attention_biases(model) + 2 * _norm(model) + sinks
 
 
 def _attention_biases(model: ModelConfig) -> int:
-    inputs = query_size(model) + 2 * key_size(model) if has_input_bias(model) else 0
-    return inputs + (model.hidden_size if has_output_bias(model) else 0)
+    inputs = shapes.query_size(model) + 2 * shapes.key_size(model) if shapes.has_input_bias(model) else 0
+    return inputs + (model.hidden_size if shapes.has_output_bias(model) else 0)
 
 
 def _head_norms(model: ModelConfig) -> int:
     """Return the parameters of norms of queries and keys that all heads share."""
-    return 2 * head_size(model) * _norm_vectors(model) if model.attention.query_key_norm == "head" else 0
+    own = model.attention.query_key_norm == "head"
+    return 2 * shapes.head_size(model) * _norm_vectors(model) if own else 0
 
 
 def _whole_norms(model: ModelConfig) -> int:
     """Return the parameters of norms over all heads together, which tensor parallelism splits."""
-    size = query_size(model) + key_size(model)
+    size = shapes.query_size(model) + shapes.key_size(model)
     return size * _norm_vectors(model) if model.attention.query_key_norm == "whole" else 0
 
 
 def _dense_ffn(model: ModelConfig) -> int:
-    biases = up_width(ffn_size(model), model.activation) + model.hidden_size if model.bias else 0
-    return _weights(model.hidden_size, ffn_size(model), model.activation) + biases
+    biases = up_width(shapes.ffn_size(model), model.activation) + model.hidden_size if model.bias else 0
+    return _weights(model.hidden_size, shapes.ffn_size(model), model.activation) + biases
 
 
 def _weights(hidden: int, size: int, activation: Activation) -> int:
@@ -255,9 +237,9 @@ def _weights(hidden: int, size: int, activation: Activation) -> int:
 
 
 def _expert(config: RunConfig) -> int:
-    hidden, size = expert_hidden_size(config), expert_ffn_size(config)
-    ffn = _weights(hidden, size, expert_activation(config))
-    ffn += up_width(size, expert_activation(config)) + hidden if config.moe.expert_bias else 0
+    hidden, size = shapes.expert_hidden_size(config), shapes.expert_ffn_size(config)
+    ffn = _weights(hidden, size, shapes.expert_activation(config))
+    ffn += up_width(size, shapes.expert_activation(config)) + hidden if config.moe.expert_bias else 0
     sublayers = config.moe.expert_sublayers
     return ffn if sublayers == 1 else sublayers * (ffn + _norm(config.model))
 
@@ -267,8 +249,8 @@ def _shared(config: RunConfig) -> int:
     if moe.num_shared_experts == 0:
         return 0
     mode = {"sum": 0, "gated": hidden, "residual": 2 * hidden + 2}[moe.shared_expert_mode]
-    size = shared_ffn_size(moe, expert_ffn_size(config))
-    return _weights(hidden, size, expert_activation(config)) + mode
+    size = shapes.shared_ffn_size(moe, shapes.expert_ffn_size(config))
+    return _weights(hidden, size, shapes.expert_activation(config)) + mode
 
 
 def _latent(config: RunConfig) -> int:
@@ -287,7 +269,7 @@ def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:
 def _dims(config: RunConfig, vocab_size: int | None) -> Dims:
     return Dims(
         config.model.hidden_size,
-        routed_experts(config.moe),
+        shapes.routed_experts(config.moe),
         vocab_size=vocab_size,
         num_zero=config.moe.zero_experts.total,
     )
@@ -338,7 +320,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     works = {number: _work(kind.config) for kind in kinds(config) for number in kind.layers}
     products = 0.0
     of_prediction = shares.stacks.get("decoder", 1.0)  # its blocks compute the decoder's tokens
-    for stack in stacks(config):
+    for stack in shapes.stacks(config):
         share = of_prediction if stack.name == "prediction" else shares.stacks.get(stack.name, 1.0)
         layers = [works[stack.first - 1 + block][0] for block in stack.moe_layers]
         of_token = float(stack.num_layers * _projections(model))
@@ -349,7 +331,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     if model.architecture == "encoder_decoder":
         encoder, decoder = (shares.stacks.get(name, 1.0) for name in ("encoder", "decoder"))
         # Queries and outputs for each decoder token, keys and values for each of the encoder's, and scores.
-        size = query_size(model)
+        size = shapes.query_size(model)
         of_block = 2 * hidden * size * (encoder + decoder) + 2 * size * decoder * encoder * length
         products += model.num_layers * of_block
     if model.num_labels is not None:  # for each token, or once for a sequence
@@ -359,7 +341,9 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         products += shares.predicted * hidden * hidden
     depth = model.multi_token_prediction.depth
     products += of_prediction * depth * 2 * hidden * hidden
-    products += (1 + depth) * shares.predicted * padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
+    products += (
+        (1 + depth) * shares.predicted * shapes.padded_vocab_size(vocab_size, model.vocab_multiple) * hidden
+    )
     token = PASSES * 2.0 * products
     if not config.moe.groups:
         return ModelFlops(token, PASSES * 2.0 * _work(config)[1])
@@ -373,12 +357,12 @@ def _work(config: RunConfig) -> tuple[float, float]:
 
     config: one without `moe.groups`, such as `LayerKind.config`.
     """
-    moe, hidden, size = config.moe, config.model.hidden_size, expert_ffn_size(config)
-    width = up_width(size, expert_activation(config)) + size
-    beside = hidden * width * shared_ffn_size(moe, size) / size + _latent(config)
-    expert = expert_hidden_size(config) * width
+    moe, hidden, size = config.moe, config.model.hidden_size, shapes.expert_ffn_size(config)
+    width = up_width(size, shapes.expert_activation(config)) + size
+    beside = hidden * width * shapes.shared_ffn_size(moe, size) / size + _latent(config)
+    expert = shapes.expert_hidden_size(config) * width
     beside += 3 * hidden * moe.zero_experts.constant
-    experts = routed_experts(moe)
+    experts = shapes.routed_experts(moe)
     if get_part("residual", moe.router.residual.name).reads_before:
         beside += experts * experts
     return experts * hidden + beside, moe.expert_sublayers * expert
@@ -391,7 +375,7 @@ def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]
     that a router chooses (`mean_choices`). vocab_size: before padding.
     """
     model = config.model
-    stack, *further = stacks(config)
+    stack, *further = shapes.stacks(config)
     length = float(config.data.sequence_length)
     layers: dict[int, float] = {}
     for kind in kinds(config):
@@ -400,7 +384,7 @@ def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]
         layers |= dict.fromkeys(kind.layers, work)
 
     def of(block: int, is_moe: bool) -> float:
-        keys = min(window_of(model, block) or length, length)
+        keys = min(shapes.window_of(model, block) or length, length)
         scores = _scores(model) * (keys - keys * keys / (2 * length))
         return _projections(model) + scores + (layers[block] if is_moe else _dense_ffn_flops(model))
 
@@ -408,7 +392,7 @@ def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]
     for block in stack.layers.insert_after:
         blocks[block - 1] += layers[block]
     depth = sum(each.num_layers for each in further)
-    head = padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
+    head = shapes.padded_vocab_size(vocab_size, model.vocab_multiple) * model.hidden_size
     is_moe = bool(further and further[0].moe_blocks)
     module = of(model.num_layers, is_moe) + 2 * model.hidden_size**2
     if further and further[0].layers.insert_after:
@@ -421,17 +405,17 @@ def _projections(model: ModelConfig) -> int:
     """Return the products of one token in the linear layers of self-attention."""
     if model.latent is not None:
         return latent_weights(model, model.latent)
-    return model.hidden_size * (2 * query_size(model) + 2 * key_size(model))
+    return model.hidden_size * (2 * shapes.query_size(model) + 2 * shapes.key_size(model))
 
 
-def _seen_keys(model: ModelConfig, stack: Stack, length: float) -> float:
+def _seen_keys(model: ModelConfig, stack: shapes.Stack, length: float) -> float:
     """Return the mean number of keys that a query of `length` tokens sees, summed over the blocks."""
     if stack.name == "encoder":
         return stack.num_layers * length
     blocks = list(range(1, stack.num_layers + 1))
     if stack.name == "prediction":  # of the kind of the last block
         blocks = [model.num_layers] * stack.num_layers
-    windows = (window_of(model, block) or length for block in blocks)
+    windows = (shapes.window_of(model, block) or length for block in blocks)
     # The first `window` queries see half of it on average, the others all of it.
     return sum(window - window * window / (2 * length) for window in (min(w, length) for w in windows))
 
@@ -440,8 +424,8 @@ def _scores(model: ModelConfig) -> int:
     """Return the products of one query with one key, and of its weight with the value, in all heads."""
     if model.latent is not None:
         return latent_scores(model, model.latent)
-    return 2 * query_size(model)
+    return 2 * shapes.query_size(model)
 
 
 def _dense_ffn_flops(model: ModelConfig) -> int:
-    return model.hidden_size * (up_width(ffn_size(model), model.activation) + ffn_size(model))
+    return model.hidden_size * (up_width(shapes.ffn_size(model), model.activation) + shapes.ffn_size(model))

@@ -1,8 +1,6 @@
 """The base class of training objectives."""
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -15,7 +13,7 @@ from megamoe.data.batches import Batch, Item, stacked
 from megamoe.data.datasets import Datasets, build_datasets, samples_per_epoch
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
-from megamoe.registry import failure_of, get_part, is_ours
+from megamoe.registry import get_part, naming_failures
 
 
 @dataclass(frozen=True)
@@ -112,7 +110,7 @@ class TrainingObjective:
 
     def make_batch(self, items: list[Item], indices: list[int]) -> Batch:
         """Return `batch`; an error of a plugin's objective becomes a UserError that names it."""
-        with named_failure(self, "batch"):
+        with naming_failures(type(self), f"train.objective: batch of {type(self).__name__}"):
             return self.batch(items, indices)
 
     def evaluation_sums(self, batch: Batch, logits: Tensor | None) -> dict[str, Tensor]:
@@ -158,20 +156,6 @@ class TrainingObjective:
         )
 
 
-@contextmanager
-def named_failure(objective: TrainingObjective, method: str) -> Iterator[None]:
-    """Turn what a plugin's objective raises into a UserError with its name and line."""
-    try:
-        yield
-    except Exception as error:
-        part = type(objective)
-        if is_ours(part) or isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"train.objective: {method} of {part.__name__} failed{failure_of(part, error)}"
-        ) from error
-
-
 PER_TOKEN = ("tokens", "labels", "loss_mask")  # of a sample that is one sequence
 
 
@@ -188,7 +172,8 @@ class _Samples(Dataset[Item]):
 
     def __getitem__(self, index: int) -> Item:
         item, place = self._dataset[index], f"{self._name}/{index}"
-        with named_failure(self._objective, "sample"):
+        part = type(self._objective)
+        with naming_failures(part, f"train.objective: sample of {part.__name__}"):
             made = self._objective.sample(item, place)
             lengths = {name: len(made[name]) for name in PER_TOKEN if name in made}
             if len({*lengths.values()}) > 1:
@@ -196,7 +181,7 @@ class _Samples(Dataset[Item]):
         return made
 
 
-def objective_class(config: RunConfig) -> Any:
+def objective_class(config: RunConfig) -> type[TrainingObjective]:
     """Return the class of `train.objective`; raise UserError if it is no TrainingObjective."""
     name = config.train.objective.name
     part = get_part("objective", name)

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from megamoe.compat import replaced
 from megamoe.compat.torch_compat import Foreach
 from megamoe.config.schema import MuonConfig
 from megamoe.optim.optimizers import MasterWeightAdamW, Stage0AdamW
@@ -114,11 +115,8 @@ def is_of_muon(group: dict[str, Any]) -> bool:
 def _without_matrices(optimizer: torch.optim.Optimizer) -> Iterator[list[dict[str, Any]]]:
     """Context in which the optimizer has AdamW's groups alone; yields those of Muon."""
     groups = optimizer.param_groups
-    optimizer.param_groups = [group for group in groups if not is_of_muon(group)]
-    try:
+    with replaced(optimizer, param_groups=[group for group in groups if not is_of_muon(group)]):
         yield [group for group in groups if is_of_muon(group)]
-    finally:
-        optimizer.param_groups = groups
 
 
 class PartitionedMuon(torch.optim.AdamW):
@@ -141,7 +139,11 @@ class PartitionedMuon(torch.optim.AdamW):
 class _MuonAtStage0:
     """Changes the update of `Stage0AdamW` or of `MasterWeightAdamW`."""
 
-    muon: Muon
+    def __init__(
+        self: Any, groups: list[dict[str, Any]], grad_clip: float, config: MuonConfig, **options: Any
+    ) -> None:
+        self.muon = Muon(config)
+        super().__init__(groups, grad_clip, **options)  # type: ignore[call-arg]
 
     def update(self: Any, factor: float, rounded: dict[Tensor, Tensor] | None = None) -> None:
         """Take one step with the gradients times `factor`, see `kernels.adamw.AdamW.update`."""
@@ -156,21 +158,9 @@ class _MuonAtStage0:
 class Stage0Muon(_MuonAtStage0, Stage0AdamW):
     """Muon for ZeRO 0; gradients and clipping are those of `Stage0AdamW`."""
 
-    def __init__(
-        self, groups: list[dict[str, Any]], grad_clip: float, config: MuonConfig, **options: Any
-    ) -> None:
-        self.muon = Muon(config)
-        super().__init__(groups, grad_clip, **options)
-
 
 class MasterWeightMuon(_MuonAtStage0, MasterWeightAdamW):
     """Muon for a bf16 model at ZeRO 0; gradients, masters and clipping are those of `MasterWeightAdamW`."""
-
-    def __init__(
-        self, groups: list[dict[str, Any]], grad_clip: float, config: MuonConfig, **options: Any
-    ) -> None:
-        self.muon = Muon(config)
-        super().__init__(groups, grad_clip, **options)
 
 
 def moments_of(optimizer: Any, tensor: Tensor, of_adam: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,8 @@ batch and the whole batch of a step.
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,21 +33,31 @@ def estimates(small: float, big: float, small_size: float, big_size: float) -> t
     return signal, noise
 
 
+class Step(Protocol):
+    """What is asked of a step: its micro batches, over all ranks."""
+
+    micro_batches: int
+
+
 class NoiseScale:
     """Measures the steps that are due; `every` 0: none, and nothing is attached to the parameters.
 
     named: the trained parameters, the same whole ones on every rank of `group`, whose micro batches form the
-    batch. A backward pass must be of one micro batch. device: of the gradients.
+    batch. size: sequences of a micro batch. A backward pass must be of one micro batch. device: of the
+    gradients. key_of: the metric's name by the part.
     """
 
     def __init__(
         self,
         named: Iterable[tuple[str, nn.Parameter]],
         every: int,
+        size: int,
         group: dist.ProcessGroup,
         device: torch.device | None = None,
+        key_of: Callable[[str], str] = str,
     ) -> None:
-        self._every, self._group, self._device, self._is_due = every, group, device, False
+        self._every, self._size, self._group, self._device = every, size, group, device
+        self._key_of, self._is_due = key_of, False
         self._parts: dict[str, list[nn.Parameter]] = {}
         self._sums: dict[nn.Parameter, Tensor] = {}  # of this rank's micro batches, fp32
         self._squares: dict[str, Tensor] = {}  # of each part, summed over this rank's micro batches, fp64
@@ -58,7 +69,7 @@ class NoiseScale:
 
     def begin(self, step: int) -> None:
         """Prepare a step, counted from 1."""
-        self._is_due = bool(self._every) and step % self._every == 0
+        self._is_due = self._every > 0 and step % self._every == 0
         for part, parameters in self._parts.items() if self._is_due else ():
             self._squares[part] = torch.zeros((), dtype=torch.float64, device=self._device)
             for parameter in parameters:
@@ -73,13 +84,14 @@ class NoiseScale:
             self._squares[part] += exact.square().sum(dtype=torch.float64)
 
     @torch.no_grad()
-    def finish(self, micro_batches: int, micro_batch_size: int) -> dict[str, float]:
-        """Return the noise scale by part after a step of so many micro batches of all ranks, if it is due.
+    def finish(self, record: Step) -> dict[str, float]:
+        """Return the noise scale of each part after a step, if it is due; collective then.
 
         It is infinite where the mean of |G|^2 is not above 0. A step whose gradients are not finite is left
-        out. Collective if it is due. The gradients are
-        shares of the step's: a micro batch's own gradient is its share times their number.
+        out. The gradients are shares of the step's: a micro batch's own gradient is its share times their
+        number.
         """
+        micro_batches = record.micro_batches
         if not self._is_due:
             return {}
         self._is_due = False
@@ -99,13 +111,12 @@ class NoiseScale:
             return {}  # the means would never be finite again
         scales: dict[str, float] = {}
         for part, (small, big) in zip(self._parts, values, strict=True):
-            sizes = micro_batch_size, micro_batch_size * micro_batches
-            now = estimates(small, big, *sizes)
+            now = estimates(small, big, self._size, self._size * micro_batches)
             before = self._means.get(part, now)
             self._means[part] = (
                 DECAY * before[0] + (1 - DECAY) * now[0],
                 DECAY * before[1] + (1 - DECAY) * now[1],
             )
             signal, noise = self._means[part]
-            scales[part] = noise / signal if signal > 0 else float("inf")
+            scales[self._key_of(part)] = noise / signal if signal > 0 else float("inf")
         return scales

@@ -13,14 +13,14 @@ from deepspeed.accelerator import get_accelerator
 from deepspeed.moe.utils import is_moe_param, split_params_into_different_moe_groups_for_optimizer
 from torch import Tensor, nn
 
+from megamoe.compat import replaced
 from megamoe.compat.deepspeed_compat import expert_groups, set_grad_norm, without_inner_steps
 from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.config.schema import GroupConfig, ModelConfig, OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.optim.groups import divide, weight_decay
+from megamoe.optim.groups import by_width, divide, weight_decay
 from megamoe.optim.matrices import VECTORS, is_matrix, takes_muon
-from megamoe.optim.mup import by_width
 from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.groups import ModelParallelUnit
@@ -308,12 +308,28 @@ def skip_update(optimizer: Any) -> Iterator[None]:
 
     optimizer: DeepSpeed's wrapper of ours or its own, or ours alone at ZeRO 0.
     """
-    if isinstance(optimizer, Stage0AdamW):
-        optimizer.skips_update = True
-        try:
-            yield
-        finally:
-            optimizer.skips_update = False
-        return
-    with without_inner_steps(optimizer):
+    is_ours = isinstance(optimizer, Stage0AdamW)
+    with replaced(optimizer, skips_update=True) if is_ours else without_inner_steps(optimizer):
         yield
+
+
+class WeightMean:
+    """M <- d M + (1 - d) W after each step that is applied; M begins as the W of the first one.
+
+    The tensors are those of the optimizer: ZeRO 1 to 3 thus partition the mean as the masters, and it lies
+    where these lie. It is in fp32 whatever they are: bf16 would round (1 - d) W away. of: the mean of each
+    tensor.
+    """
+
+    def __init__(self, decay: float) -> None:
+        self.decay = decay
+        self.of: dict[Tensor, Tensor] = {}
+
+    @torch.no_grad()
+    def update(self, tensors: Iterable[Tensor]) -> None:
+        """Take in the weights after a step."""
+        for tensor in tensors:
+            if tensor in self.of:
+                self.of[tensor].lerp_(tensor.detach().float(), 1 - self.decay)
+            else:
+                self.of[tensor] = tensor.detach().to(torch.float32, copy=True)

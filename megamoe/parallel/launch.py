@@ -48,7 +48,7 @@ class World:
     def say(self, line: str) -> None:
         """Print a line, on rank 0 only."""
         if self.is_first:
-            print(line)
+            print(line, flush=True)
 
 
 def find_world() -> World:

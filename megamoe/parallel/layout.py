@@ -101,39 +101,27 @@ class Layout:
 
     def stage_groups(self) -> list[list[int]]:
         """Return the groups of ranks that form a pipeline stage."""
-        return _runs(self.ranks, self.stage_ranks)
+        return _groups(self.ranks, self.stage_ranks)
 
     def pipeline_groups(self) -> list[list[int]]:
         """Return the groups of ranks that have the same place in each stage, in the order of the stages."""
-        return [list(range(place, self.ranks, self.stage_ranks)) for place in range(self.stage_ranks)]
+        return _groups(self.ranks, self.ranks, self.stage_ranks)
 
     def data_groups(self) -> list[list[int]]:
         """Return the groups of ranks whose micro batches form the batch, and that differ in nothing else."""
-        return [
-            list(range(first + place, first + self.stage_ranks, self.batch_ranks))
-            for first in range(0, self.ranks, self.stage_ranks)
-            for place in range(self.batch_ranks)
-        ]
+        return _groups(self.ranks, self.stage_ranks, self.batch_ranks)
 
     def context_groups(self) -> list[list[int]]:
         """Return the groups of ranks that have the parts of the same sequences, in the parts' order."""
-        return [
-            list(range(first + place, first + self.batch_ranks, self.tensor))
-            for first in range(0, self.ranks, self.batch_ranks)
-            for place in range(self.tensor)
-        ]
+        return _groups(self.ranks, self.batch_ranks, self.tensor)
 
     def batch_groups(self) -> list[list[int]]:
         """Return the groups of ranks over which the tokens of one micro batch are spread."""
-        return _runs(self.ranks, self.batch_ranks)
+        return _groups(self.ranks, self.batch_ranks)
 
     def expert_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold different experts, in the same slice."""
-        return [
-            [first + number * self.expert_tensor for number in range(self.expert)]
-            for copy in range(self.ranks // self.expert_ranks)
-            for first in range(copy * self.expert_ranks, copy * self.expert_ranks + self.expert_tensor)
-        ]
+        return _groups(self.ranks, self.expert_ranks, self.expert_tensor)
 
     def inside_node_groups(self) -> list[list[int]]:
         """Return the parts of the expert groups on each of their nodes."""
@@ -148,20 +136,18 @@ class Layout:
 
     def expert_tensor_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold the slices of the same experts."""
-        return _runs(self.ranks, self.expert_tensor)
+        return _groups(self.ranks, self.expert_tensor)
 
     def expert_holder_groups(self) -> list[list[int]]:
         """Return the groups of ranks that together hold all experts of a stage once."""
-        return _runs(self.ranks, self.expert_ranks)
+        return _groups(self.ranks, self.expert_ranks)
 
     def expert_copy_groups(self) -> list[list[int]]:
         """Return the groups of ranks that hold the same slice of the same experts."""
-        return [
-            list(range(first + place, first + self.stage_ranks, self.expert_ranks))
-            for first in range(0, self.ranks, self.stage_ranks)
-            for place in range(self.expert_ranks)
-        ]
+        return _groups(self.ranks, self.stage_ranks, self.expert_ranks)
 
 
-def _runs(ranks: int, size: int) -> list[list[int]]:
-    return [list(range(first, first + size)) for first in range(0, ranks, size)]
+def _groups(ranks: int, size: int, stride: int = 1) -> list[list[int]]:
+    """Divide the ranks into runs of a size, and each run into the groups of every `stride`-th rank."""
+    starts = [first + place for first in range(0, ranks, size) for place in range(stride)]
+    return [list(range(start, start // size * size + size, stride)) for start in starts]

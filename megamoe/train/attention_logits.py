@@ -11,6 +11,8 @@ from megamoe.metrics import names
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.attention.qk_clip import clipping
 from megamoe.parallel.zero.engine import Engine
+from megamoe.train.callbacks import is_due
+from megamoe.train.step_record import StepRecord
 
 
 class AttentionLogits:
@@ -29,18 +31,18 @@ class AttentionLogits:
 
     def begin(self, step: int) -> None:
         """Prepare a step, counted from 1."""
-        self._is_due = self.limit is not None or bool(self.every and step % self.every == 0)
+        self._is_due = self.limit is not None or is_due(step, self.every)
         for attention in self._attentions.values():
             attention.core_attention.measures_logits = self._is_due
             attention.core_attention.largest_logit_N = None
 
-    def finish(self, is_applied: bool) -> dict[str, Any]:
-        """Clip if the step was applied; return the metrics, of the weights before the step. Collective."""
+    def finish(self, record: StepRecord) -> dict[str, Any]:
+        """Clip if the step is applied; return the metrics, of the weights before the step. Collective."""
         if not self._is_due:
             return {}
         largest_LN = self._of_stage()
         by_layer = dict(zip(self._attentions, largest_LN.tolist(), strict=True))
-        if is_applied and self.limit is not None:
+        if record.problem is None and self.limit is not None:
             self._clip(largest_LN, self.limit)
         if self._engine.layout.pipeline > 1:
             stages: list[Any] = [None] * self._engine.layout.pipeline

@@ -10,8 +10,9 @@ from megamoe.config import PartChoice, RunConfig
 from megamoe.errors import UserError, is_lost_contact
 from megamoe.parallel.consensus import raise_any_error_fast
 from megamoe.parallel.launch import World
-from megamoe.registry import failure_of, get_part, is_ours
+from megamoe.registry import failure_of, get_part, is_ours, naming_failures
 from megamoe.resilience.heartbeat import tick
+from megamoe.train.step_record import StepRecord
 
 
 class TrainingRun(Protocol):
@@ -25,8 +26,12 @@ class TrainingRun(Protocol):
     world: World
     progress: Any
     engine: Any
-    folder: Any
-    last_checkpoint: Any
+
+    @property
+    def folder(self) -> Any: ...
+
+    @property
+    def last_checkpoint(self) -> Any: ...
 
     @property
     def model(self) -> Any: ...
@@ -72,15 +77,34 @@ class Callback:
         """Called after the last step and save, at a planned stop or a signal too, but not after an error."""
 
 
+class Observer(Protocol):
+    """Measures steps from inside: what users' callbacks cannot, which see a step when it is over.
+
+    begin: before the passes of a step, counted from 1. finish: after them, when a step without a problem has
+    moved the weights; returns metrics by their names in metrics.jsonl. Every rank calls both.
+    """
+
+    def begin(self, step: int) -> None: ...
+
+    def finish(self, record: StepRecord) -> dict[str, Any]: ...
+
+
+def is_due(step: int, every: int) -> bool:
+    """Whether what happens every so many steps happens at this one, counted from 1; 0: never."""
+    return every > 0 and step % every == 0
+
+
 class Callbacks:
-    """The callbacks of a run, in the order of the YAML.
+    """The callbacks of a run, in the order of the YAML; own: of the package, called after them.
+
+    A rank may have other ones of the package than the others, so their methods are no collectives.
 
     Raises (when built):
         UserError: naming the callback, if its class is not a `Callback` or its __init__ fails.
     """
 
-    def __init__(self, choices: Sequence[PartChoice]) -> None:
-        self._named = [(choice.name, _build(choice)) for choice in choices]
+    def __init__(self, choices: Sequence[PartChoice], own: Sequence[Callback] = ()) -> None:
+        self._named, self._own = [(choice.name, _build(choice)) for choice in choices], own
 
     def call(self, hook: str, trainer: TrainingRun, *arguments: Any) -> None:
         """Call a method of all callbacks in order.
@@ -101,6 +125,8 @@ class Callbacks:
                 problem = f"train.callbacks: {hook} of the callback {name!r}{reason}"
             raise_any_error_fast(problem)
             tick()
+        for callback in self._own:
+            getattr(callback, hook)(trainer, *passed)
 
 
 def _build(choice: PartChoice) -> Callback:
@@ -110,10 +136,5 @@ def _build(choice: PartChoice) -> Callback:
             f"train.callbacks: the class {part.__qualname__} of the callback {choice.name!r} is no subclass "
             "of megamoe.train.callbacks.Callback; make it one"
         )
-    try:
+    with naming_failures(part, f"train.callbacks: the __init__ of {choice.name!r}"):
         return part(choice.options)
-    except Exception as error:
-        if is_ours(part) or isinstance(error, UserError):
-            raise
-        problem = failure_of(part, error)
-        raise UserError(f"train.callbacks: the __init__ of {choice.name!r} failed{problem}") from error

@@ -1,9 +1,7 @@
 """The training loop: step, evaluate, record and save, until the end or a reason to stop."""
 
-import math
 import time
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -29,15 +27,13 @@ from megamoe.resilience.run_status import RunStatus, host_name
 from megamoe.resilience.stopping import StopRule
 from megamoe.resilience.stragglers import Stragglers
 from megamoe.resilience.watchdog import Watchdog
+from megamoe.train.callbacks import is_due
 from megamoe.train.run_folder import prepare_run_folder
-from megamoe.train.speed import ProfilerWindow
 from megamoe.train.step import num_rollouts
 from megamoe.train.step_record import StepRecord
 from megamoe.train.summary import muon_rows, summary_record, summary_rows
 from megamoe.train.trainer import Trainer
 
-UPLOAD_POLL_S = 1.0
-UPLOAD_AFTER_SIGNAL_S = 300.0  # half of what the sbatch files leave a job after a signal
 MOST_REPORT_BYTES = 256 << 20  # of metrics.jsonl: half a minute's reading
 
 
@@ -66,19 +62,17 @@ class Loop:
         self.config = trainer.config
         self.is_first = trainer.world.is_first
         self.stop_rule = StopRule(self.config.train, started)
-        self.saved_step = trainer.progress.step
         self.save_is_due = False
         self.recorder: Recorder | None = None
         self.line: ProgressLine | None = None
         self.stragglers: Stragglers | None = None
-        self.stopped_by_signal = False  # by a signal, to any rank
 
     def run(self) -> ExitCode:
         """Train from the current step to the end, or until there is a reason to stop."""
         hang_minutes, folder = self.config.train.hang_minutes, self.trainer.folder.path
         with closing() as cleanup:
             # When each rank knows whose the launch is, all have started, and none dies of a signal any more.
-            this_launch = Launch.gathered(self.trainer.checkpoints.latest())
+            this_launch = Launch.gathered(self.trainer.saver.checkpoints.latest())
             self.stop_rule.listen()
             # The folder exists before any rank writes into it, and no rank continues if it cannot be made.
             raise_any_error(catch_error(lambda: self._open(cleanup, this_launch)) if self.is_first else None)
@@ -88,7 +82,7 @@ class Loop:
                 status.reason = self._run_steps()
         if self.is_first and self.config.log.report:
             self._write_report()
-        if not self.stopped_by_signal:
+        if not self.stop_rule.by_signal:
             return ExitCode.FINISHED
         dist.barrier()  # a launcher ends the other ranks as soon as one rank exits with this code
         return ExitCode.STOPPED
@@ -96,7 +90,7 @@ class Loop:
     def _write_report(self) -> None:
         """Write the report; after a signal only if that takes seconds: a scheduler ends the job soon."""
         folder = self.trainer.folder.path
-        if self.stopped_by_signal and (folder / METRICS_FILE).stat().st_size > MOST_REPORT_BYTES:
+        if self.stop_rule.by_signal and (folder / METRICS_FILE).stat().st_size > MOST_REPORT_BYTES:
             print(f"report: not written, the run has a long record; python tools/report.py {folder}")
         else:
             print(f"report: {application('report')(folder)}")
@@ -108,18 +102,15 @@ class Loop:
 
     def _run_steps(self) -> str | None:
         """Take the steps and save; return why the launch stops before the last step, or None."""
-        trainer, folder = self.trainer, self.trainer.folder
-        profiler = ProfilerWindow(self.config.train.profiler, folder.path / "profile", trainer.world.rank)
+        trainer, say = self.trainer, self.trainer.world.say
         compute_timer = trainer.context.compute_timer = LocalComputeTimer(trainer.world.device)
         hosts, log = gather_from_ranks(host_name()), self.config.log
         if self.is_first and log.straggler_factor is not None:
-            ranks = trainer.layout.stage_ranks
-            self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, folder.path, ranks)
+            ranks, path = trainer.layout.stage_ranks, trainer.folder.path
+            self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, path, ranks)
         trainer.callbacks.call("on_train_begin", trainer)
         if 0 < trainer.run.steps <= trainer.progress.step:
-            self._say(
-                f"the run is complete after step {trainer.progress.step:,}; a larger train.steps goes on"
-            )
+            say(f"the run is complete after step {trainer.progress.step:,}; a larger train.steps goes on")
         if self.config.evaluation.at_start and trainer.progress.step == 0:
             self._record({names.STEP: 0, names.TOKENS: 0, **self._evaluate()})
         reason = None
@@ -127,57 +118,29 @@ class Loop:
             while trainer.progress.step < trainer.run.steps and reason is None:
                 trainer.callbacks.call("on_step_begin", trainer)  # which waits for the first rank's record
                 compute_timer.begin()
-                profiler.before_step(trainer.progress.step + 1)
                 reason = self._one_step()
-                self._say_trace(profiler.after_step(trainer.progress.step))
         except CollectiveError:
-            self._finish_save()  # a save that began earlier is valid
+            trainer.saver.finish()  # a save that began earlier is valid
             raise
-        self._say_trace(profiler.finish())
         if reason is not None:
-            self._say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
-        if self.config.checkpoint.save_at_end or reason is not None:
-            skipped = trainer.skip_policy.in_a_row
-            if skipped and trainer.progress.step != self.saved_step:
+            say(f"stopping after step {trainer.progress.step}: {reason}; go on with --resume")
+        saves = self.config.checkpoint.save_at_end or reason is not None
+        if saves and trainer.progress.step != trainer.saver.saved_step:
+            if skipped := trainer.skip_policy.in_a_row:
                 what = "the last step was" if skipped == 1 else f"the last {skipped} steps were"
-                self._say(f"{what} skipped; the checkpoint holds the weights from before")
-            self._begin_save()
-        self._finish_save()
+                say(f"{what} skipped; the checkpoint holds the weights from before")
+            trainer.begin_save()
+        trainer.saver.finish()
         trainer.callbacks.call("on_train_end", trainer)
-        self._finish_uploads()
+        trainer.saver.finish_uploads(lambda: self.stop_rule.signalled)
         return reason
-
-    def _finish_uploads(self) -> None:
-        """Wait until the newest checkpoint is in the object storage; all ranks show progress meanwhile.
-
-        After a signal they wait for at most UPLOAD_AFTER_SIGNAL_S, because a scheduler ends the job soon. The
-        next launch uploads the checkpoint then.
-        """
-        checkpoints, signalled_s = self.trainer.checkpoints, math.inf
-        while True:
-            is_late = time.monotonic() - signalled_s > UPLOAD_AFTER_SIGNAL_S
-            waits = not checkpoints.are_uploaded and not is_late
-            waiting, signalled = largest_of_ranks([float(waits), float(self.stop_rule.signalled)])
-            if signalled:
-                signalled_s = min(signalled_s, time.monotonic())
-            if not waiting:
-                break
-            tick()
-            time.sleep(UPLOAD_POLL_S)
-        if checkpoints.are_uploaded:
-            raise_any_error(checkpoints.finish_uploads())
-        else:
-            raise_any_error(None)
-            checkpoints.abandon_uploads()
-            line = "the newest checkpoint is on the disk and not uploaded yet; --resume uploads it"
-            self._say(f"checkpoint.remote: {line}")
 
     def _open(self, cleanup: ExitStack, this_launch: Launch | None) -> None:
         trainer, folder, first_step = self.trainer, self.trainer.folder, self.trainer.progress.step
         done = trainer.progress.samples
         cleanup.enter_context(locked(folder.path))
         folder.check_unchanged()
-        trainer.checkpoints.begin_uploads()
+        trainer.saver.begin_uploads()
         record = summary_record(trainer.run)
         prepare_run_folder(folder, self.config, record, this_launch)
         rows = summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step, done)
@@ -208,50 +171,46 @@ class Loop:
         step_record, metrics = trainer.step()
         tick()
         if step_record.message:
-            self._say(step_record.message)
+            trainer.world.say(step_record.message)
         if self.stragglers is not None:
             for line in self.stragglers.add(step_record.compute_seconds_R):
-                self._say(line)
+                trainer.world.say(line)
             metrics |= self.stragglers.metrics
         trainer.callbacks.call("on_step_end", trainer, metrics)
         self.stop_rule.step_done()
         step, last = trainer.progress.step, trainer.progress.step == trainer.run.steps
-        reason = self._agreed_reason()
+        reason = self._agree()
         # After a signal the launcher kills the ranks soon.
-        due = _is_due(step, self.config.evaluation.every) and not self.stopped_by_signal
+        due = is_due(step, self.config.evaluation.every) and not self.stop_rule.by_signal
         evaluates = last or due
         if evaluates:
             metrics.update(self._evaluate(at_end=last))
         if evaluates or reason is not None or self._is_recorded(step, step_record):
             self._record(metrics)
-        self.save_is_due |= _is_due(step, self.config.checkpoint.every)
+        self.save_is_due |= is_due(step, self.config.checkpoint.every)
         # Not while steps are skipped: bad weights may be the cause, and would replace good checkpoints.
         if self.save_is_due and not trainer.skip_policy.in_a_row:
-            self._begin_save()
-        self.stopped_by_signal = self.stopped_by_signal and not last
+            self.save_is_due = False
+            trainer.begin_save()
+        self.stop_rule.by_signal &= not last
         return None if last else reason
+
+    def _agree(self) -> str | None:
+        """Return the reason to stop, the same on all ranks; publish a checkpoint that all have written.
+
+        One small collective of each step serves both.
+        """
+        saver = self.trainer.saver
+        stops, writing = largest_of_ranks([self.stop_rule.vote(), float(saver.is_writing)])
+        if not writing:
+            saver.finish()
+        return self.stop_rule.agree(stops)
 
     def _is_recorded(self, step: int, record: StepRecord) -> bool:
         """Return whether a step is recorded by itself: at its turn, measured, or skipped."""
         log = self.config.log
         measured = (log.noise_scale_every, log.attention_logits_every, log.gradient_shares_every)
-        return record.problem is not None or any(_is_due(step, every) for every in (log.every, *measured))
-
-    def _agreed_reason(self) -> str | None:
-        """Return the reason to stop, the same on all ranks; a signal takes precedence over a planned stop.
-
-        Also publish a checkpoint if all ranks have written it.
-        """
-        mine = self.stop_rule.reason()
-        vote = 0.0 if mine is None else 2.0 if self.stop_rule.signalled else 1.0
-        writes = not self.trainer.checkpoints.is_written
-        stops, writing = largest_of_ranks([vote, float(writes)])
-        if not writing:
-            self._finish_save()
-        if not stops:
-            return None
-        self.stopped_by_signal = stops == 2
-        return mine or ("another rank received a signal" if stops == 2 else self.stop_rule.planned)
+        return record.problem is not None or any(is_due(step, every) for every in (log.every, *measured))
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
         if not self.config.evaluation.batches:
@@ -260,35 +219,7 @@ class Loop:
         self.trainer.callbacks.call("on_evaluate", self.trainer, losses)
         return losses
 
-    def _begin_save(self) -> None:
-        if self.trainer.progress.step == self.saved_step:
-            return
-        self._finish_save()
-        self.trainer.begin_save()
-        tick()
-        self.saved_step = self.trainer.progress.step
-        self.save_is_due = False
-        if not self.config.checkpoint.background:
-            self._finish_save()
-
-    def _finish_save(self) -> None:
-        """Wait for a save in progress, if any."""
-        if self.trainer.checkpoints.under_way:
-            self._say(f"saved {self.trainer.finish_save()}")
-
     def _record(self, metrics: dict[str, Any]) -> None:
         if self.recorder is not None and self.line is not None:
             self.recorder.log(metrics)
             self.line.update(metrics)
-
-    def _say_trace(self, path: Path | None) -> None:
-        if path is not None:
-            self._say(f"profile: {path}")
-
-    def _say(self, message: str) -> None:
-        if self.line is not None:
-            self.line.say(message)
-
-
-def _is_due(step: int, every: int) -> bool:
-    return every > 0 and step % every == 0

@@ -1,14 +1,13 @@
 """The training objective of a run: the object, and what follows from it for vocabulary and FLOPs."""
 
-import copy
+from dataclasses import replace
 
 from megamoe.config import RunConfig
 from megamoe.data.stored import localized
 from megamoe.data.vocabulary import Vocabulary
-from megamoe.errors import UserError
 from megamoe.model.size import StackShares
 from megamoe.objectives.objective import TrainingObjective, objective_class
-from megamoe.registry import failure_of, is_ours
+from megamoe.registry import naming_failures
 
 
 def localized_run(config: RunConfig) -> RunConfig:
@@ -20,9 +19,7 @@ def localized_run(config: RunConfig) -> RunConfig:
     data = localized(config.data)
     if data is config.data:
         return config
-    found = copy.copy(config)
-    found.data = data
-    return found
+    return replace(config, data=data)
 
 
 def data_vocabulary(config: RunConfig) -> Vocabulary:
@@ -31,25 +28,18 @@ def data_vocabulary(config: RunConfig) -> Vocabulary:
     Raises:
         UserError: for files, a tokenizer or a `model.vocab_size` that do not fit each other.
     """
-    found: Vocabulary = objective_class(config).data_vocabulary(localized_run(config))
-    return found
+    return objective_class(config).data_vocabulary(localized_run(config))
 
 
 def num_added_ids(config: RunConfig, vocabulary: Vocabulary) -> int:
     """Return the number of ids that the objective needs after the data's vocabulary."""
-    return int(objective_class(config).added_ids(config.train.objective.options, config, vocabulary))
+    return objective_class(config).added_ids(config.train.objective.options, config, vocabulary)
 
 
 def token_shares(config: RunConfig) -> StackShares:
     """Return what is computed of each token of the data, for the model FLOPs."""
     found = objective_class(config).shares(config.train.objective.options, config)
     return StackShares({"encoder": found.encoder, "decoder": found.decoder}, found.predicted)
-
-
-def sample_tokens(config: RunConfig) -> int:
-    """Return the tokens of a sample that the metrics count, on average."""
-    found = objective_class(config).shares(config.train.objective.options, config)
-    return max(1, round(found.counted * config.data.sequence_length))
 
 
 def build_objective(config: RunConfig, vocabulary: Vocabulary) -> TrainingObjective:
@@ -59,12 +49,5 @@ def build_objective(config: RunConfig, vocabulary: Vocabulary) -> TrainingObject
         UserError: if the vocabulary lacks what it needs, or a plugin's objective fails.
     """
     part = objective_class(config)
-    try:
-        found: TrainingObjective = part(config.train.objective.options, config, vocabulary)
-    except Exception as error:
-        if is_ours(part) or isinstance(error, UserError):
-            raise
-        raise UserError(
-            f"train.objective: {config.train.objective.name} failed{failure_of(part, error)}"
-        ) from error
-    return found
+    with naming_failures(part, f"train.objective: {config.train.objective.name}"):
+        return part(config.train.objective.options, config, vocabulary)

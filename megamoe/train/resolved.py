@@ -13,17 +13,11 @@ from megamoe.data.stored import source_line
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import Problem, UserError, raise_first
 from megamoe.kernels.choice import Kernels
-from megamoe.objectives.objective import TrainingObjective
+from megamoe.objectives.objective import TrainingObjective, objective_class
 from megamoe.optim.schedule import BatchSchedule, run_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
-from megamoe.train.objective import (
-    build_objective,
-    data_vocabulary,
-    localized_run,
-    num_added_ids,
-    sample_tokens,
-)
+from megamoe.train.objective import build_objective, data_vocabulary, localized_run, num_added_ids
 from megamoe.validation.memory import memory_problems
 from megamoe.validation.objective import objective_problems, source_problems
 from megamoe.validation.run import validate, warmup_problems
@@ -64,7 +58,8 @@ class ResolvedRun:
     @cached_property
     def sample_tokens(self) -> int:
         """The tokens of a sample that the metrics count, on average."""
-        return sample_tokens(self.config)
+        shares = objective_class(self.config).shares(self.config.train.objective.options, self.config)
+        return max(1, round(shares.counted * self.config.data.sequence_length))
 
     @property
     def filled(self) -> dict[str, Any]:

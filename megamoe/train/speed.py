@@ -2,8 +2,8 @@
 torch.profiler.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from megamoe.metrics.gpus import peak_of_device
 from megamoe.model.size import ModelFlops, model_flops
 from megamoe.moe.timers import StageTimers
 from megamoe.parallel.launch import World
+from megamoe.train.callbacks import Callback, TrainingRun
 from megamoe.train.objective import token_shares
 from megamoe.train.resolved import ResolvedRun
 from megamoe.train.step_record import StepRecord
@@ -65,17 +66,15 @@ def stage_metrics(timers: StageTimers | None) -> dict[str, float]:
     return {} if timers is None else {names.STAGES[name]: s for name, s in timers.seconds().items()}
 
 
-class ProfilerWindow:
+class ProfilerWindow(Callback):
     """Records steps `start_step` to `start_step + num_steps - 1` of this rank as a Chrome trace."""
 
-    def __init__(self, config: ProfilerConfig, folder: Path, rank: int) -> None:
-        self._config = config
-        self._path = folder / f"rank_{rank:05d}.json"
-        self._profiler: Any = None
+    config: ProfilerConfig
+    _profiler: Any = None
 
-    def before_step(self, step: int) -> None:
-        """Start recording if `step` (from 1) is the first of the window."""
-        if step != self._config.start_step:
+    def on_step_begin(self, trainer: TrainingRun) -> None:
+        """Start recording before the first step of the window."""
+        if trainer.progress.step + 1 != self.config.start_step:
             return
         activities = [torch.profiler.ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -83,21 +82,21 @@ class ProfilerWindow:
         self._profiler = torch.profiler.profile(activities=activities)
         self._profiler.start()
 
-    def after_step(self, step: int) -> Path | None:
-        """Write the trace if `step` was the last of the window; return its path."""
-        if step < (self._config.start_step or 0) + self._config.num_steps - 1:
-            return None
-        return self.finish()
+    def on_step_end(self, trainer: TrainingRun, metrics: Mapping[str, Any]) -> None:
+        """Write the trace after the last step of the window."""
+        if trainer.progress.step >= (self.config.start_step or 0) + self.config.num_steps - 1:
+            self.on_train_end(trainer)
 
-    def finish(self) -> Path | None:
-        """Write the trace if the run ended inside the window; return its path."""
+    def on_train_end(self, trainer: TrainingRun) -> None:
+        """Write the trace, if it is not written; the run may end inside the window."""
         if self._profiler is None:
-            return None
+            return
         self._profiler.stop()
+        path = trainer.folder.path / "profile" / f"rank_{trainer.world.rank:05d}.json"
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            self._profiler.export_chrome_trace(str(self._path))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._profiler.export_chrome_trace(str(path))
         except OSError as error:
-            raise UserError(f"train.profiler: cannot write {self._path}: {error.strerror}") from None
+            raise UserError(f"train.profiler: cannot write {path}: {error.strerror}") from None
         self._profiler = None
-        return self._path
+        trainer.world.say(f"profile: {path}")

@@ -21,22 +21,21 @@ from megamoe.model.block_specs import MoEFactory
 from megamoe.model.build import build_model
 from megamoe.model.stage import StageBlocks, drop_other_blocks
 from megamoe.moe.capabilities import provides
-from megamoe.parallel.consensus import catch_error, raise_any_error
+from megamoe.parallel.consensus import call_on_all, catch_error, raise_any_error
+from megamoe.parallel.launch import World
 from megamoe.parallel.zero.partition import Partition
 from megamoe.train.resolved import ResolvedRun
 
 OF_LABELS = ("num_labels", "predicts", "pooling", "pooler")  # keys of a head that predicts labels
-Say = Callable[[str], None]  # prints a line on the first rank
 Weights = SavedWeights | InitialWeights  # where the weights come from, if not from the seed
 
 
 def start_model(
     config: RunConfig,
     run: ResolvedRun,
-    rank: int,
+    world: World,
     make_moe_layer: MoEFactory,
     saved: CheckpointReader | None,
-    say: Say,
     context: dist.ProcessGroup | None = None,
 ) -> LanguageModel:
     """Build the model on the CPU in fp32; at ZeRO 3 this rank keeps its slices alone, as they are to be.
@@ -52,6 +51,7 @@ def start_model(
         CollectiveError: on every rank, if weights cannot be loaded.
     """
     weights: Weights | None = None
+    rank = world.rank
     if saved is not None:
         weights = SavedWeights(saved, run.plan.layout, rank)
     elif config.checkpoint.init.path is not None:
@@ -79,21 +79,19 @@ def start_model(
     if weights is not None:
         raise_any_error(catch_error(weights.finish))
     if saved is None:
-        _tell_the_start(config, weights, say)
+        _tell_the_start(config, weights, world.say)
     return model
 
 
 def _initial_weights(config: RunConfig, run: ResolvedRun, rank: int) -> InitialWeights:
     """Open the checkpoint of `checkpoint.init`; collective."""
     init, is_moe = config.checkpoint.init, bool(moe_layer_numbers(config))
-    opened: list[InitialWeights] = []
 
-    def opening() -> None:
+    def opened() -> InitialWeights:
         new_head = _has_another_head(config, Path(str(init.path)))
-        opened.append(InitialWeights(init, is_moe, run.plan.layout, rank, new_head, config.seed))
+        return InitialWeights(init, is_moe, run.plan.layout, rank, new_head, config.seed)
 
-    raise_any_error(catch_error(opening))
-    return opened[0]
+    return call_on_all(opened)
 
 
 def _has_another_head(config: RunConfig, path: Path) -> bool:
@@ -128,7 +126,7 @@ def _why_no_copy(kind: LayerKind) -> str | None:
     return None
 
 
-def _tell_the_start(config: RunConfig, weights: Weights | None, say: Say) -> None:
+def _tell_the_start(config: RunConfig, weights: Weights | None, say: Callable[[str], None]) -> None:
     """Say from which weights a new run starts, and what they do not contain."""
     init = config.checkpoint.init
     frozen = {kind.place("moe.frozen"): kind.moe.frozen for kind in kinds(config) if kind.moe.frozen}

@@ -33,11 +33,9 @@ from megamoe.parallel.pipeline.schedule import Pass, training_order
 from megamoe.parallel.zero.engine import Engine
 from megamoe.resilience.heartbeat import tick
 from megamoe.resilience.skipped_steps import Problem
-from megamoe.train.in_flight import PassState, begin_second
-from megamoe.train.losses import LossSums, MultiTokenLosses
-from megamoe.train.micro_batch import micro_batch_of
+from megamoe.train.micro_batch import PassState, begin_second, micro_batch_of
 from megamoe.train.step_record import StepRecord, merged_over_stages
-from megamoe.train.step_sums import StepSums, measured_parameters, part_metrics
+from megamoe.train.step_sums import LossSums, MultiTokenLosses, StepSums, measured_parameters, part_metrics
 
 
 def train_step(
@@ -264,7 +262,7 @@ class Passes:
 
 def _update(engine: Engine, record: StepRecord, lr: float) -> None:
     """Update the weights, unless the record has a problem, and write down what came of it."""
-    scale, can_fall = engine.loss_scale, engine.loss_scale_can_fall
+    scale, can_fall = engine.loss_scale, engine.loss_scaling.can_fall
     record.grad_norm = engine.step(lr, record.problem is None, record.gradient_squares)
     if record.problem is None and engine.step_skipped:
         if engine.precision == "fp16":  # an overflow of the scaled gradients

@@ -2,25 +2,10 @@
 
 from typing import Any
 
-from megamoe.config import RunConfig
+from megamoe.config import RunConfig, shapes
 from megamoe.config.groups import kinds
 from megamoe.config.mup import Scaling
 from megamoe.config.schema import Activation, GroupConfig, ModelConfig, MoEConfig, OptimizerConfig
-from megamoe.config.shapes import (
-    expert_activation,
-    expert_ffn_size,
-    expert_hidden_size,
-    ffn_size,
-    inserted_after,
-    key_size,
-    moe_block_numbers,
-    moe_layer_numbers,
-    num_blocks,
-    query_size,
-    recomputed_modules,
-    shared_ffn_size,
-    stacks,
-)
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import backend_rows
 from megamoe.model.size import ModelSize, model_size
@@ -150,10 +135,10 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
         ("vocabulary", f"{vocabulary.size:,}"),
         ("activation", _activations(config)),
     ]
-    if not moe_layer_numbers(config):
-        return [*rows, ("FFN", f"dense, size {ffn_size(model)}")]
-    places = [str(number) for number in moe_block_numbers(config)]
-    places += [f"after {number}" for number in inserted_after(config)]
+    if not shapes.moe_layer_numbers(config):
+        return [*rows, ("FFN", f"dense, size {shapes.ffn_size(model)}")]
+    places = [str(number) for number in shapes.moe_block_numbers(config)]
+    places += [f"after {number}" for number in shapes.inserted_after(config)]
     rows.append(("MoE blocks", ", ".join(places)))
     for kind in sorted(kinds(config), key=lambda each: each.layers):
         rows += _kind_rows(kind.config, f" of {kind.name}" if config.moe.groups else "")
@@ -163,7 +148,7 @@ def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> l
 def _kind_rows(config: RunConfig, of: str) -> list[tuple[str, object]]:
     """Return the rows of one kind of MoE layers; of: their blocks, where there are several kinds."""
     moe, router = config.moe, config.moe.router
-    experts = f"{moe.num_experts} of FFN size {expert_ffn_size(config)}"
+    experts = f"{moe.num_experts} of FFN size {shapes.expert_ffn_size(config)}"
     zero = moe.zero_experts
     if zero.total:
         kinds_of = {"identity": zero.identity, "zero": zero.zero, "constant": zero.constant}
@@ -200,7 +185,7 @@ def _losses(moe: MoEConfig) -> str:
 
 def _blocks(config: RunConfig) -> str:
     """Return the number of blocks; of any model but a decoder, with what they are."""
-    found = " + ".join(f"{stack.num_layers} {stack.name}" for stack in stacks(config))
+    found = " + ".join(f"{stack.num_layers} {stack.name}" for stack in shapes.stacks(config))
     if config.model.num_labels is not None:
         found += f" with a head for {config.model.num_labels} labels,"
     if config.model.architecture != "decoder":
@@ -211,7 +196,7 @@ def _blocks(config: RunConfig) -> str:
 
 def _activations(config: RunConfig) -> str:
     dense = config.model.activation
-    found = dict.fromkeys(expert_activation(kind.config) for kind in kinds(config) if kind.layers)
+    found = dict.fromkeys(shapes.expert_activation(kind.config) for kind in kinds(config) if kind.layers)
     return dense if not {*found} - {dense} else f"{dense}, of experts {', '.join(found)}"
 
 
@@ -257,7 +242,7 @@ def _in_flight_rows(config: RunConfig, layout: Layout, activations: float) -> li
     if config.train.in_flight == 1:
         return []
     cost = f"two micro batches at a time, whose activations need about {in_bytes(activations / 2)} more"
-    if layout.expert == 1 or not moe_layer_numbers(config):
+    if layout.expert == 1 or not shapes.moe_layer_numbers(config):
         return [("in flight", f"{cost} and hide nothing: no rows are exchanged; set train.in_flight to 1")]
     return [("in flight", f"{cost}; one computes while the other's rows travel")]
 
@@ -280,13 +265,13 @@ def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width = 4 if plan.precision == "fp32" else 2
     layout, stages = plan.layout, plan.layout.pipeline
-    pairs = (2 * num_blocks(config) - len(moe_block_numbers(config))) / stages
+    pairs = (2 * shapes.num_blocks(config) - len(shapes.moe_block_numbers(config))) / stages
     options: dict[str, Any] = {"tokens": tokens, "width": width}
     hidden = {**options, "hidden_size": model.hidden_size, "sequence": sequence}
     sent = pairs * cut_pair_traffic(layout, **hidden)
     sent += config.parallel.pipeline_chunks * stage_traffic(layout, **hidden)
-    sizes = {"query_size": query_size(model), "key_size": key_size(model)}
-    sent += num_blocks(config) / stages * context_traffic(layout, **options, **sizes)
+    sizes = {"query_size": shapes.query_size(model), "key_size": shapes.key_size(model)}
+    sent += shapes.num_blocks(config) / stages * context_traffic(layout, **options, **sizes)
     for kind in kinds(config):
         moe = kind.moe
         if not kind.layers:
@@ -296,7 +281,7 @@ def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
             **hidden,
             pairs=tokens * mean_choices(moe),
             num_experts=moe.num_experts,
-            row_size=expert_hidden_size(kind.config),
+            row_size=shapes.expert_hidden_size(kind.config),
             nodes_of_token=mean_nodes(moe, layout.nodes, mean_choices(moe)),
             fp8=config.parallel.exchange_dtype == "fp8",
         )
@@ -325,9 +310,9 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
     model = config.model
     tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
     width, ranks = 4 if plan.precision == "fp32" else 2, plan.layout.tensor
-    if "block" in recomputed_modules(model):  # the blocks' inputs, and one block's values in backward
-        inputs = num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
-        kept = inputs + _block_width(config) / num_blocks(config)
+    if "block" in shapes.recomputed_modules(model):  # the blocks' inputs, and one block's values in backward
+        inputs = shapes.num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
+        kept = inputs + _block_width(config) / shapes.num_blocks(config)
     else:
         kept = _block_width(config)
     logits = 12 * vocabulary.size / ranks if model.num_labels is None else 0.0
@@ -339,9 +324,9 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
 def _block_width(config: RunConfig) -> float:
     """Return the values per token that all blocks keep together."""
     model = config.model
-    dense = num_blocks(config) - len(moe_block_numbers(config))
-    inner: float = _ffn_width(model.activation) * dense * ffn_size(model)
-    again = recomputed_modules(model)
+    dense = shapes.num_blocks(config) - len(shapes.moe_block_numbers(config))
+    inner: float = _ffn_width(model.activation) * dense * shapes.ffn_size(model)
+    again = shapes.recomputed_modules(model)
     for kind in kinds(config):
         if kind.layers and "moe_layer" not in again:
             inner += len(kind.layers) * _layer_width(kind.config)
@@ -349,16 +334,16 @@ def _block_width(config: RunConfig) -> float:
     undivided = 0 if config.parallel.sequence else 10 / 34
     share = undivided + (1 - undivided) / ranks
     vectors = 14 - (2 if "norms" in again else 0)
-    return vectors * share * num_blocks(config) * model.hidden_size + inner / ranks
+    return vectors * share * shapes.num_blocks(config) * model.hidden_size + inner / ranks
 
 
 def _layer_width(config: RunConfig) -> float:
     """Return the values per token that an MoE layer keeps; config: of its kind."""
-    moe, again, size = config.moe, recomputed_modules(config.model), expert_ffn_size(config)
-    shared = 0 if "shared_experts" in again else shared_ffn_size(moe, size) / size
+    moe, again, size = config.moe, shapes.recomputed_modules(config.model), shapes.expert_ffn_size(config)
+    shared = 0 if "shared_experts" in again else shapes.shared_ffn_size(moe, size) / size
     chosen = mean_choices(moe) * moe.expert_sublayers
-    width, hidden = _ffn_width(expert_activation(config)) * size, 3 * config.model.hidden_size
-    rows = 3 * expert_hidden_size(config)
+    width, hidden = _ffn_width(shapes.expert_activation(config)) * size, 3 * config.model.hidden_size
+    rows = 3 * shapes.expert_hidden_size(config)
     latent = 2 * (moe.latent_size or 0)  # a token's row before the dispatch and after the combine
     return chosen * ((0 if "moe" in again else width) + rows) + latent + shared * (width + hidden)
 

@@ -1,28 +1,24 @@
 """The composition root, in the order of the work: checks, ranks, data, model, engine."""
 
-import dataclasses
 import itertools
 import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from megamoe.checkpoint import remote
-from megamoe.checkpoint.format.meta import Meta, read_meta
+from megamoe.checkpoint.format.meta import Meta
 from megamoe.checkpoint.format.reader import CheckpointReader
-from megamoe.checkpoint.manager import Checkpoints, first_intact, load
-from megamoe.checkpoint.uploads import Uploads, open_uploads
+from megamoe.checkpoint.manager import load
 from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
 from megamoe.config.groups import experts_by_layer
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
-from megamoe.metrics import check_record, names
+from megamoe.metrics import names
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.backends import widen_products
 from megamoe.moe.part import StepContext
@@ -45,13 +41,13 @@ from megamoe.parallel.zero.engine import Engine
 from megamoe.registry import application, plugin_digests
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.attention_logits import AttentionLogits
-from megamoe.train.callbacks import Callbacks
+from megamoe.train.callbacks import Callbacks, Observer, is_due
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
-from megamoe.train.resume import check_init, check_resume
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
-from megamoe.train.run_folder import RunFolder, choose_run_folder, newest_in
-from megamoe.train.speed import Speed, stage_metrics
+from megamoe.train.run_folder import RunFolder
+from megamoe.train.saver import Saver
+from megamoe.train.speed import ProfilerWindow, Speed, stage_metrics
 from megamoe.train.start_model import start_model
 from megamoe.train.step import evaluate, num_rollouts, train_step
 from megamoe.train.step_record import StepRecord
@@ -81,34 +77,31 @@ class Progress:
 class Trainer:
     """A run that is ready to train; the loop calls `step`, `evaluate` and `save`.
 
-    run: what follows from the configuration. last_checkpoint: the newest one that this launch wrote or
-    resumed from.
+    run: what follows from the configuration. observers: what measures each step from inside.
 
     Raises (when built):
         UserError: for every mistake that a user can correct, if possible before ranks are started.
     """
 
-    def __init__(self, config: RunConfig, world: launch.World | None = None) -> None:
+    def __init__(self, config: RunConfig) -> None:
         self.config = config
         if config.parallel.tensor > 1:
             launch.order_device_queues()
-        self.world = world or launch.find_world()
+        self.world = launch.find_world()
         facts: Facts = {}
         with raise_on_all_ranks(facts, self.world):
             self.run: ResolvedRun = self._resolve(facts)
-            self.callbacks = Callbacks(config.train.callbacks)
-            remote.prepare(config, self.world.say, self.world.is_first)
-            self.folder: RunFolder = choose_run_folder(config)
-            self._changes = self._changes_since(self.folder.resume_from)
-            data, vocabulary, deepspeed = self.run.config.data, self.run.vocabulary, self.run.plan.content
-            facts.update(facts_of_files(config, data, vocabulary, deepspeed, self.folder.resume_from))
+            profiled = config.train.profiler.start_step is not None
+            own = [ProfilerWindow(config.train.profiler)] if profiled else []
+            self.callbacks = Callbacks(config.train.callbacks, own)
+            vocabulary = self.run.vocabulary
+            self.saver = Saver(config, vocabulary.size, self.world, self._on_save)
+            data, deepspeed = self.run.config.data, self.run.plan.content
+            facts.update(facts_of_files(config, data, vocabulary, deepspeed, self.saver.resume_from))
         check_same(self.world, facts, config.parallel.timeout_minutes)
         launch.start(self.world, config.parallel.timeout_minutes, select_device=False)
-        self._check_record()
         groups = start_groups(self.layout, config.parallel.timeout_minutes)
-        saves = config.checkpoint
-        self.checkpoints = Checkpoints(self.folder.checkpoints, saves.keep, saves.background, self._uploads())
-        saved = self._open_checkpoint()
+        saved = self.saver.open()
         self.progress = Progress() if saved is None else Progress.of(saved.meta)
         if saved is not None:
             self.run = self.run.continued(self.progress.step, self.progress.samples)
@@ -118,20 +111,17 @@ class Trainer:
         try:
             launch.use_device(self.world)
             self.context = self._step_context(groups)
-            model = self._start_model(groups, saved)
-            self.engine = Engine(config, model, self.world, self.run.plan, self.run.filled, self.run.kernels)
-            self.attention_logits = AttentionLogits(config, self.engine)
-            self.noise_scale = NoiseScale(
-                self._compared(), config.log.noise_scale_every, groups.data, self.world.device
-            )
+            run, make_layer = self.run, moe_layer_factory(self.context, groups, self.layout)
+            model = start_model(config, run, self.world, make_layer, saved, groups.context)
+            self.engine = Engine(config, model, self.world, run.plan, run.filled, run.kernels)
+            self.observers: list[Observer] = [AttentionLogits(config, self.engine), self._noise_scale()]
             self._seed()
             self.skip_policy = SkipPolicy(config.train)
             self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
             self.speed = Speed.of(config, self.run, self.world, num_rollouts(model))
-            self.last_checkpoint: Path | None = None
             if saved is not None:
                 self._resume(saved)
-            self.checkpoints.plan(self.engine)
+            self.saver.checkpoints.plan(self.engine)
             self.engine.train(True)
             self.routing = self._open_routing(model)
         except BaseException:
@@ -142,6 +132,16 @@ class Trainer:
     def layout(self) -> Layout:
         """The layout of the ranks."""
         return self.run.plan.layout
+
+    @property
+    def folder(self) -> RunFolder:
+        """The folder that the run writes to."""
+        return self.saver.folder
+
+    @property
+    def last_checkpoint(self) -> Path | None:
+        """The newest one that this launch wrote or resumed from."""
+        return self.saver.last
 
     @property
     def model(self) -> LanguageModel:
@@ -162,29 +162,12 @@ class Trainer:
             keep_freed_memory()
         return run
 
-    def _changes_since(self, checkpoint: Path | None) -> list[str]:
-        """Return the changes of the configuration since the checkpoint to resume from, a line each.
-
-        Raises:
-            UserError: if the run cannot go on from it, or not begin from `checkpoint.init`.
-        """
-        if checkpoint is not None:
-            return check_resume(self.config, self.run.vocabulary.size, checkpoint)
-        if self.config.checkpoint.init.path is not None:
-            check_init(self.config, self.run.vocabulary.size, self.folder.path)
-        return []
-
     def _step_context(self, groups: Groups) -> StepContext:
         return StepContext(
             seed=self.config.seed,
             data_group=groups.data if self.layout.data > 1 else None,
             timers=StageTimers(self.world.device) if self.config.log.timers else None,
         )
-
-    def _start_model(self, groups: Groups, saved: CheckpointReader | None) -> LanguageModel:
-        make_moe_layer = moe_layer_factory(self.context, groups, self.layout)
-        rank, say = self.world.rank, self.world.say
-        return start_model(self.config, self.run, rank, make_moe_layer, saved, say, groups.context)
 
     def take_batches(self) -> list[Batch]:
         """Return this rank's micro batches of the next step."""
@@ -201,10 +184,9 @@ class Trainer:
         size = self.run.schedule.size_at(self.progress.samples)
         batches = batches or self.take_batches()
         self.context.step = self.progress.step + 1
-        shares_every = self.config.log.gradient_shares_every
-        self.context.measure_gradients = bool(shares_every) and self.context.step % shares_every == 0
-        self.attention_logits.begin(self.context.step)
-        self.noise_scale.begin(self.context.step)
+        self.context.measure_gradients = is_due(self.context.step, self.config.log.gradient_shares_every)
+        for observer in self.observers:
+            observer.begin(self.context.step)
         lr = learning_rate(self.context.step, self.config.optimizer, self.run.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
@@ -215,7 +197,9 @@ class Trainer:
             record = train_step(
                 self.engine, self.context, batches, lr, smoothing, before, reason_to_skip, in_flight
             )
-        of_attention = self.attention_logits.finish(is_applied=record.problem is None)
+        observed: dict[str, Any] = {}
+        for observer in self.observers:
+            observed |= observer.finish(record)
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
@@ -227,15 +211,13 @@ class Trainer:
         self.progress.skipped_steps += record.problem is not None
         self.progress.samples += size
         self.progress.micro_batches += record.micro_batches
-        scales = self.noise_scale.finish(record.micro_batches, self.config.train.micro_batch_size)
         seconds = time.perf_counter() - started
         metrics = {
             names.STEP: self.progress.step,
             names.TOKENS: self.progress.samples * self.run.sample_tokens,
             names.TIME: time.time(),
             **record.metrics(),
-            **of_attention,
-            **{names.fill(names.NOISE_SCALE, part): scale for part, scale in scales.items()},
+            **observed,
             **routing_metrics(record.layers, record.micro_batches, self.routing_history, self.layout.expert),
             **self._skipping_metrics(scale),
             names.LR: lr,
@@ -245,11 +227,17 @@ class Trainer:
         }
         return record, metrics
 
-    def _compared(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the parameters with gradients of one micro batch: under expert parallelism no experts."""
-        for name, parameter in self.engine.model.named_parameters():
-            if parameter.requires_grad and not (self.layout.expert_ranks > 1 and EXPERTS.search(name)):
-                yield name, parameter
+    def _noise_scale(self) -> NoiseScale:
+        """Return that of the parameters with gradients of one micro batch: not of exchanged experts."""
+        is_whole = self.layout.expert_ranks == 1
+        named = [
+            (name, parameter)
+            for name, parameter in self.engine.model.named_parameters()
+            if parameter.requires_grad and (is_whole or not EXPERTS.search(name))
+        ]
+        every, size = self.config.log.noise_scale_every, self.config.train.micro_batch_size
+        key_of = partial(names.fill, names.NOISE_SCALE)
+        return NoiseScale(named, every, size, self.engine.data_group, self.world.device, key_of)
 
     def _skipping_metrics(self, scale: float) -> dict[str, float]:
         """Return the fp16 loss scale of the step and the number of skipped steps, where they apply."""
@@ -305,12 +293,12 @@ class Trainer:
     def save(self) -> Path:
         """Write a checkpoint of the current step; return when it is complete."""
         self.begin_save()
-        return self.finish_save()
+        self.saver.finish()
+        assert self.saver.last is not None
+        return self.saver.last
 
     def begin_save(self) -> None:
-        """Begin a checkpoint of the current step; with `checkpoint.background` the files are written
-        later.
-        """
+        """Begin a checkpoint of the current step, see `Saver.begin`."""
         state = {
             **vars(self.progress),
             "tokens": self.progress.samples * self.run.sample_tokens,
@@ -320,13 +308,10 @@ class Trainer:
             "config": to_dict(self.config),
             **({"plugins": plugin_digests(self.config.plugins)} if self.config.plugins else {}),
         }
-        self.checkpoints.begin(self.engine, self.progress.step, state)
+        self.saver.begin(self.engine, state)
 
-    def finish_save(self) -> Path:
-        """Wait for a save in progress."""
-        path = self.last_checkpoint = self.checkpoints.finish()
+    def _on_save(self, path: Path) -> None:
         self.callbacks.call("on_save", self, path)
-        return path
 
     def close(self) -> None:
         """End the loader processes and leave the process group."""
@@ -336,8 +321,7 @@ class Trainer:
     def release(self) -> None:
         """End the loader processes; another trainer may follow in the same process group."""
         self._stream.close()
-        self.checkpoints.close()
-        self.checkpoints.finish_uploads()
+        self.saver.close()
 
     def _after_step(self, record: StepRecord) -> None:
         """Update what the layers learn without gradient."""
@@ -367,8 +351,7 @@ class Trainer:
         if reason is None:
             record.message = f"{message}; skipped" if record.problem.counts else ""
             return
-        if self.checkpoints.under_way:  # of the steps before, which were applied
-            self.finish_save()
+        self.saver.finish()  # of the steps before, which were applied
         last = self.last_checkpoint
         way_out = f"go on from the last good checkpoint, {last}" if last else "begin anew (nothing is saved)"
         warmup = "warmup_steps" if self.config.optimizer.warmup_share is None else "warmup_share"
@@ -376,18 +359,6 @@ class Trainer:
             f"{message}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
             f"optimizer.{warmup}, and {way_out}"
         )
-
-    def _uploads(self) -> Uploads | None:
-        """Return the uploads to object storage, on the first rank; the others learn of a problem."""
-        found: list[Uploads | None] = [None]
-
-        def open_them() -> None:
-            continues = self.folder.continues
-            found[0] = open_uploads(self.config, self.world.say, continues=continues)
-
-        if self.config.checkpoint.remote is not None:
-            raise_any_error(catch_error(open_them) if self.world.is_first else None)
-        return found[0]
 
     def _build_datasets(self) -> Datasets:
         schedule, done = self.run.schedule, self.progress
@@ -409,51 +380,12 @@ class Trainer:
         routing.attach(model)
         return routing
 
-    def _check_record(self) -> None:
-        """Check, before the model is built, that the first rank can continue the run's metrics.jsonl."""
-        resume_from = self.folder.resume_from
-        if resume_from is None or not self.folder.continues:
-            return
-        step = read_meta(resume_from)["step"]
-        problem = catch_error(lambda: check_record(self.folder.path, step)) if self.world.is_first else None
-        raise_any_error(problem)
-
-    def _open_checkpoint(self) -> CheckpointReader | None:
-        """Open the first intact candidate, a damaged one replaced by the storage's copy.
-
-        It is uploaded if the storage lacks it.
-        """
-        checked = self.folder.resume_from  # was found to fit this run
-        if checked is None:
-            return None
-        replacement = remote.replacement(self.config, self.world.say) if self.folder.continues else None
-
-        def replace(path: Path, inode: int) -> bool:
-            if replacement is None or not replacement(path, inode):
-                return False
-            # The copy has a time of its own.
-            self.folder = dataclasses.replace(self.folder, newest=newest_in(self.folder.checkpoints))
-            return True
-
-        path, damaged = first_intact(list(self.folder.candidates), self.world.say, replace=replace)
-        self.checkpoints.damaged.update(damaged)
-        if path != checked:
-            self._changes = check_resume(self.config, self.run.vocabulary.size, path)
-        if path != self.folder.candidates[0]:
-            self.world.say(f"going on from {path}")
-        for line in self._changes:
-            self.world.say(line)
-        if self.checkpoints.uploads is not None and self.folder.continues:
-            self.checkpoints.uploads.add(path)
-        return CheckpointReader(path)
-
     def _resume(self, saved: CheckpointReader) -> None:
         meta = saved.meta
         with saved:
             has_random = load(saved, self.engine)
         self.skip_policy.restore(meta.get("skip_policy", {}))
         self.routing_history.restore(meta.get("routing_history", {}))
-        self.last_checkpoint = saved.path
         if not has_random:
             self._seed()
 

@@ -132,7 +132,7 @@ def test_a_save_in_the_foreground_has_a_thread_too(tmp_path: Path, monkeypatch: 
 
     def begin_save(trainer: Trainer) -> None:
         begun(trainer)
-        assert trainer.checkpoints.is_written
+        assert trainer.saver.checkpoints.is_written
 
     begun = Trainer.begin_save
     monkeypatch.setattr(writer.Save, "_write", write)

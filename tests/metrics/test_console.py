@@ -138,7 +138,7 @@ def test_messages_stay_above_the_live_line() -> None:
     console, file = terminal()
     with ProgressLine(3, console=console) as line:
         line.update({"step": 1})
-        line.say("saved [step 1]")
+        print("saved [step 1]")
         line.update({"step": 2})
     shown = file.getvalue()
     assert "saved [step 1]\n" in shown

@@ -34,7 +34,7 @@ def by_hand(model: GPT, *overrides: str) -> Tensor:
         return (flat_TH + layer(read_TH)).view_as(hidden_SBH), context
 
     dense.model.decoder.layers[1].register_forward_hook(after)
-    return dense.logits(TOKENS, POSITIONS)
+    return dense.whole_logits(TOKENS, POSITIONS)
 
 
 @pytest.mark.parametrize("overrides", [[], ["model.norm=layernorm"], ["moe.num_shared_experts=1"]], ids=str)
@@ -44,9 +44,9 @@ def test_it_stands_after_its_block_behind_a_norm(one_rank: None, overrides: list
     assert (norm.bias is not None) == (overrides == ["model.norm=layernorm"])
     with torch.no_grad():
         norm.weight.mul_(torch.linspace(0.5, 2, len(norm.weight)))
-    logits = model.logits(TOKENS, POSITIONS)
+    logits = model.whole_logits(TOKENS, POSITIONS)
     torch.testing.assert_close(logits, by_hand(model, *overrides), rtol=1e-4, atol=1e-4)
-    dense = tiny_gpt(tiny(*WIDE, "moe.layers=none", *overrides)).logits(TOKENS, POSITIONS)
+    dense = tiny_gpt(tiny(*WIDE, "moe.layers=none", *overrides)).whole_logits(TOKENS, POSITIONS)
     assert (logits - dense).abs().max() > 0.1
 
 
@@ -59,7 +59,7 @@ def test_with_sub_layers_it_reads_the_residual_stream_itself(one_rank: None) -> 
         lambda _, inputs: read.append(inputs[0])
     )
     model.model.decoder.layers[1].mlp.register_forward_hook(lambda _, __, output: written.append(output[0]))
-    logits = model.logits(TOKENS, POSITIONS)
+    logits = model.whole_logits(TOKENS, POSITIONS)
     torch.testing.assert_close(logits, by_hand(model), rtol=1e-4, atol=1e-4)
     assert read[0].std() > 1.1 * written[0].std()  # not what a norm gives, but the sum of all so far
 

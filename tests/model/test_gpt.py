@@ -237,7 +237,7 @@ def test_loss_is_the_cross_entropy_of_the_models_own_logits(one_rank: None) -> N
     model = tiny_gpt(tiny("model.init_std=0.5"))
     tokens, labels = text(rows=3)
     losses = model(tokens, POSITIONS.expand_as(tokens), labels)
-    logits = model.logits(tokens, POSITIONS.expand_as(tokens))
+    logits = model.whole_logits(tokens, POSITIONS.expand_as(tokens))
     expected = logits.logsumexp(-1) - logits.gather(-1, labels[..., None])[..., 0]
     assert losses.shape == (3, S) and losses.dtype == torch.float32
     torch.testing.assert_close(losses, expected)
@@ -248,7 +248,7 @@ def test_label_smoothing_shares_evenly_among_the_other_words(one_rank: None) -> 
     model = tiny_gpt(tiny("model.init_std=0.5", "model.vocab_multiple=64"))
     tokens, labels = text()
     losses = model(tokens, POSITIONS, labels, label_smoothing=0.1)
-    log_probs = model.logits(tokens, POSITIONS).log_softmax(-1)
+    log_probs = model.whole_logits(tokens, POSITIONS).log_softmax(-1)
     target = torch.full_like(log_probs, 0.1 / 63).scatter(-1, labels[..., None], 0.9)
     torch.testing.assert_close(losses, -(target * log_probs).sum(-1))
 

@@ -10,7 +10,7 @@ import torch
 
 from megamoe.config.mup import without_mup
 from megamoe.errors import UserError
-from megamoe.optim.mup import width_powers
+from megamoe.optim.groups import width_powers
 from megamoe.optim.optimizers import parameter_groups
 from tests.support.tiny import VOCABULARY, check_on, tiny, tiny_model
 

@@ -230,8 +230,8 @@ def test_dropped_values_are_freed_and_computed_once(
 def test_evaluation_and_a_second_backward_pass(one_rank: None, recompute: str) -> None:
     model, plain = made(recompute).eval(), made("none").eval()
     with torch.no_grad():
-        assert torch.equal(model.logits(TOKENS, POSITIONS), plain.logits(TOKENS, POSITIONS))
-    loss = model.logits(TOKENS, POSITIONS).square().sum()
+        assert torch.equal(model.whole_logits(TOKENS, POSITIONS), plain.whole_logits(TOKENS, POSITIONS))
+    loss = model.whole_logits(TOKENS, POSITIONS).square().sum()
     weight = model.model.embedding.word_embeddings.weight
     first, second = (torch.autograd.grad(loss, weight, retain_graph=True)[0] for _ in range(2))
     assert torch.equal(first, second)

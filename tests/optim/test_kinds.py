@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megamoe.kernels.choice import DEFAULT_KERNELS
+from megamoe.kernels.choice import Kernels
 from megamoe.model.architectures.decoder import GPT
 from megamoe.optim.optimizers import parameter_groups
 from megamoe.parallel.launch import World
@@ -105,7 +105,7 @@ def test_an_offloaded_optimizer_is_deepspeeds_of_the_same_kind(
         parameter_groups(nn.Linear(3, 2), config.optimizer),
         ParallelPlan.of(config, 1, content),
         world,
-        DEFAULT_KERNELS,
+        Kernels(),
     )
     assert built == {
         "adamw_mode": name == "adamw",

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from megamoe.config.schema import MuonConfig
 from megamoe.errors import UserError
-from megamoe.optim.matrices import Matrix, matrices_of
+from megamoe.optim.matrices import TABLES, Matrix, matrices_of, orthogonalise, step_rows
 from megamoe.optim.muon import MOMENTUM, Directions, PartitionedMuon, Piece
-from megamoe.optim.newton_schulz import TABLES, orthogonalise, step_rows
 from megamoe.optim.optimizers import parameter_groups
 from megamoe.parallel.chunks import Sharding
 from megamoe.parallel.layout import Layout

@@ -13,6 +13,7 @@ from torch import nn
 from megamoe.errors import UserError
 from megamoe.optim.noise_scale import NoiseScale, estimates, part_of
 from megamoe.train.loop import train
+from megamoe.train.step_record import StepRecord
 from tests.support.tiny import check_on, restored_process, tiny
 
 
@@ -30,31 +31,32 @@ def test_by_hand(one_rank: None) -> None:
     """
     dense, router = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1))
     assert dist.group.WORLD is not None
-    scale = NoiseScale([("a.weight", dense), ("b.router.weight", router)], 2, dist.group.WORLD)
+    scale = NoiseScale([("a.weight", dense), ("b.router.weight", router)], 2, 2, dist.group.WORLD)
     scale.begin(1)
     dense.sum().backward()
-    assert scale.finish(1, 2) == {}
+    assert scale.finish(StepRecord(micro_batches=1)) == {}
     scale.begin(2)
     for share in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
         (dense @ torch.tensor(share) + 2 * router.sum()).backward()
-    found = scale.finish(3, 2)
+    found = scale.finish(StepRecord(micro_batches=3))
     assert found["dense"] == pytest.approx(12 / 6)
     assert found["router"] == pytest.approx(0)
     scale.begin(4)
-    assert scale.finish(1, 2) == {}  # one micro batch has nothing to compare with
+    assert scale.finish(StepRecord(micro_batches=1)) == {}  # one micro batch has nothing to compare with
 
 
 def test_a_step_that_is_not_finite_leaves_the_means(one_rank: None) -> None:
     assert dist.group.WORLD is not None
     weight = nn.Parameter(torch.zeros(2))
-    scale = NoiseScale([("a.weight", weight)], 1, dist.group.WORLD)
+    scale = NoiseScale([("a.weight", weight)], 1, 2, dist.group.WORLD)
     found = []
     for step, factor in enumerate((1.0, math.inf, math.nan, 1.0), 1):
         scale.begin(step)
         for share in ((1.0, 0.0), (0.0, 1.0), (1.0, 1.0)):
             (factor * (weight @ torch.tensor(share))).backward()
-        found.append(scale.finish(3, 2))
-    assert found[1:3] == [{}, {}] and found[3] == pytest.approx(found[0]) and math.isfinite(found[0]["dense"])
+        found.append(scale.finish(StepRecord(micro_batches=3)))
+    assert found[1:3] == [{}, {}] and found[3] == pytest.approx(found[0])
+    assert math.isfinite(found[0]["dense"])
 
 
 def test_the_estimates_have_no_bias() -> None:

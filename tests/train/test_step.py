@@ -15,11 +15,10 @@ from megamoe.moe.observation import Observation
 from megamoe.moe.part import StepContext
 from megamoe.optim.optimizers import adamw_options, parameter_groups
 from megamoe.parallel.zero.engine import Engine
-from megamoe.train.losses import LossSums
 from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.step import evaluate, model_inputs, train_step
 from megamoe.train.step_record import LayerRecord, StepRecord
-from megamoe.train.step_sums import StepSums
+from megamoe.train.step_sums import LossSums, StepSums
 from tests.support.tiny import VOCABULARY, tiny, tiny_engine, tiny_gpt
 
 WEIGHTS = {"switch_balance": 0.5, "z_loss": 0.25}

@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe.apps.checkpoints import describe
 from megamoe.checkpoint.format.reader import MEAN, WEIGHT, CheckpointReader
 from megamoe.errors import UserError
-from megamoe.optim.weight_mean import WeightMean
+from megamoe.optim.optimizers import WeightMean
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.train.loop import train
 from megamoe.validation.deepspeed import deepspeed_problems

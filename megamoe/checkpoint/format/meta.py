@@ -20,7 +20,6 @@ Numbers = Annotated[list[Number], Field(max_length=64)]  # PyTorch's limit of di
 ScalerName = Annotated[
     str, Field(pattern="^(cur_scale|cur_iter|last_overflow_iter|cur_hysteresis)$")
 ]  # attributes of DeepSpeed's dynamic scaler
-# Parts of tensors' names in checkpoints of earlier versions, with their present form.
 DType = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]

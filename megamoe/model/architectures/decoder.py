@@ -147,13 +147,6 @@ class GPT(LanguageModel):
         found, self._mtp_DBS = self._mtp_DBS, None
         return found
 
-    def logits(
-        self, tokens_BS: Tensor, position_ids_BS: Tensor, documents: Documents | None = None
-    ) -> Tensor:
-        """int64 [B, S] -> [B, S, padded vocabulary]; under tensor parallelism, this rank's part of it."""
-        output: Tensor = self.model(tokens_BS, position_ids_BS, documents)
-        return output
-
     def whole_logits(
         self, tokens_BS: Tensor, position_ids_BS: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor:

@@ -5,12 +5,12 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megamoe.kernels.attention.documents import Documents, SourceLengths
-from megamoe.model.architectures.language_model import LanguageModel, problem_of_attention
+from megamoe.model.architectures.language_model import ModelWithHead, problem_of_attention
 from megamoe.model.attention.caches import KeyValueCache, SourceCache
 from megamoe.model.heads.vocabulary import Head
 
 
-class EncoderDecoder(LanguageModel):
+class EncoderDecoder(ModelWithHead):
     """Two stacks of blocks with one embedding (Vaswani et al. 2017).
 
     S: target tokens of a sequence, L: source tokens; both may end in padding.
@@ -72,43 +72,6 @@ class EncoderDecoder(LanguageModel):
         )
         return hidden_SBH
 
-    def forward(
-        self,
-        tokens_BS: Tensor,
-        position_ids_BS: Tensor,
-        labels_BS: Tensor,
-        source_BL: Tensor,
-        source_position_ids_BL: Tensor,
-        documents: Documents | None = None,
-        source_documents: Documents | None = None,
-        source_lengths: SourceLengths | None = None,
-        label_smoothing: float = 0.0,
-        predicted_P: Tensor | None = None,
-    ) -> Tensor:
-        """int64 [B, S] and [B, L] -> cross entropy of each label, fp32 [B, S], in nats.
-
-        predicted_P: int64, the places s * B + b whose losses are wanted; the others are 0.
-        """
-        sources = (source_BL, source_position_ids_BL, documents, source_documents, source_lengths)
-        hidden_SBH = self.hidden(tokens_BS, position_ids_BS, *sources)
-        embedding_weight = self.embedding.word_embeddings.weight
-        return self.head.losses(hidden_SBH, embedding_weight, labels_BS, label_smoothing, predicted_P)
-
-    def whole_logits(
-        self,
-        tokens_BS: Tensor,
-        position_ids_BS: Tensor,
-        source_BL: Tensor,
-        source_position_ids_BL: Tensor,
-        documents: Documents | None = None,
-        source_documents: Documents | None = None,
-        source_lengths: SourceLengths | None = None,
-    ) -> Tensor:
-        """int64 [B, S] and [B, L] -> fp32 [B, S, padded vocabulary] on every tensor-parallel rank."""
-        sources = (source_BL, source_position_ids_BL, documents, source_documents, source_lengths)
-        hidden_SBH = self.hidden(tokens_BS, position_ids_BS, *sources)
-        return self.head.whole_logits(hidden_SBH, self.embedding.word_embeddings.weight)
-
     def encoded(
         self, source_BL: Tensor, source_position_ids_BL: Tensor, source_lengths_B: Tensor
     ) -> SourceCache:
@@ -133,8 +96,7 @@ class EncoderDecoder(LanguageModel):
         source: of `encoded`. cache: the tokens continue those that it holds; None: they are
         whole targets.
         """
-        hidden_SBH = self._decode(tokens_BS, position_ids_BS, cache, source, None)
-        return self.head.whole_logits(hidden_SBH, self.embedding.word_embeddings.weight)
+        return self.logits_of(self._decode(tokens_BS, position_ids_BS, cache, source, None))
 
     def problem_with_cache(self) -> str | None:
         """See `LanguageModel`."""

@@ -1,13 +1,15 @@
 """What all architectures have in common: a model that returns the loss of each label, with MoE layers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from torch import Tensor, nn
 
 from megamoe.model.attention.context import ContextShard
 from megamoe.model.attention.core import SDPAttention
+from megamoe.model.heads.labels import LabelHead
 from megamoe.model.moe_block import Block
 from megamoe.moe.layer import MoELayer
 
@@ -110,6 +112,48 @@ class LanguageModel(nn.Module, ABC):
         for number, block in enumerate(blocks, 1):
             if isinstance(block, Block):
                 yield number, block
+
+
+class ModelWithHead(LanguageModel):
+    """A model with one embedding for its stacks, and a head on the last one."""
+
+    embedding: LanguageModelEmbedding
+    head: Any
+    hidden: Callable[..., Tensor]  # tokens and their positions, int64 [B, S], and further ones -> [S, B, H]
+
+    def forward(
+        self,
+        tokens_BS: Tensor,
+        position_ids_BS: Tensor,
+        labels_BS: Tensor,
+        label_smoothing: float = 0.0,
+        predicted_P: Tensor | None = None,
+        **further: Any,
+    ) -> Tensor:
+        """int64 [B, S] -> cross entropy of each label, fp32 [B, S], in nats.
+
+        predicted_P: int64, the places s * B + b whose losses are wanted; the others are 0. The output layer
+        computes no other logits. further: arguments of `hidden`.
+        """
+        hidden_SBH = self.hidden(tokens_BS, position_ids_BS, **further)
+        if isinstance(self.head, LabelHead):
+            return self.head.losses(hidden_SBH, labels_BS, further.get("documents"), label_smoothing)
+        embedding_weight = self.embedding.word_embeddings.weight
+        losses_BS: Tensor = self.head.losses(
+            hidden_SBH, embedding_weight, labels_BS, label_smoothing, predicted_P
+        )
+        return losses_BS
+
+    def whole_logits(self, *inputs: Any) -> Tensor:
+        """Return the logits of `hidden` of the inputs, fp32 [B, S, padded vocabulary], on every
+        tensor-parallel rank.
+        """
+        return self.logits_of(self.hidden(*inputs))
+
+    def logits_of(self, hidden_SBH: Tensor) -> Tensor:
+        """Return the same of hidden states."""
+        logits: Tensor = self.head.whole_logits(hidden_SBH, self.embedding.word_embeddings.weight)
+        return logits
 
 
 def problem_of_attention(blocks: nn.ModuleList) -> str | None:

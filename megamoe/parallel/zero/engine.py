@@ -41,18 +41,18 @@ from megamoe.config.schema import MuonConfig, RunConfig
 from megamoe.errors import UserError
 from megamoe.kernels.choice import Kernels
 from megamoe.moe.part import Constraint
+from megamoe.optim.matrices import step_rows
 from megamoe.optim.muon import MasterWeightMuon, PartitionedMuon, Stage0Muon, is_of_muon
-from megamoe.optim.newton_schulz import step_rows
 from megamoe.optim.optimizers import (
     MasterWeightAdamW,
     Stage0AdamW,
+    WeightMean,
     adamw_options,
     note_not_finite,
     parameter_groups,
     skip_update,
     zero_optimizer,
 )
-from megamoe.optim.weight_mean import WeightMean
 from megamoe.parallel.consensus import CollectiveError, call_on_all
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
 from megamoe.parallel.groups import ModelParallelUnit, groups_of
@@ -130,7 +130,7 @@ class Engine:
         elif ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
             section = filled.get("zero_optimization", {})
             self._scattered = ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
-        self._loss_scaler = LossScaler(self._engine.optimizer) if self.precision == "fp16" else None
+        self.loss_scaling = LossScaler(self._engine.optimizer if self.precision == "fp16" else None)
         if self.stage == 0 and world.size == 1:
             skip_gradient_buckets(self._engine)
         in_flight = config.train.in_flight
@@ -244,21 +244,7 @@ class Engine:
         """The factor on the loss in `backward`, so that small gradients do not underflow in fp16; 1
         otherwise.
         """
-        return self._loss_scaler.scale if self._loss_scaler is not None else 1.0
-
-    @property
-    def loss_scale_can_fall(self) -> bool:
-        """Whether an overflow lowers the loss scale."""
-        return self._loss_scaler is not None and self._loss_scaler.can_fall
-
-    def loss_scaler_state(self) -> dict[str, float]:
-        """Return the state of a dynamic loss scale for a checkpoint; empty if there is none."""
-        return self._loss_scaler.state() if self._loss_scaler is not None else {}
-
-    def restore_loss_scaler(self, state: dict[str, float]) -> None:
-        """Restore `loss_scaler_state`; a static scale is always the file's."""
-        if self._loss_scaler is not None:
-            self._loss_scaler.restore(state)
+        return self.loss_scaling.scale
 
     def gradient_squares(self) -> Tensor | None:
         """Return what this rank adds to the sum of squares that `step` needs, an fp64 scalar on the device.

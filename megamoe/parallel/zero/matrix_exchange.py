@@ -22,9 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.compat.deepspeed_zero import slices_at_zero1, slices_at_zero3, whole_shape
-from megamoe.optim.matrices import Matrix, fused_weights, matrices_of
+from megamoe.optim.matrices import Matrix, Row, flops, fused_weights, matrices_of, orthogonalise
 from megamoe.optim.muon import Directions, Piece
-from megamoe.optim.newton_schulz import Row, flops, orthogonalise
 from megamoe.parallel.chunks import Chunk, Placement, Sharding, chunks_of_range
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.layout import Layout

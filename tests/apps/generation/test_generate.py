@@ -60,7 +60,7 @@ def plainly(trained: TrainedModel, tokens: list[int]) -> Tensor:
     tokens_BS = torch.tensor([tokens])
     trained.context.batch = MicroBatch()
     with torch.no_grad():
-        logits_BSV = trained.decoder.logits(tokens_BS, torch.arange(len(tokens))[None])
+        logits_BSV = trained.decoder.whole_logits(tokens_BS, torch.arange(len(tokens))[None])
     return logits_BSV[0, -1, : trained.vocabulary.size]
 
 

@@ -43,7 +43,7 @@ def saved(folder: Path, name: str, changes: dict[str, Any]) -> None:
         trainer.step()
     trainer.save()
     trainer._stream.close()
-    trainer.checkpoints.close()
+    trainer.saver.checkpoints.close()
 
 
 def trained(folder: Path, pairs: Path) -> None:

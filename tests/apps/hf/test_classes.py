@@ -61,7 +61,7 @@ def test_logits_are_those_of_transformers_and_the_way_back_gives_the_same_files(
     ours = opened(tmp_path / "run")
     tokens_BS = tokens()
     position_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    logits_BSV = ours.decoder.logits(tokens_BS, position_BS)
+    logits_BSV = ours.decoder.whole_logits(tokens_BS, position_BS)
     expected_BSV = theirs(tokens_BS).logits
     assert expected_BSV.std() > 0.1
     assert (logits_BSV - expected_BSV).abs().max() < 1e-5
@@ -112,7 +112,7 @@ def test_in_bf16_logits_are_as_near_as_those_of_transformers(kind: str, tmp_path
     assert ours.precision == "bf16"
     tokens_BS = tokens()
     position_BS = torch.arange(tokens_BS.shape[1]).expand_as(tokens_BS)
-    logits = ours.decoder.logits(tokens_BS, position_BS).float(), theirs(tokens_BS).logits.float()
+    logits = ours.decoder.whole_logits(tokens_BS, position_BS).float(), theirs(tokens_BS).logits.float()
     exact = theirs.float()(tokens_BS).logits
     mine, others = (float((found - exact).square().mean().sqrt() / exact.std()) for found in logits)
     assert 0 < mine < 1.5 * others < 0.3
@@ -167,6 +167,6 @@ def test_one_expert_with_weight_one(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "moe.frozen: [router]" in capsys.readouterr().out
     ours = opened(tmp_path / "run")
     position_BS = torch.arange(tokens().shape[1]).expand_as(tokens())
-    assert (ours.decoder.logits(tokens(), position_BS) - theirs(tokens()).logits).abs().max() < 1e-5
+    assert (ours.decoder.whole_logits(tokens(), position_BS) - theirs(tokens()).logits).abs().max() < 1e-5
     export_run(tmp_path / "run", tmp_path / "back", report=lambda line: None)
     same_files(tmp_path / "hf", tmp_path / "back")

@@ -138,7 +138,7 @@ def ours(model: Any, context: StepContext, tokens_BS: Tensor) -> Tensor:
     for tokens_S in tokens_BS:
         set_tokens(context, token_ids_T=tokens_S)
         position_1S = torch.arange(len(tokens_S))[None]
-        found.append(model.logits(tokens_S[None], position_1S))
+        found.append(model.whole_logits(tokens_S[None], position_1S))
     return torch.cat(found)
 
 

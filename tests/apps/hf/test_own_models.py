@@ -60,7 +60,7 @@ def trained(folder: Path, changes: dict[str, Any]) -> torch.Tensor:
         assert isinstance(model, GPT)
         tokens_BS = tokens(length=24)
         with torch.no_grad():
-            logits: torch.Tensor = model.logits(tokens_BS, torch.arange(24).expand_as(tokens_BS))
+            logits: torch.Tensor = model.whole_logits(tokens_BS, torch.arange(24).expand_as(tokens_BS))
     finally:
         trainer.close()
         launch.stop()

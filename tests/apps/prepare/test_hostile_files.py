@@ -131,7 +131,7 @@ def test_a_dictionary_bomb_takes_bounded_memory(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("kind", ["txt", "jsonl", "gz", "zst", "xz", "tar", "parquet", "arrow"])
 def test_texts_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     for module in ("documents", "sources"):
-        monkeypatch.setattr(f"megamoe.data.{module}.LARGEST_DOCUMENT", 1000)
+        monkeypatch.setattr(f"megamoe.apps.prepare.{module}.LARGEST_DOCUMENT", 1000)
     path = written(tmp_path, kind, ["x" * 2000])
     assert "a document of more than 1,000 bytes" in refused(tmp_path, path)
 

@@ -47,7 +47,7 @@ def trained_runs(folder: Path) -> None:
         for _ in range(2 if name == "a" else 1):
             trainer.step()
             trainer.save()
-        trainer.checkpoints.close()
+        trainer.saver.checkpoints.close()
     launch.stop()
 
 

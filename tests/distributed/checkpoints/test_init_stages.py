@@ -30,7 +30,7 @@ def save_dense_and_moe(folder: Path) -> list[str]:
         trainer = Trainer(small_run(folder, name=name, **model))
         recorded_steps(trainer, 1)
         trainer.save()
-        trainer.checkpoints.close()
+        trainer.saver.checkpoints.close()
         paths.append(str(folder / name / "checkpoints/step_00000001"))
         del trainer
         gc.collect()

@@ -73,7 +73,7 @@ def save_and_go_on(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
             trainer.step()
         trainer.begin_save()  # is written while the next steps change what was copied
         found.append(recorded_steps(trainer, AFTER))
-        trainer.checkpoints.finish()
+        trainer.saver.finish()
         gc.collect()
     return found
 

@@ -88,7 +88,7 @@ def change_algorithms(folder: str) -> list[tuple[set[str], list[str]]]:
         names = {id(parameter): name for name, parameter in trainer.engine.model.named_parameters()}
         state = trainer.engine.inner_optimizer.state
         begun = {names[id(each.parameter)] for each in shard.fragments if state.get(each.tensor)}
-        found.append((begun, trainer._changes))
+        found.append((begun, trainer.saver.changes))
         for _ in range(2):
             trainer.step()
         trainer.save()

@@ -72,13 +72,13 @@ def steps_beside_a_slow_save(slow_rank: int, **changes: Any) -> list[tuple[bool,
             trainer.step()
             if number == 1:
                 go_on.set()
-                save = trainer.checkpoints._save
+                save = trainer.saver.checkpoints._save
                 assert save is not None
                 while save.wait()[0]:
                     pass
-            shown.append((trainer.checkpoints.is_written, _names(trainer)))
-    trainer.checkpoints.finish()
-    trainer.checkpoints.close()
+            shown.append((trainer.saver.checkpoints.is_written, _names(trainer)))
+    trainer.saver.checkpoints.finish()
+    trainer.saver.checkpoints.close()
     shown.append((True, _names(trainer)))
     trainer.close()
     return shown
@@ -141,7 +141,7 @@ def folder_with_what_others_left(**changes: Any) -> list[list[str]]:
     for _ in range(2):
         trainer.step()
         first = trainer.save()
-        trainer.checkpoints.close()
+        trainer.saver.checkpoints.close()
         shown.append(_names(trainer))
         if len(shown) == 1:
             shutil.copytree(first, first.with_name(f"{first.name}_best"))

@@ -11,7 +11,7 @@ import pytest
 
 from megamoe.checkpoint.remote import RemoteFolder
 from megamoe.errors import ExitCode
-from megamoe.train import loop
+from megamoe.train import loop, saver
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.entry_script import Fault, run_entry_script
 from tests.support.ranks.pool import Pool
@@ -76,7 +76,7 @@ def upload_slowly(trainer: Trainer) -> None:
 
 def upload_for_ever_and_stop(trainer: Trainer) -> None:
     if trainer.progress.step == 1:
-        loop.UPLOAD_AFTER_SIGNAL_S, loop.MOST_REPORT_BYTES = 0.5, 0
+        saver.UPLOAD_AFTER_SIGNAL_S, loop.MOST_REPORT_BYTES = 0.5, 0
         RemoteFolder.put = lambda *unused: time.sleep(600)  # type: ignore[method-assign]
     if trainer.progress.step == 2 and trainer.world.rank == 1:
         os.kill(os.getpid(), signal.SIGTERM)

@@ -73,7 +73,7 @@ def run(runs: list[dict[str, Any]], steps: int, folders: list[str] | None = None
         if folder is not None:
             shown["plain"] = plain_loss(trainer, folder)
         found.append({**shown, **recorded_steps(trainer, steps)})
-        trainer.checkpoints.close()
+        trainer.saver.checkpoints.close()
     return found
 
 

@@ -69,7 +69,7 @@ def run(runs: list[dict[str, Any]], steps: int, saves: bool) -> list[dict[str, A
         )
         if saves:
             trainer.save()
-        trainer.checkpoints.close()
+        trainer.saver.checkpoints.close()
     return found
 
 

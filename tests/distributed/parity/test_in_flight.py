@@ -97,7 +97,7 @@ def found_in(config: RunConfig, steps: int) -> Found:
     metrics = [trainer.step()[1] for _ in range(steps)]
     weights = {name: each.detach().clone() for name, each in trainer.engine.model.named_parameters()}
     trainer._stream.close()
-    trainer.checkpoints.close()
+    trainer.saver.checkpoints.close()
     del trainer
     gc.collect()
     return Found(weights, metrics)

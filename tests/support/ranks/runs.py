@@ -161,7 +161,7 @@ def _run(steps: int, save: bool = False, **changes: Any) -> dict[str, list[Any]]
     found = recorded_steps(trainer, steps)
     if save:
         trainer.save()
-    trainer.checkpoints.close()
+    trainer.saver.checkpoints.close()
     del trainer
     gc.collect()  # an engine and its parameters refer to each other
     return found

@@ -202,7 +202,7 @@ def _measured(config: RunConfig) -> dict[str, Any]:
         sizes = {name: sum(part.values()) for name, part in states_of(engine).items()}
         found = {**sizes, "gradients": engine.gradients, "buffers": engine.held_beside_states()}
         trainer._stream.close()
-        trainer.checkpoints.close()
+        trainer.saver.checkpoints.close()
     return {**found, "most": watch.most - before, "sent": dict(watch.sent), "counts": counts}
 
 
