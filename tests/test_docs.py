@@ -93,6 +93,11 @@ def test_the_picture_of_the_packages_is_drawn_from_the_imports() -> None:
     assert written["PICTURE"].read_text() == written["picture"](), "run python docs/site/package_map.py"
 
 
+def test_the_index_of_the_studies_is_written_from_their_results() -> None:
+    written = runpy.run_path(str(ROOT / "docs/site/lab_index.py"))["index"]()
+    assert written == (ROOT / "docs/lab/index.md").read_text(), "run python docs/site/lab_index.py"
+
+
 def test_the_first_page_shows_a_run_and_the_page_of_parts_a_mixture() -> None:
     (run,) = (parse_config(yaml.safe_load(block)).moe for block in blocks_of("docs/index.md", "yaml"))
     assert (run.num_experts, run.router.selector.options.k) == (8, 2)
