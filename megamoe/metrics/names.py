@@ -88,10 +88,7 @@ HEADS_LOGITS = TRAINING.add(
     "attention/layer_<block>/largest_logit", "1", "that of each head of a block, a list", LOGITS_WHEN
 )
 CLIPPED_HEADS = TRAINING.add(
-    "attention/clipped_heads",
-    "heads",
-    "whose largest logit exceeds the limit",
-    "`optimizer.qk_clip`",
+    "attention/clipped_heads", "heads", "whose largest logit exceeds the limit", "`optimizer.qk_clip`"
 )
 VAL_LM_LOSS = TRAINING.add(
     "val/lm_loss", "nats", "mean cross entropy of validation data, unsmoothed", EVALUATION

@@ -32,12 +32,7 @@ class AuxiliaryLosses(nn.ModuleDict):
         self.objectives: dict[str, Any] = {n: loss for n, loss in self.items() if isinstance(loss, Objective)}
 
     def forward(
-        self,
-        output_TH: Tensor,
-        routing: Routing,
-        computing: Routing,
-        trace: LayerTrace,
-        context: StepContext,
+        self, output_TH: Tensor, routing: Routing, computing: Routing, trace: LayerTrace, context: StepContext
     ) -> Tensor:
         """Return the layer's output, whose backward pass also gives the losses their gradients, [T, H].
 

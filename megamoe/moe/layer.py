@@ -75,11 +75,7 @@ class MoELayer(nn.Module):
     """
 
     def __init__(
-        self,
-        config: MoEConfig,
-        shape: LayerShape,
-        context: StepContext,
-        groups: ParallelGroups | None = None,
+        self, config: MoEConfig, shape: LayerShape, context: StepContext, groups: ParallelGroups | None = None
     ) -> None:
         nn.Module.__init__(self)  # not super(): a subclass's second base may take other arguments
         groups = groups or ParallelGroups()

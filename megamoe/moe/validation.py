@@ -12,14 +12,7 @@ from megamoe.config import PartChoice
 from megamoe.config.schema import MoEConfig
 from megamoe.config.shapes import routed_experts
 from megamoe.errors import Problem, raise_first
-from megamoe.moe.capabilities import (
-    capabilities,
-    describe,
-    how_to_remove,
-    needs,
-    provides,
-    requirements,
-)
+from megamoe.moe.capabilities import capabilities, describe, how_to_remove, needs, provides, requirements
 from megamoe.moe.part import Candidates, Mask, Part, Residual, ScoreFunction, Selector
 from megamoe.registry import failure_of, get_part, is_ours, label
 

@@ -237,11 +237,7 @@ def _saved_part_shapes(config: RunConfig, index: Index) -> dict[int, dict[str, l
 
 
 def _same_state(
-    path: Path,
-    kind: LayerKind,
-    saved: Tree,
-    known: dict[str, list[int]],
-    shapes: dict[str, list[int]],
+    path: Path, kind: LayerKind, saved: Tree, known: dict[str, list[int]], shapes: dict[str, list[int]]
 ) -> None:
     """Check that the saved state of a layer's router and losses exists here with the same meaning.
 

@@ -278,8 +278,7 @@ def position_problems(config: RunConfig) -> Iterator[Problem]:
     for key, value in (("encoder", layers.encoder), ("decoder", layers.decoder)):
         if value is not None and not two:
             yield Problem(
-                f"moe.layers.{key}",
-                f"{found} has one stack; give the positions directly under moe.layers",
+                f"moe.layers.{key}", f"{found} has one stack; give the positions directly under moe.layers"
             )
     for stack in stacks(config):
         prefix = f"moe.layers.{stack.name}" if two else "moe.layers"

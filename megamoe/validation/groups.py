@@ -66,8 +66,7 @@ def _stack_problems(layers: GroupLayersConfig, key: str, config: RunConfig) -> I
     )
     if two and (layers.every or layers.at or layers.first or layers.last):
         yield Problem(
-            key,
-            f"{found} has two stacks; give the layers under encoder and decoder: {{decoder: first 2}}",
+            key, f"{found} has two stacks; give the layers under encoder and decoder: {{decoder: first 2}}"
         )
     for name, value in (("encoder", layers.encoder), ("decoder", layers.decoder)):
         if value is not None and not two:

@@ -124,8 +124,7 @@ def _noise_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
     for name, value in others.items():
         if value > 1:
             yield Problem(
-                key,
-                f"{found} beside {name} {value}, where no rank has a micro batch's gradient; set it to 0",
+                key, f"{found} beside {name} {value}, where no rank has a micro batch's gradient; set it to 0"
             )
     if (train.global_batch_size or train.micro_batch_size * layout.data) <= train.micro_batch_size:
         yield Problem(

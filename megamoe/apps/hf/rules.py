@@ -178,11 +178,5 @@ def _rule(line: TensorMapping, dims: Dims, block: int | None, place: int | None 
     experts = range(dims["E"]) if any("{e}" in pattern for pattern in patterns) else range(1)
     sources = tuple(pattern.format(b=block, e=expert) for expert in experts for pattern in patterns)
     return BlockMapping(
-        ours.format(b=block),
-        shape_of(line.shape, dims),
-        sources,
-        line.split,
-        line.cut,
-        line.is_buffer,
-        dims,
+        ours.format(b=block), shape_of(line.shape, dims), sources, line.split, line.cut, line.is_buffer, dims
     )

@@ -15,12 +15,7 @@ from megamoe.apps.plan.roofline import beside_seconds, roofline
 from megamoe.config import RunConfig
 from megamoe.config.groups import group_layers
 from megamoe.config.moe_schema import LayerGroupConfig
-from megamoe.config.schema import (
-    GroupLayersConfig,
-    GroupStackConfig,
-    LayersConfig,
-    StackLayersConfig,
-)
+from megamoe.config.schema import GroupLayersConfig, GroupStackConfig, LayersConfig, StackLayersConfig
 from megamoe.config.shapes import stacks, window_of
 
 VOCABULARY = "vocabulary and loss"

@@ -260,11 +260,7 @@ def _offloaded(run: ResolvedRun, counter: CostCounter) -> dict[str, int]:
 
 
 def _start_model(
-    config: RunConfig,
-    run: ResolvedRun,
-    number: int,
-    factory: MoEFactory,
-    context: dist.ProcessGroup | None,
+    config: RunConfig, run: ResolvedRun, number: int, factory: MoEFactory, context: dist.ProcessGroup | None
 ) -> LanguageModel:
     """Return the model of a stage, or cut at ZeRO 3, as `megamoe.train.start_model` does."""
     vocab_size = run.vocabulary.size

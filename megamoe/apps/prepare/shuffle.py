@@ -120,13 +120,7 @@ def shuffle_parts(
 
 
 def _scatter(
-    part: Part,
-    documents: int,
-    seed: int,
-    first: int,
-    state: _State,
-    buckets: Path,
-    dtype: type[np.number],
+    part: Part, documents: int, seed: int, first: int, state: _State, buckets: Path, dtype: type[np.number]
 ) -> None:
     """Append the documents of a part to their buckets, flushed to the disk; count them in `state`."""
     touched = set()

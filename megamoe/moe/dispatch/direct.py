@@ -117,12 +117,7 @@ class DirectDispatch(Dispatcher):
         return state
 
     def start_pairs(
-        self,
-        rows: Rows,
-        pairs: Pairs,
-        num_experts: int,
-        counts_XSL: Tensor,
-        numbers: dict[str, list[int]],
+        self, rows: Rows, pairs: Pairs, num_experts: int, counts_XSL: Tensor, numbers: dict[str, list[int]]
     ) -> DirectState:
         """Begin to send rows whose counts `exchange_counts` has exchanged, and which were read since."""
         found, _ = sort_by_expert(pairs, (len(rows.values), num_experts), self.kernels)

@@ -8,13 +8,7 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import balance, largest
-from megamoe.moe.losses.common import (
-    fractions,
-    mean_over_sequences,
-    probs_shares,
-    shares,
-    wanted_counts,
-)
+from megamoe.moe.losses.common import fractions, mean_over_sequences, probs_shares, shares, wanted_counts
 from megamoe.moe.part import Dims, Part, StepContext
 from megamoe.moe.routing import Routing, count
 from megamoe.moe.validation import refuse_all_chosen, refuse_all_largest, refuse_even_selector

@@ -85,11 +85,7 @@ def chosen_shares_TK(scored: Scored, expert_TK: Tensor, kept_TK: Tensor | None, 
 
 
 def shares_N(
-    value_N: Tensor,
-    logs: Callable[[], Tensor] | None,
-    group_N: Tensor,
-    num_groups: int,
-    scale: float,
+    value_N: Tensor, logs: Callable[[], Tensor] | None, group_N: Tensor, num_groups: int, scale: float
 ) -> Tensor:
     """Return scale * each value over the sum of its group, [N]; logs: see `kernels.router.shares`."""
 

@@ -11,14 +11,7 @@ from megamoe.kernels.router import renormalised_weights, top_k
 from megamoe.moe import rng
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import (
-    FixedK,
-    chosen_shares_TK,
-    only_valid,
-    probs_N,
-    shares_N,
-    valid_TK,
-)
+from megamoe.moe.selectors.choices import FixedK, chosen_shares_TK, only_valid, probs_N, shares_N, valid_TK
 from megamoe.registry import register
 
 

@@ -49,10 +49,7 @@ class StageLinks:
         for column in columns:
             for sender in range(stages):
                 receiver = (sender + 1) % stages
-                for way, (start, end) in (
-                    ("forward", (sender, receiver)),
-                    ("backward", (receiver, sender)),
-                ):
+                for way, (start, end) in (("forward", (sender, receiver)), ("backward", (receiver, sender))):
                     group = make(sorted((column[start], column[end])))
                     if column[start] == rank:
                         own[f"{way}_out"] = _Link(column[end], end, group)

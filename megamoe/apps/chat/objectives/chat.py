@@ -126,12 +126,7 @@ class Chat(TrainingObjective):
         return Conversations(path, most, self.options.too_long, self.vocabulary.size)
 
     def _packed(
-        self,
-        conversations: Conversations,
-        places: np.ndarray,
-        name: str,
-        samples: int,
-        repeats: bool = True,
+        self, conversations: Conversations, places: np.ndarray, name: str, samples: int, repeats: bool = True
     ) -> PackedConversations:
         return PackedConversations(
             conversations,

@@ -298,11 +298,7 @@ SCORER_OPTIONS: dict[str, Callable[[Any, RunConfig], Json]] = {
 
 def _score_function_options(options: Any) -> Json:
     has_bias = options.bias_update > 0
-    return {
-        "temperature": options.temperature,
-        "over": getattr(options, "over", None),
-        "has_bias": has_bias,
-    }
+    return {"temperature": options.temperature, "over": getattr(options, "over", None), "has_bias": has_bias}
 
 
 def _best_k(options: Any) -> Json:

@@ -51,10 +51,7 @@ TOP_K = (LINEAR_TOP_K, fixed(moe__router__score_function__name="softmax"))
 # sigmoid of each score, chosen with a bias that moves against the load (DeepSeek-V3).
 BIASED_TOP_K = (
     LINEAR_TOP_K,
-    fixed(
-        moe__router__score_function__name="sigmoid",
-        moe__router__score_function__bias_update=0.001,
-    ),
+    fixed(moe__router__score_function__name="sigmoid", moe__router__score_function__bias_update=0.001),
 )
 BALANCE = "moe.losses.switch_balance"
 EVERY_BLOCK = fixed(moe__layers__every=1)  # has an MoE layer
