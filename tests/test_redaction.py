@@ -139,9 +139,7 @@ class Leaky:
 
 
 def test_no_sink_gets_what_a_store_repeats(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
     monkeypatch.setattr(remote, "WAITS_S", (0.0,))

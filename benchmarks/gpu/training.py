@@ -23,10 +23,7 @@ WARM_UP, STEPS, PROFILED = 3, 7, 2
 TIMEOUT_S = 90.0
 TRITON = "model.gpu_kernels=triton"
 # Those of docs/scale/gpu.md, with reductions beside the backward pass and Triton's kernels; and the defaults.
-SETTINGS = {
-    "tuned": ("parallel.deepspeed=ds_configs/zero1_bf16_cuda.json", TRITON),
-    "default": (),
-}
+SETTINGS = {"tuned": ("parallel.deepspeed=ds_configs/zero1_bf16_cuda.json", TRITON), "default": ()}
 FEW_TOKENS = ("data.sequence_length=128", "train.micro_batch_size=1")
 # The rehearsal's model has the same parts.
 SMALL = (

@@ -57,10 +57,7 @@ class Shape:
         ]
 
 
-SHAPES = {
-    "demo": Shape(4, 256, 4, 256, 8, 2, 256, 2048),
-    "large": Shape(8, 512, 8, 1024, 8, 2, 512, 4096),
-}
+SHAPES = {"demo": Shape(4, 256, 4, 256, 8, 2, 256, 2048), "large": Shape(8, 512, 8, 1024, 8, 2, 512, 4096)}
 # Forward and backward of the MoE model over the dense one's, by shape and precision.
 DENSE_BARS = {"demo": {"fp32": 1.15, "bf16": 1.25}, "large": {"fp32": 1.10, "bf16": 1.15}}
 

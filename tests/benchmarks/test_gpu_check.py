@@ -70,11 +70,7 @@ def test_transformer_engine_runs_in_bf16_and_in_every_scaling(monkeypatch: pytes
     extensions.run(Machine("cuda", 1, quick=False), section)
     scalings = ["bf16", "FP8, delayed", "FP8, tensorwise", "FP8, blockwise"]
     names = [finding.name for finding in section.findings]
-    assert names == [
-        "FP8, mxfp8",
-        *scalings,
-        *(f"{name}: step" for name in ("PyTorch's layers", *scalings)),
-    ]
+    assert names == ["FP8, mxfp8", *scalings, *(f"{name}: step" for name in ("PyTorch's layers", *scalings))]
     # The losses of bf16 are within 2e-2 of PyTorch's, and those of FP8 within 0.1.
     assert [finding.holds for finding in section.findings[1:5]] == [True] * 4
     missing = ("model.backend", "model.fp8", "model.gpu_kernels")

@@ -117,11 +117,7 @@ REFUSALS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
     "a misspelt key": ([{"layers": [1], "num_expert": 4}], {}, "moe.groups[0]: unknown key"),
     "other layers": ([{"layers": "second 2", "num_experts": 4}], {}, "moe.groups[0].layers: expected"),
     "no preset": ([{"layers": [1], "router": "hasch"}], {}, "moe.groups[0].router: "),
-    "no part": (
-        [{"layers": [1], "router": {"selector": "top"}}],
-        {},
-        "moe.groups[0].router.selector: ",
-    ),
+    "no part": ([{"layers": [1], "router": {"selector": "top"}}], {}, "moe.groups[0].router.selector: "),
     "groups inside": ([{"layers": [1], "groups": []}], {}, "moe.groups[0].router: a group can have no"),
     "a record": (
         [{"layers": [1], "router": {"replay": "x"}}],

@@ -67,12 +67,7 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
     "Qwen2Moe": (
         "Qwen2MoeSparseMoeBlock",
         "shared_expert",
-        {
-            **SIZES,
-            "num_experts": EXPERTS,
-            "norm_topk_prob": False,
-            "shared_expert_intermediate_size": SHARED,
-        },
+        {**SIZES, "num_experts": EXPERTS, "norm_topk_prob": False, "shared_expert_intermediate_size": SHARED},
         {
             "num_shared_experts": 1,
             "shared_expert_mode": "gated",
@@ -125,10 +120,7 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
         {
             "expert_bias": True,
             "expert_activation": "swiglu_clamped",
-            "router": {
-                "scorer": {"name": "linear", "bias": True},
-                "selector": top_k("kept_softmax"),
-            },
+            "router": {"scorer": {"name": "linear", "bias": True}, "selector": top_k("kept_softmax")},
         },
     ),
     "Glm4Moe": (

@@ -110,10 +110,7 @@ MASKS: Rows = {
 }
 SCORE_FUNCTIONS: Rows = {
     "score_function relu": [
-        (
-            "{}",
-            "the selector is 'top_k', .* weight 0; set selector: {name: above, at_least: 0}$",
-        ),
+        ("{}", "the selector is 'top_k', .* weight 0; set selector: {name: above, at_least: 0}$"),
         (
             "{}, selector: {name: above, at_least: 1}",
             "the selector is 'above', .*set selector: {name: above, at_least: 0}$",

@@ -55,8 +55,7 @@ def test_a_moment_moves_where_the_nearest_bf16_would_stand_still() -> None:
 
 
 @pytest.mark.parametrize(
-    ("plain", "short"),
-    [(torch.optim.AdamW, ShortMomentsAdamW), (torch.optim.Adam, ShortMomentsAdam)],
+    ("plain", "short"), [(torch.optim.AdamW, ShortMomentsAdamW), (torch.optim.Adam, ShortMomentsAdam)]
 )
 def test_steps_are_close_to_those_with_moments_in_fp32(
     plain: type[torch.optim.Adam], short: type[torch.optim.Adam], monkeypatch: pytest.MonkeyPatch

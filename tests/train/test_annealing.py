@@ -8,12 +8,7 @@ import pytest
 from megamoe.train.loop import train
 from tests.support.tiny import restored_process, tiny
 
-STABLE = (
-    "optimizer.schedule=wsd",
-    "optimizer.warmup_steps=2",
-    "optimizer.lr=0.01",
-    "optimizer.min_lr=0",
-)
+STABLE = ("optimizer.schedule=wsd", "optimizer.warmup_steps=2", "optimizer.lr=0.01", "optimizer.min_lr=0")
 
 
 def rates_and_losses(folder: Path) -> dict[int, tuple[float, float]]:

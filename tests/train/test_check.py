@@ -87,11 +87,7 @@ def test_the_memory_is_computed_for_what_is_right_otherwise(keys: Callable[..., 
     ],
 )
 def test_a_run_that_can_start(
-    pretrain: Tool,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    arguments: list[str],
-    expected: str,
+    pretrain: Tool, capsys: pytest.CaptureFixture[str], tmp_path: Path, arguments: list[str], expected: str
 ) -> None:
     before = sorted(tmp_path.iterdir())
     assert pretrain("--check", *arguments) == 0

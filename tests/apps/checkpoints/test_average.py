@@ -45,11 +45,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize(
     ("options", "factor"),
-    [
-        ([], 3.0),
-        (["--last", "2"], 4.0),
-        (["--decay", "0.5"], (0.25 * 1 + 0.5 * 2 + 6) / 1.75),
-    ],
+    [([], 3.0), (["--last", "2"], 4.0), (["--decay", "0.5"], (0.25 * 1 + 0.5 * 2 + 6) / 1.75)],
 )
 def test_weights_are_means(run: Path, tmp_path: Path, options: list[str], factor: float) -> None:
     output = tmp_path / "averaged"

@@ -103,12 +103,7 @@ SOONER = {"a": {"$": 0.3, "b": 0.7}}  # `ab` is better than `a$` at once
 
 @pytest.mark.parametrize(
     ("stopping", "table", "best"),
-    [
-        ("yes", SOONER, [0]),
-        ("no", SOONER, [1, 2, 0]),
-        ("no", LATER, [0]),
-        ("never", LATER, [1, 2, 3, 0]),
-    ],
+    [("yes", SOONER, [0]), ("no", SOONER, [1, 2, 0]), ("no", LATER, [0]), ("never", LATER, [1, 2, 3, 0])],
 )
 def test_when_a_search_ends(stopping: str, table: dict[str, dict[str, float]], best: list[int]) -> None:
     options = {"beams": 2, "early_stopping": stopping, "min_length": 0}

@@ -112,10 +112,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         ["the key num_experts_per_tok is not known for LlamaForCausalLM"],
     ),
     "unknown key": (keys(new_trick=True), ["the key new_trick is not known for MixtralForCausalLM"]),
-    "NaN as a key": (
-        keys(rope_theta=math.nan),
-        ["config.json: rope_theta: found nan, expected a finite"],
-    ),
+    "NaN as a key": (keys(rope_theta=math.nan), ["config.json: rope_theta: found nan, expected a finite"]),
     "NaN in a list": (keys(extra={"a": [1, math.inf]}), ["config.json: extra.a: found inf, expected"]),
     "NaN weights": (
         tensors(lambda t: t["model.norm.weight"].fill_(math.nan)),

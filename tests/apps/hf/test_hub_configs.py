@@ -251,13 +251,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
             "moe.num_shared_experts": 0,
         },
     ),
-    "Qwen3-Coder": (
-        QWEN3_CODER,
-        {
-            "model.attention.query_key_norm": "head",
-            "moe.num_shared_experts": 0,
-        },
-    ),
+    "Qwen3-Coder": (QWEN3_CODER, {"model.attention.query_key_norm": "head", "moe.num_shared_experts": 0}),
 }
 
 

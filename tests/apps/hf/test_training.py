@@ -47,10 +47,7 @@ def test_ten_layouts_give_the_same_files(kind: str, pool: Pool, tmp_path: Path) 
         "ZeRO 1, TP 2": (4, ["parallel.tensor=2", f"parallel.deepspeed={ds_config('zero1_fp32')}"]),
         "ZeRO 2, EP 2": (2, ["parallel.expert=2", f"parallel.deepspeed={ds_config('zero2_fp32')}"]),
         "ZeRO 3": (2, [f"parallel.deepspeed={zero3}"]),
-        "ZeRO 3, TP 2 x EP 2": (
-            4,
-            ["parallel.tensor=2", "parallel.expert=2", f"parallel.deepspeed={zero3}"],
-        ),
+        "ZeRO 3, TP 2 x EP 2": (4, ["parallel.tensor=2", "parallel.expert=2", f"parallel.deepspeed={zero3}"]),
     }
     if "num_experts" not in (tmp_path / "run/continue.yaml").read_text():
         layouts = {name: it for name, it in layouts.items() if "EP" not in name}

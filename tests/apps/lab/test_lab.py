@@ -294,10 +294,7 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
         (of_size(set={"output": "/proc"}), "sizes.smoke.set.output: the lab sets output"),
         (of_size(tuning={"key": "seed", "values": [1, 2]}), "sizes.smoke.tuning.key: the lab sets seed"),
         (of_size(tuning={"key": "a", "values": []}), "sizes.smoke.tuning.values: expected"),
-        (
-            of_size(tuning={"key": "a", "values": [1, 1]}),
-            "sizes.smoke.tuning.values: found [1, 1]",
-        ),
+        (of_size(tuning={"key": "a", "values": [1, 1]}), "sizes.smoke.tuning.values: found [1, 1]"),
         (of_size(seeds=[1, 1]), "sizes.smoke.seeds: found [1, 1], expected each once"),
         (of_size(rows=[]), "sizes.smoke.rows"),
         ({"rows": {}}, "rows: "),
@@ -315,10 +312,7 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             {"rows": {"one": {"base": "run.yaml", "finetune": {"epochs": 1}}}},
             "rows.one.finetune: no stage fine-tunes this row; leave it out",
         ),
-        (
-            {"claims": [{"text": "x", "test": "loss(one) / 0 < 1"}]},
-            "claims[0].test: 'loss(one) / 0",
-        ),
+        ({"claims": [{"text": "x", "test": "loss(one) / 0 < 1"}]}, "claims[0].test: 'loss(one) / 0"),
         ({"claims": [{"text": "x", "test": "1 / (2 - 2) < loss(one)"}]}, "1 / (2 - 2) divides by zero"),
         (
             {"rows": {"one": {"base": "run.yaml", "set": {"model": {"num_attention_heads": 3}}}}},

@@ -83,7 +83,7 @@ def test_a_crash_of_the_library_is_one_line_and_the_next_file_is_read(
     assert prepared(tmp_path, path) == 60
 
 
-@pytest.mark.parametrize("damage", ["cut", "no mark", "two streams", "rows", "footer"])
+@pytest.mark.parametrize("damage", ["half", "cut", "no mark", "two streams", "rows", "footer"])
 def test_arrow_that_is_not_whole(tmp_path: Path, damage: str) -> None:
     path = written(tmp_path, "file" if damage == "footer" else "arrow", ["text"] * 60)
     whole = path.read_bytes()
@@ -92,6 +92,7 @@ def test_arrow_that_is_not_whole(tmp_path: Path, damage: str) -> None:
     batch = whole.index(MARK, whole.index(MARK) + 1)  # the first one, which the footer lists, with the number
     number = whole.rfind((3).to_bytes(4, "little") + batch.to_bytes(8, "little"))
     content = {
+        "half": whole[: len(whole) // 2],
         "cut": whole[: whole.rindex(last) - 4],
         "no mark": whole[:-8],
         "two streams": whole * 2,

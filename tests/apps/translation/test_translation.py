@@ -157,11 +157,7 @@ def test_counted_tokens_and_shares(pairs: Path) -> None:
         (["train.micro_batch_size=3"], {}, "bucket: found 8, expected a multiple of .* 3, .* such as 9"),
         ([], {"languages": ["pl"]}, "language 'pl' is not in the data; there are de, fr, it"),
         ([], {"validate": ["en-pl"]}, "validate: 'en-pl' is not in .*; there is en-de, en-fr, en-it"),
-        (
-            ["data.split=[1, 0, 0]"],
-            {"validate": ["en-pl"]},
-            "validate: found en-pl, .* no share",
-        ),
+        (["data.split=[1, 0, 0]"], {"validate": ["en-pl"]}, "validate: found en-pl, .* no share"),
         ([], {"bucket": 800}, "pairs make no batch of 800"),
         (["data.sequence_length=8"], {}, "more than data.sequence_length 8 tokens, the longest"),
         (["data.sources=[{0}/valid]", "data.split=[1, 1]"], {}, "data.split .*: expected three shares"),

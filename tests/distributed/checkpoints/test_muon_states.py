@@ -25,9 +25,7 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import WORDS, Place, ds_file, run_each, small_run
 
 MUON: dict[str, Any] = {**RUN, "optimizer__name": "muon", "optimizer__eps": 1e-3}
-QUICK: list[Move] = [
-    (replace(TP2, zero=3), replace(EP2, zero=1)),
-]
+QUICK: list[Move] = [(replace(TP2, zero=3), replace(EP2, zero=1))]
 ALL: list[Move] = [
     (replace(source, zero=stage), replace(target, zero=3 - stage))
     for stage, (source, target) in enumerate([(BOTH, ALONE), (ALONE, BOTH), (EP2, ALONE), (EP2, BOTH)])

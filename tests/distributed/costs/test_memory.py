@@ -51,9 +51,7 @@ LAYOUTS = [
     (4, 2, 2, 2),
     (4, 4, 2, 1),
 ]
-FAST = [
-    *(((2, 1, 2, 1), file) for file in ("zero0_bf16", "zero2_bf16_offload")),
-]
+FAST = [*(((2, 1, 2, 1), file) for file in ("zero0_bf16", "zero2_bf16_offload"))]
 CASES = [
     pytest.param(layout, file, marks=() if (layout, file) in FAST else pytest.mark.full)
     for layout in LAYOUTS

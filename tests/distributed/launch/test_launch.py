@@ -43,12 +43,7 @@ def environment_of(**more: str) -> dict[str, str]:
 
 def start(command: list[str], environment: dict[str, str], folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command,
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 

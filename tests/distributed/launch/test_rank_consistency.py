@@ -37,10 +37,7 @@ CASES: dict[str, tuple[list[tuple[dict[str, Any], Exception | None]], list[str]]
         ["data: no such file", *["rank 0: data: no such file"] * 2],
     ),
     "all refuse": ([(SAME, MISTAKE)] * 3, ["data: no such file"] * 3),
-    "one differs and therefore refuses": (
-        [(SAME, None), (OTHER, MISTAKE), (SAME, None)],
-        [DIFFERENT(1)] * 3,
-    ),
+    "one differs and therefore refuses": ([(SAME, None), (OTHER, MISTAKE), (SAME, None)], [DIFFERENT(1)] * 3),
     "one has a defect": (
         [(SAME, None), (SAME, None), (SAME, DEFECT)],
         [*["connection closed by rank 2: KeyError: 'name'"] * 2, "'name'"],

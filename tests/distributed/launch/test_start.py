@@ -90,10 +90,7 @@ def assert_holds_its_part(
 full = pytest.mark.full
 # (source, ranks, layout, DeepSpeed file)
 Case = tuple[str, int, dict[str, Any], str]
-CASES: list[Case] = [
-    ("moe_cut", 1, {}, "zero0_fp32"),
-    ("moe_fp32", 2, CUT_TWICE, "zero1_bf16"),
-]
+CASES: list[Case] = [("moe_cut", 1, {}, "zero0_fp32"), ("moe_fp32", 2, CUT_TWICE, "zero1_bf16")]
 FULL_CASES: list[Case] = [
     ("moe_bf16", 2, EP2, "zero2_bf16"),
     ("dense_cut", 2, {}, "zero0_fp32"),

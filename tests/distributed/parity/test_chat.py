@@ -85,10 +85,7 @@ def plain_loss(trainer: Trainer, folder: str) -> float:
     total, count = 0.0, 0.0
     for record in conversations(CONVERSATIONS, tools="zephyr" not in folder):
         out = tokenizer.apply_chat_template(
-            record["messages"],
-            tools=record.get("tools"),
-            return_dict=True,
-            return_assistant_tokens_mask=True,
+            record["messages"], tools=record.get("tools"), return_dict=True, return_assistant_tokens_mask=True
         )
         ids_S, mask_S = (torch.tensor(out[key]) for key in ("input_ids", "assistant_masks"))
         place_S = torch.arange(len(ids_S) - 1)

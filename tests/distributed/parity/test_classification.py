@@ -60,12 +60,7 @@ def run(runs: list[dict[str, Any]], steps: int, saves: bool) -> list[dict[str, A
         with trainer.engine.gathered(trainer.model.parameters()):
             start = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
         found.append(
-            {
-                "said": said.getvalue(),
-                "start": start,
-                **recorded_steps(trainer, steps),
-                **trainer.evaluate(),
-            }
+            {"said": said.getvalue(), "start": start, **recorded_steps(trainer, steps), **trainer.evaluate()}
         )
         if saves:
             trainer.save()

@@ -8,13 +8,7 @@ import pytest
 import torch
 
 from tests.support.ranks.pool import Pool
-from tests.support.ranks.runs import (
-    Place,
-    assert_as_alone,
-    assert_moves,
-    assert_same_to_the_bit,
-    train_each,
-)
+from tests.support.ranks.runs import Place, assert_as_alone, assert_moves, assert_same_to_the_bit, train_each
 
 STEPS = 2
 # Hash of 16 experts, a threshold over 64 small latent ones, top-2 of 8 and 4 identity experts with a bias

@@ -13,12 +13,7 @@ from tests.support.ranks.runs import run_each
 MEASURED: dict[str, Any] = {"steps": 2, "log__noise_scale_every": 1, "optimizer__eps": 1e-3}
 PLAIN = Case(1, 1, 1, 1, False, 0, "none", 1, "top_2", "fp32")
 TWO = replace(PLAIN, ranks=2, accumulation=2)
-CASES = [
-    replace(TWO, zero=3, recompute="full"),
-    replace(TWO, zero=1),
-    replace(TWO, zero=2, expert=2),
-    TWO,
-]
+CASES = [replace(TWO, zero=3, recompute="full"), replace(TWO, zero=1), replace(TWO, zero=2, expert=2), TWO]
 
 
 def assert_alike(pool: Pool, cases: list[Case], folder: Path) -> None:

@@ -66,12 +66,7 @@ LATENT: dict[str, Any] = {
         "selector": {"name": "top_k", "k": 3},
     },
 }
-MODELS: dict[str, dict[str, Any]] = {
-    "granite": GRANITE,
-    "gpt_oss": GPT_OSS,
-    "ahead": AHEAD,
-    "latent": LATENT,
-}
+MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS, "ahead": AHEAD, "latent": LATENT}
 
 
 ALONE = Place()

@@ -122,8 +122,7 @@ def save_and_go_on(
 
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("ranks", "file", "steps"),
-    [(1, "zero0_fp32", STEPS_BEFORE_SAVE), (2, "zero2_bf16", 2)],
+    ("ranks", "file", "steps"), [(1, "zero0_fp32", STEPS_BEFORE_SAVE), (2, "zero2_bf16", 2)]
 )
 def test_the_state_of_every_part_survives_a_checkpoint(
     pool: Pool, tmp_path: Path, ranks: int, file: str, steps: int

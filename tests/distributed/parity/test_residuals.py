@@ -10,13 +10,7 @@ import pytest
 import torch
 
 from tests.support.ranks.pool import Pool
-from tests.support.ranks.runs import (
-    Place,
-    assert_as_alone,
-    assert_moves,
-    assert_same_to_the_bit,
-    train_each,
-)
+from tests.support.ranks.runs import Place, assert_as_alone, assert_moves, assert_same_to_the_bit, train_each
 
 STEPS = 2
 # Two chains: of 8 experts in blocks 1, 3 and 5, and of 4 with 2 identity experts in blocks 2 and 4. Block 6

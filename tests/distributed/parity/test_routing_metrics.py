@@ -22,9 +22,7 @@ MODEL: dict[str, Any] = {
     "optimizer__eps": 1e-4,  # else the sign of a gradient of nearly 0 moves a weight by the learning rate
     "log": {"gradient_shares_every": 1, "dead_window": 1},
 }
-LAYOUTS = [
-    Place(4, tensor=2, expert=2, zero=1, sequence=True, recompute="full"),
-]
+LAYOUTS = [Place(4, tensor=2, expert=2, zero=1, sequence=True, recompute="full")]
 FURTHER = [
     Place(4, expert=4, zero=3),
     Place(4, zero=3),

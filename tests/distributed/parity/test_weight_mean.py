@@ -63,12 +63,7 @@ def assert_same_means(pool: Pool, places: list[Place], folder: Path) -> None:
         for source, name in ((f"whole_{number}", "resumed"), ("alone", "moved")):
             resume = str(checkpoint(folder, source, HALF))
             runs.append(
-                {
-                    **at_layout,
-                    "name": f"{name}_{number}",
-                    "checkpoint__resume": resume,
-                    "save_at": [STEPS],
-                }
+                {**at_layout, "name": f"{name}_{number}", "checkpoint__resume": resume, "save_at": [STEPS]}
             )
     pool.run(train_each, runs, ranks=2, timeout_s=1200)
     for step in (HALF, STEPS):

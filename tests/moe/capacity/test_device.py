@@ -132,10 +132,7 @@ LIMIT = {"name": "group_limit", "num_groups": 8, "keep": 3}
 def test_a_limit_by_token_leaves_the_budget_as_the_router_collapses(masks: list[Any]) -> None:
     """k T / D = 48; of the 128 that each device is offered."""
     router = make_router(
-        16,
-        "deepseek_v2",
-        masks=masks,
-        capacity={"name": "device", "devices": 8, "factor": 1.0, "spare": 0.0},
+        16, "deepseek_v2", masks=masks, capacity={"name": "device", "devices": 8, "factor": 1.0, "spare": 0.0}
     )
     routing = route_scores(router, COLLAPSED)
     assert torch.bincount(routing.wanted.expert_N // 2, minlength=8).tolist() == [128] * 3 + [0] * 5

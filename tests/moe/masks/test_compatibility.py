@@ -101,8 +101,7 @@ def test_a_mask_for_all_tokens_stands_before_those_by_token(
     check(late, early, LIMIT)
     one, other = early["name"], late["name"]
     with pytest.raises(
-        UserError,
-        match=f"^moe.router.masks.1: {other}: takes .* after {one} might .*; put it before {one}$",
+        UserError, match=f"^moe.router.masks.1: {other}: takes .* after {one} might .*; put it before {one}$"
     ):
         check(early, late)
 

@@ -203,7 +203,4 @@ def test_equal_scores_are_chosen_in_the_order_of_the_experts() -> None:
     router = make_router(8, score_function="sigmoid", selector={"k": 3})
     assert route_scores(
         router, torch.tensor([[1.0] * 8, [0, 30, 30, 0, 30, 0, 30, 0]])
-    ).pairs.expert_N.tolist() == [
-        *[0, 1, 2],
-        *[1, 2, 4],
-    ]
+    ).pairs.expert_N.tolist() == [*[0, 1, 2], *[1, 2, 4]]
