@@ -14,7 +14,7 @@ from megamoe.apps.prepare.write import encode_batches, encode_documents
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 # Two batches are done, the third is on its way to the workers when the parent is killed.
 KILLED_PARENT = """

@@ -15,7 +15,7 @@ import pytest
 
 from megamoe.data.verify import verify_in_full
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ENDINGS = (".bin", ".idx", ".counts.npy", ".card.json")
 KILLS = 20
 

@@ -35,7 +35,7 @@ from megamoe.data.index_file import (
 from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 ENDINGS = (".bin", ".idx", ".counts.npy", ".card.json")
 
 # Prepares argv[2:] to argv[1] in parts of 1 KB and ends by SIGKILL when 3 parts have a record.

@@ -31,7 +31,7 @@ from megamoe.data.card import DataCard, check_files, load_card
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 EOD = 256
 TEXT = "to be or not to be " * 50
 
