@@ -36,8 +36,6 @@ from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import real
 
-Batch = TypeVar("Batch")
-Option = TypeVar("Option")
 Result = TypeVar("Result")
 
 
@@ -75,10 +73,10 @@ def encode_batches(
 
 
 def in_workers(
-    encode: Callable[[Batch, Tokenizer, Option], Result],
-    batches: Iterable[Batch],
+    encode: Callable[[Any, Tokenizer, Any], Result],
+    batches: Iterable[Any],
     tokenizer: Tokenizer,
-    option: Option,
+    option: Any,
     num_workers: int,
 ) -> Iterator[Result]:
     """Yield `encode(batch, tokenizer, option)` of each batch, in order, whatever the number of workers.
@@ -134,7 +132,7 @@ def _follow_parent() -> None:
         os._exit(1)
 
 
-def _in_worker(encode: Callable[[Batch, Tokenizer, Option], Result], batch: Batch, option: Option) -> Result:
+def _in_worker(encode: Callable[[Any, Tokenizer, Any], Result], batch: Any, option: Any) -> Result:
     return encode(batch, _tokenizer, option)
 
 
