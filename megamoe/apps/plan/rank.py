@@ -199,14 +199,10 @@ def simulate_step(
         parts = Parts(model)
         _count_dispatches(config, run, model, load, parts)
         counter = CostCounter(parts, on_cuda)
-        routers = [kind.moe.router for kind in kinds(config)]
-        shares = run.plan.layout.batch_ranks  # of a micro batch's tokens
-        if shares > 1 and all(not r.masks and provides("dropless", r.capacity) for r in routers):
-            counter.kept = 1 / shares
+        counter.kept = _kept(config, run.plan.layout.batch_ranks)
         passes = stack.enter_context(passes_counted(counter))
-        stack.enter_context(stages_that_send(parts, counter))
-        stack.enter_context(parts.followed())
-        stack.enter_context(counter)
+        for context_manager in (stages_that_send(parts, counter), parts.followed(), counter):
+            stack.enter_context(context_manager)
         engine = _two_steps(config, run, world, model, context, counter, passes, [sample] * micro_batches)
         return _costs_of(
             engine,
@@ -241,6 +237,13 @@ def _check_load(load: float, expert: int) -> None:
         )
     most = f"1 to {expert}, the ranks of parallel.expert"
     raise UserError(f"--load: found {load:g}, expected {most}: one of them cannot have more than all rows")
+
+
+def _kept(config: RunConfig, shares: int) -> float | None:
+    """Return `CostCounter.kept`; shares: the ranks that share a micro batch's tokens."""
+    routers = [kind.moe.router for kind in kinds(config)]
+    is_known = all(not router.masks and provides("dropless", router.capacity) for router in routers)
+    return 1 / shares if shares > 1 and is_known else None
 
 
 def _count_dispatches(config: RunConfig, run: ResolvedRun, model: Any, load: float, parts: Parts) -> None:
