@@ -157,19 +157,13 @@ def _content(row: Any, where: str) -> Any:
         return dict(zip(head, cells, strict=True))
     try:
         content = parse_json(row)
+        if "\\u" in row:
+            json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no text") from None
     except ValueError:
         raise UserError(f"{where}: no JSON; expected an object a line") from None
-    if "\\u" in row and not _is_unicode(content):
-        raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no text")
     return content
-
-
-def _is_unicode(content: Any) -> bool:
-    try:
-        json.dumps(content, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def _table(path: str, content: str, separator: str) -> Iterator[tuple[int, Any]]:

@@ -137,9 +137,7 @@ def _target(
     if like is not None and not like.is_dir():
         raise UserError(f"--like: {like} is no folder; name one with a tokenizer or a {CONFIG}")
     given = portable(read_object(kept / CONFIG)) if kept is not None and (kept / CONFIG).exists() else {}
-    is_custom = model_class == CUSTOM or (
-        model_class is None and given.get("model_type") == FAMILY.model_type
-    )
+    is_custom = (model_class or given.get("model_type")) in (CUSTOM, FAMILY.model_type)
     if is_custom:
         family = custom_family(reader.path, config, reader)
     else:
@@ -369,11 +367,6 @@ def _config(target: Target, stored: dict[str, Stored]) -> Json:
 
 
 KEPT_KEYS = (
-    "attention_dropout",
-    "bos_token_id",
-    "eos_token_id",
-    "initializer_range",
-    "max_position_embeddings",
-    "pad_token_id",
-    "use_cache",
+    *("attention_dropout", "bos_token_id", "eos_token_id", "initializer_range", "max_position_embeddings"),
+    *("pad_token_id", "use_cache"),
 )

@@ -31,49 +31,23 @@ HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Keys that change how a model is trained or computed, and not what it computes once it is trained.
 OF_TRAINING = frozenset(
     {
-        "model.architecture",
-        "model.init_std",
-        "model.init_scale",
-        "model.hidden_dropout",
-        "model.attention_dropout",
-        "model.recompute",
-        "model.backend",
-        "model.norm_kernel",
-        "model.cpu_kernels",
-        "model.gpu_kernels",
-        "model.keep_freed_memory",
-        "model.fp8",
-        "model.fp8_format",
-        "model.fp8_amax_history",
-        "model.vocab_size",
-        "model.vocab_multiple",
-        "model.multi_token_prediction",
-        "moe.losses",
-        "moe.frozen",
-        "moe.expert_output_dropout",
-        "moe.expert_activation_dropout",
-        "moe.weights_in_activation",
-        "moe.router.scorer.jitter",
-        "moe.router.scorer.rows",
-        "moe.router.selector.second",
-        "moe.router.selector.renormalise",
-        "moe.router.score_function.bias_update",
-        "moe.router.score_function.bias_until",
-        "moe.router.score_function.mean_experts",
-        "moe.router.replay",
+        *("model.architecture", "model.init_std", "model.init_scale", "model.hidden_dropout"),
+        *("model.attention_dropout", "model.recompute", "model.backend", "model.norm_kernel"),
+        *("model.cpu_kernels", "model.gpu_kernels", "model.keep_freed_memory", "model.fp8"),
+        *("model.fp8_format", "model.fp8_amax_history", "model.vocab_size", "model.vocab_multiple"),
+        *("model.multi_token_prediction", "moe.losses", "moe.frozen", "moe.expert_output_dropout"),
+        *("moe.expert_activation_dropout", "moe.weights_in_activation", "moe.router.scorer.jitter"),
+        *("moe.router.scorer.rows", "moe.router.selector.second", "moe.router.selector.renormalise"),
+        *("moe.router.score_function.bias_update", "moe.router.score_function.bias_until"),
+        *("moe.router.score_function.mean_experts", "moe.router.replay"),
     }
 )
 # Keys for which `function_of` has others, or which it fills in only where they matter.
 REPLACED = frozenset(
     {
-        "model.attention.window_blocks",
-        "model.ffn_hidden_size",
-        "moe.expert_ffn_hidden_size",
-        "moe.shared_expert_ffn_hidden_size",
-        "moe.num_shared_experts",
-        "moe.shared_expert_mode",
-        "moe.expert_activation",
-        "moe.layers",
+        *("model.attention.window_blocks", "model.ffn_hidden_size", "moe.expert_ffn_hidden_size"),
+        *("moe.shared_expert_ffn_hidden_size", "moe.num_shared_experts", "moe.shared_expert_mode"),
+        *("moe.expert_activation", "moe.layers"),
     }
 )
 

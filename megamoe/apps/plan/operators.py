@@ -18,14 +18,8 @@ from megamoe.kernels.operators import cost_of
 
 # These allocate memory, or talk to the allocator, and launch nothing.
 NO_LAUNCH = {
-    "aten::empty",
-    "aten::empty_like",
-    "aten::empty_strided",
-    "aten::new_empty",
-    "aten::new_empty_strided",
-    "aten::record_stream",
-    "aten::set_",
-    "aten::resize_",
+    *("aten::empty", "aten::empty_like", "aten::empty_strided", "aten::new_empty"),
+    *("aten::new_empty_strided", "aten::record_stream", "aten::set_", "aten::resize_"),
 }
 # These write their argument in place without reading it.
 OVERWRITES = {"aten::zero_", "aten::fill_", "aten::copy_", "aten::uniform_", "aten::normal_"}

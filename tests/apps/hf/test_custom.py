@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import Session
-from megamoe.apps.hf.custom.export import custom_family
+from megamoe.apps.hf.custom.export import CODE, custom_family
 from megamoe.apps.hf.export_run import export_run
 from megamoe.apps.hf.import_folder import import_folder
 from megamoe.config import load_config, to_dict
@@ -156,6 +156,14 @@ def loaded(folder: Path) -> Any:
     return model.eval()
 
 
+def exported(folder: Path, base: str, *overrides: str, **options: Any) -> Path:
+    """The folder of the class with a random model of a preset with changes."""
+    saved(folder / "step_00000001", base, NO_CAPACITY, *overrides)
+    step, out = folder / "step_00000001", folder / "hf"
+    export_run(step, out, model_class="custom", report=lambda line: None, **options)
+    return out
+
+
 def check_equal(folder: Path, base: str, *overrides: str) -> None:
     """Logits, those of padded batches, and greedy tokens with every cache are those of our model; an import
     and another export give the same weights and files.
@@ -256,17 +264,44 @@ def test_what_is_refused(base: str, overrides: list[str], expected: str, tmp_pat
     assert not (tmp_path / "out").exists()
 
 
+def test_an_import_runs_no_code_and_refuses_a_changed_config(tmp_path: Path) -> None:
+    out = exported(tmp_path, "hash")
+    for name in CODE:
+        (out / name).write_text("raise SystemExit('run')")
+    given = json.loads((out / "config.json").read_text())
+    sections = given["megamoe"]
+    stable = {**sections, "moe": {**sections["moe"], "router": {"scorer": {"name": "stable"}}}}
+    for changes, expected in (
+        ({"head_dim": 16}, "head_dim: found 16, expected 8 by its key megamoe"),
+        ({"vocab_size": 32}, "has shape .* says"),
+        ({"megamoe": None}, "megamoe is missing or broken; export the model again"),
+        ({"megamoe": {"model": {"x": 1}, "moe": {}}}, "model: unknown key 'x'"),
+        ({"megamoe": stable}, "it does not cover moe.router.scorer.name stable"),
+        ({"training_tensors": {"model.embedding.word_embeddings.weight": [1]}}, "training_tensors: found"),
+        ({"training_tensors": [1]}, "training_tensors: found"),
+    ):
+        (out / "config.json").write_text(json.dumps({**given, **changes}))
+        with pytest.raises(UserError, match=expected):
+            import_folder(out, tmp_path / "run", report=lambda line: None)
+    assert not (tmp_path / "run").exists()
+    sections["moe"]["router"]["replay"] = "/etc/passwd"
+    sections["model"]["backend"] = "transformer_engine"
+    (out / "config.json").write_text(json.dumps(given))
+    import_folder(out, tmp_path / "run", report=lambda line: None)
+    text = (tmp_path / "run/continue.yaml").read_text()
+    assert "passwd" not in text and "transformer_engine" not in text
+    export_run(tmp_path / "run", tmp_path / "back", report=lambda line: None)
+    assert (tmp_path / "back/modeling_megamoe.py").read_text().startswith('"""A megamoe decoder')
+
+
 def test_the_files_need_neither_megamoe_nor_more_than_the_folder(tmp_path: Path) -> None:
-    saved(tmp_path / "step_00000001", "hash", NO_CAPACITY)
-    export_run(
-        tmp_path / "step_00000001", tmp_path / "out", model_class="custom", dtype="bf16", shard_bytes=30_000
-    )
-    for path in (tmp_path / "out").glob("*.py"):
+    out = exported(tmp_path, "hash", dtype="bf16", shard_bytes=30_000)
+    for path in out.glob("*.py"):
         assert "import megamoe" not in path.read_text() and "from megamoe" not in path.read_text()
-    config = json.loads((tmp_path / "out/config.json").read_text())
+    config = json.loads((out / "config.json").read_text())
     assert config["auto_map"]["AutoModelForCausalLM"] == "modeling_megamoe.MegamoeForCausalLM"
     assert config["vocab_size"] == WORDS and config["dtype"] == "bfloat16"
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
+    assert len(list(out.glob("*.safetensors"))) > 1
 
 
 def recorded_choices(model: torch.nn.Module) -> list[Tensor]:
@@ -297,12 +332,10 @@ def test_in_bf16_the_class_is_as_near_as_our_model(preset: str, tmp_path: Path) 
     another output, which later tokens attend to. So the logits are compared at the tokens up to which all
     three models make the same choices. The numbers of changed choices are compared by themselves.
     """
-    step, count = tmp_path / "step_00000001", 16
-    saved(step, preset, NO_CAPACITY)
-    export_run(step, tmp_path / "out", model_class="custom", dtype="bf16", report=lambda line: None)
-    exact = loaded(tmp_path / "out")
-    theirs = type(exact).from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
-    trained = Session(find_world(), (), precision="bf16", _is_started=True).open(step)
+    out, count = exported(tmp_path, preset, dtype="bf16"), 16
+    exact = loaded(out)
+    theirs = type(exact).from_pretrained(out, dtype=torch.bfloat16).eval()
+    trained = Session(find_world(), (), precision="bf16", _is_started=True).open(tmp_path / "step_00000001")
     recorded = [recorded_choices(model) for model in (exact, theirs, trained.decoder)]
     tokens_BS = torch.randint(WORDS, (count, LENGTH), generator=torch.Generator().manual_seed(3))
     expected_BSV = exact(tokens_BS).logits
@@ -327,9 +360,8 @@ def test_it_suits_the_trainers_of_others(tmp_path: Path) -> None:
     """Losses of accumulated batches are divided by all their labels, as Trainer asks;
     it has a backbone, and takes another embedding.
     """
-    saved(tmp_path / "step_00000001", "switch", NO_CAPACITY, "model.tie_embeddings=false")
-    export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom", report=lambda line: None)
-    model, tokens_BS = loaded(tmp_path / "out"), torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
+    model = loaded(exported(tmp_path, "switch", "model.tie_embeddings=false"))
+    tokens_BS = torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
     labels_BS = tokens_BS.where(torch.arange(LENGTH) % 3 > 0, -100)
     count = {"num_items_in_batch": (labels_BS[:, 1:] != -100).sum()}
     halves = [model(tokens_BS[b, None], labels=labels_BS[b, None], **count).loss for b in (0, 1)]
@@ -349,11 +381,8 @@ def test_the_auxiliary_loss_is_that_of_transformers(k: int, tmp_path: Path) -> N
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
     selector = f"moe.router.selector={{name: top_k, k: {k}}}"
-    saved(
-        tmp_path / "step_00000001", "switch", NO_CAPACITY, selector, "moe.losses.switch_balance.weight=0.25"
-    )
-    export_run(tmp_path / "step_00000001", tmp_path / "out", model_class="custom", report=lambda line: None)
-    model, tokens_BS = loaded(tmp_path / "out"), torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
+    model = loaded(exported(tmp_path, "switch", selector, "moe.losses.switch_balance.weight=0.25"))
+    tokens_BS = torch.arange(2 * LENGTH).view(2, LENGTH) % WORDS
     mask_BS = (torch.arange(LENGTH) >= torch.tensor([[0], [5]])).long()
     inputs = {"attention_mask": mask_BS, "labels": tokens_BS}
     plain = model(tokens_BS, **inputs)

@@ -51,7 +51,11 @@ def trained_beside_transformers(kind: str, number: int, folder: Path) -> dict[st
     """Job: the largest differences of the gradients of the first step, and of the weights after three steps,
     with the size of the latter's change.
     """
-    theirs = make(kind, folder / "hf", number)
+    return trained_beside(make(kind, folder / "hf", number), folder)
+
+
+def trained_beside(theirs: Any, folder: Path) -> dict[str, float]:
+    """As `trained_beside_transformers`, for a model of transformers and its folder `hf`."""
     import_folder(folder / "hf", folder / "run", report=lambda line: None)
     before = all_tensors(folder / "hf")
     trainer = Trainer(continued(folder / "run", folder))
@@ -126,7 +130,7 @@ def gradient_difference(folder: Path, model: Any, checkpoint: Path | None) -> fl
             if not rule.is_buffer and name in reader.index["tensors"]:
                 moment = reader.tensor(name) / (1 - BETAS[0])
                 found |= {source: view.reshape(shape) for source, (view, shape) in rule.views(moment).items()}
-    buffers = {name for name in expected if name.endswith("e_score_correction_bias")}
+    buffers = {name for name in expected if name.endswith(("e_score_correction_bias", "score_function.bias"))}
     return largest_difference({n: t for n, t in expected.items() if n not in buffers}, found)
 
 

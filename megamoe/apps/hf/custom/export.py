@@ -59,7 +59,8 @@ OF_ROUTERS = re.compile(
 )
 # Keys of `model` that are of the machine or left out, and those of config.json that no import reads.
 NOT_KEPT = {"recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory"}
-NOT_KEPT |= {"fp8", "fp8_format", "fp8_amax_history", "multi_token_prediction"}
+NOT_KEPT |= {"fp8", "fp8_format", "fp8_amax_history"}
+NOT_KEPT |= {"multi_token_prediction", "vocab_size", "vocab_multiple"}
 NOT_COMPARED = {*IRRELEVANT, SECTIONS, "router_aux_loss_coef"}
 CUTS = {"up": EXPERT_UP, "down": EXPERT_DOWN, "up_bias": EXPERT_UP, "down_bias": EXPERT_BIAS}
 
@@ -80,19 +81,20 @@ class CustomFamily(Family):
             UserError: naming a key that is missing or says something else.
         """
         self._check_class(given, where)
-        model, moe = ((given.get(SECTIONS) or {}).get(name) for name in ("model", "moe"))
-        if not isinstance(model, dict) or not isinstance(moe, dict):
+        tree = given.get(SECTIONS)
+        if not isinstance(tree, dict) or not all(isinstance(tree.get(key), dict) for key in ("model", "moe")):
             raise UserError(f"{where}: {SECTIONS} is missing or broken; export the model again")
-        tree = {"model": {**model, "vocab_size": given.get("vocab_size")}, "moe": moe}
-        config = as_config(tree, where)
+        words = {"vocab_size": given.get("vocab_size")}
+        config = as_config({"model": tree["model"] | words, "moe": tree["moe"]}, where)
         custom_family(Path(where), config)
-        for name, value in json.loads(json.dumps(self.write(config))).items():
+        written = json.loads(json.dumps(self.write(config)))
+        for name, value in written.items():
             if name not in NOT_COMPARED and not equal(given.get(name), value):
                 raise UserError(
                     f"{where}: {name}: found {short(str(given.get(name)))}, expected {short(str(value))} by "
                     f"its key {SECTIONS}; export the model again"
                 )
-        return tree
+        return {"model": written[SECTIONS]["model"] | words, "moe": written[SECTIONS]["moe"]}
 
     def write(self, config: RunConfig) -> Json:
         """Return config.json but for the keys that every export adds."""
@@ -117,11 +119,10 @@ class CustomFamily(Family):
         with torch.device("meta"):
             model: Any = MegamoeForCausalLM(MegamoeConfig(**content))
         buffers = {name for name, _ in model.named_buffers()}
-        names = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         return [
             [
-                BlockMapping(name, shape, (name,), whole, _cut(name), name in buffers, {})
-                for name, shape in names.items()
+                BlockMapping(name, tuple(tensor.shape), (name,), whole, _cut(name), name in buffers, {})
+                for name, tensor in model.state_dict().items()
             ]
         ]
 
@@ -154,8 +155,7 @@ def custom_family(path: Path, config: RunConfig, reader: CheckpointReader | None
     Raises:
         UserError: naming the keys of the configuration that it does not cover.
     """
-    found = _obstacles(config)
-    if found:
+    if found := _obstacles(config):
         raise UserError(
             f"{path}: --class {CUSTOM}: it does not cover {', '.join(found)}; override keys that do not "
             "matter to you, such as moe.router.capacity=none"
@@ -321,13 +321,10 @@ SELECTOR_OPTIONS: dict[str, Callable[[Any], Json]] = {
 }
 
 
-GROUP_LIMITS = {"group_limit": "the only mask that the class has"}
-
-
 def _group_limit(config: RunConfig) -> Json | None:
     """Return the limit with the number of summed experts filled in, as the mask does it."""
     router = config.moe.router
-    found = [mask.options for mask in router.masks if mask.name in GROUP_LIMITS]
+    found = [mask.options for mask in router.masks if mask.name == "group_limit"]
     if not found:
         return None
     (limit,) = found

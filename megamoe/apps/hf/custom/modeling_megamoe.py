@@ -281,9 +281,7 @@ class Block(GradientCheckpointingLayer):
         follows = block in config.inserted_after
         self.inserted = MoEBlock(config, config.expert_sublayers == 1) if follows else None
 
-    def forward(
-        self, hidden_BSH: Tensor, attention: tuple[Any, ...], tokens: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
+    def forward(self, hidden_BSH: Tensor, attention: Any, tokens: Any) -> tuple[Tensor, ...]:
         """[B, S, H] -> [B, S, H], and what `MoELayer` says of its routing: a pair of tensors for each."""
         routed: list[Tensor] = []
         hidden_BSH = self._add(hidden_BSH, self.input_layernorm, self.self_attention, attention)
@@ -394,12 +392,9 @@ def balance_loss(logits: list[Tensor], chosen: list[Tensor], is_token_BS: Tensor
     f_e: the share of tokens that chose expert e, by this router's selector. P_e: the mean of the softmax of
     the logits. logits, chosen: of each layer, [T, E].
     """
-    device, is_token_T = logits[0].device, is_token_BS.flatten().to(logits[0].device)
-    prob_E, share_E = (
-        torch.cat([each.to(device)[is_token_T] for each in layers]).mean(dim=0)
-        for layers in ([each.softmax(dim=-1) for each in logits], [each.float() for each in chosen])
-    )
-    return len(prob_E) * (prob_E * share_E).sum()
+    device, is_token_T = is_token_BS.device, is_token_BS.flatten()
+    logits_TE, chosen_TE = (torch.cat([x.to(device)[is_token_T] for x in each]) for each in (logits, chosen))
+    return logits_TE.shape[1] * (logits_TE.softmax(dim=-1).mean(dim=0) * chosen_TE.float().mean(dim=0)).sum()
 
 
 class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):

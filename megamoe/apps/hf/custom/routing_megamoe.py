@@ -107,9 +107,7 @@ class Router(nn.Module):
         self.choice: str = config.router["selector"]
         self.options: dict[str, Any] = config.router["selector_options"]
 
-    def forward(
-        self, hidden_TH: Tensor, ids_BS: Tensor, is_token_BS: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, hidden_TH: Tensor, ids_BS: Tensor, is_token_BS: Tensor) -> tuple[Tensor, ...]:
         """Return which experts compute a token, bool [T, E], with which weights, and logits, fp32 [T, E]."""
         scores_TE, further = self.scorer(hidden_TH.float(), ids_BS.flatten())
         grouped = self.scorer.has_levels
