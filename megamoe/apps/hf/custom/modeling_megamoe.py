@@ -249,7 +249,7 @@ class MoELayer(nn.Module):
             token_X = chosen_TE[:, expert].nonzero().flatten()
             rows_XH = self.experts(hidden_TH[token_X], expert)
             weight_X1 = weight_TE[token_X, expert, None].to(rows_XH.dtype)
-            output_TH.index_add_(0, token_X, rows_XH * weight_X1)
+            output_TH.index_add_(0, token_X, (rows_XH * weight_X1).to(output_TH.dtype))  # under autocast
         if self.shared is not None:
             output_TH = self.shared(hidden_TH, output_TH)
         return output_TH.view_as(hidden_BSH)
