@@ -61,7 +61,7 @@ def of_trl(model: Any, folder: Path) -> Any:
 @pytest.mark.parametrize("aux", [False, True])
 def test_three_steps_and_back(make: Any, aux: bool, tmp_path: Path) -> None:
     model = loaded(exported(tmp_path, "switch", "moe.router.scorer=noisy"))
-    model.config.output_router_logits = aux
+    model.config.output_router_logits, model.config.router_aux_loss_coef = aux, 0.01 * aux
     trainer = make(model, tmp_path / "trained")
     trainer.train()
     losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
@@ -75,15 +75,15 @@ def test_three_steps_and_back(make: Any, aux: bool, tmp_path: Path) -> None:
     assert all(torch.equal(back[f"model/{name}"], tensor) for name, tensor in trained.items())
     moved = {name for name in first if not torch.equal(first[name], trained[name])}
     still = {name for name in first if "noise_weight" in name}
-    assert moved | still >= first.keys() - {"x"} and not moved & still, first.keys() - moved
+    assert moved | still == first.keys() and not moved & still, first.keys() - moved
 
 
-def beside(folder: Path, preset: str) -> dict[str, float]:
+def beside(folder: Path) -> dict[str, float]:
     """Job: train the class and its import side by side."""
-    return trained_beside(loaded(exported(folder, preset)), folder)
+    return trained_beside(loaded(folder / "hf"), folder)
 
 
-@pytest.mark.parametrize("preset", ["deepseek_v3", "x_moe_hypersphere"])
-def test_an_import_trains_as_the_class(preset: str, pool: Pool, tmp_path: Path) -> None:
-    (found,) = pool.run(beside, tmp_path, preset, ranks=1, timeout_s=600)
+def test_an_import_trains_as_the_class(pool: Pool, tmp_path: Path) -> None:
+    exported(tmp_path, "deepseek_v3")
+    (found,) = pool.run(beside, tmp_path, ranks=1, timeout_s=600)
     assert found["gradient"] < 1e-5 and found["change"] > 3e-3 and found["weights"] < 1e-4

@@ -22,6 +22,7 @@ class MegamoeConfig(PreTrainedConfig):
 
     model_type = "megamoe"
     keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map = {"final_logit_softcapping": "logit_soft_cap"}  # noqa: RUF012 (TRL computes the logits itself)
 
     def __init__(
         self,
@@ -55,6 +56,7 @@ class MegamoeConfig(PreTrainedConfig):
         moe_blocks: list[int] | None = None,
         inserted_after: list[int] | None = None,
         num_experts: int = 4,
+        num_experts_per_tok: int = 1,
         expert_size: int = 64,
         expert_activation: str = "swiglu",
         expert_bias: bool = False,

@@ -62,6 +62,7 @@ NOT_KEPT = {"recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels",
 NOT_KEPT |= {"fp8", "fp8_format", "fp8_amax_history"}
 NOT_KEPT |= {"multi_token_prediction", "vocab_size", "vocab_multiple"}
 NOT_COMPARED = {*IRRELEVANT, SECTIONS, "router_aux_loss_coef"}
+HEAD = "model.output_layer.weight"  # if it is tied, a folder has the embedding alone
 CUTS = {"up": EXPERT_UP, "down": EXPERT_DOWN, "up_bias": EXPERT_UP, "down_bias": EXPERT_BIAS}
 
 
@@ -123,6 +124,7 @@ class CustomFamily(Family):
             [
                 BlockMapping(name, tuple(tensor.shape), (name,), whole, _cut(name), name in buffers, {})
                 for name, tensor in model.state_dict().items()
+                if not (config.model.tie_embeddings and name == HEAD)
             ]
         ]
 
@@ -250,6 +252,7 @@ def _moe(config: RunConfig) -> Json:
         "moe_blocks": [number - 1 for number in moe_block_numbers(config)],
         "inserted_after": [number - 1 for number in inserted_after(config)],
         "num_experts": moe.num_experts,
+        "num_experts_per_tok": _num_choices(router.selector),
         "expert_size": size,
         "expert_activation": expert_activation(config),
         "expert_bias": moe.expert_bias,

@@ -347,8 +347,7 @@ class Model(nn.Module):
         super().__init__()
         self.config = config
         self.embedding, self.decoder = Embedding(config), Decoder(config)
-        if not config.tie_word_embeddings:
-            self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.output_layer = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def forward(
         self,
@@ -404,6 +403,7 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _no_split_modules = ("Block",)
     supports_gradient_checkpointing = True
+    _tied_weights_keys = {"model.output_layer.weight": "model.embedding.word_embeddings.weight"}  # noqa: RUF012
 
     def __init__(self, config: MegamoeConfig) -> None:
         super().__init__(config)
@@ -420,9 +420,9 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
         """Set the embedding of tokens, such as one for a larger vocabulary."""
         self.model.embedding.word_embeddings = value  # type: ignore[assignment]
 
-    def get_output_embeddings(self) -> nn.Module | None:
-        """Return the output layer; None if it is the embedding of tokens."""
-        return None if self.config.tie_word_embeddings else self.model.output_layer
+    def get_output_embeddings(self) -> nn.Module:
+        """Return the output layer."""
+        return self.model.output_layer
 
     def set_output_embeddings(self, value: nn.Module) -> None:
         """Set the output layer."""
@@ -474,8 +474,7 @@ class MegamoeForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _logits(self, hidden_BSH: Tensor) -> Tensor:
         config, model = self.config, self.model
-        layer = model.embedding.word_embeddings if config.tie_word_embeddings else model.output_layer
-        logits_BSV = functional.linear(hidden_BSH * config.logit_scale, layer.weight).float()
+        logits_BSV = model.output_layer(hidden_BSH * config.logit_scale).float()
         cap = config.logit_soft_cap
         return logits_BSV if cap is None else torch.tanh(logits_BSV / cap) * cap
 
