@@ -143,7 +143,7 @@ def family_of_folder(given: Json, where: Path) -> Family:
     Raises:
         UserError: if it names others than those of training.
     """
-    held = given.get(HELD)
+    held: Any = given.get(HELD)
     for name, shape in held.items() if isinstance(held, dict) else [("", held)]:
         sizes = shape if isinstance(shape, list) else [-1]
         if not OF_ROUTERS.fullmatch(name) or not all(type(size) is int and size >= 0 for size in sizes):
