@@ -324,10 +324,13 @@ SELECTOR_OPTIONS: dict[str, Callable[[Any], Json]] = {
 }
 
 
+GROUP_LIMITS = {"group_limit": "the only mask that the class has"}
+
+
 def _group_limit(config: RunConfig) -> Json | None:
     """Return the limit with the number of summed experts filled in, as the mask does it."""
     router = config.moe.router
-    found = [mask.options for mask in router.masks if mask.name == "group_limit"]
+    found = [mask.options for mask in router.masks if mask.name in GROUP_LIMITS]
     if not found:
         return None
     (limit,) = found
