@@ -114,12 +114,8 @@ VENDORS |= {
     "megamoe.compat.transformer_engine_compat": VENDORS["transformer_engine"],
 }
 # Attributes of other libraries that begin with an underscore, and yet are their public interface.
-PUBLIC = {
-    "os._exit",
-    "sys.excepthook",
-    "threading.excepthook",
-    "warnings.formatwarning",
-}  # the hooks are there to be set
+# The hooks are there to be set.
+PUBLIC = {"os._exit", "sys.excepthook", "threading.excepthook", "warnings.formatwarning"}
 # Internals of DeepSpeed without an underscore; so are all attributes that begin with ds_.
 INTERNALS = {
     "averaged_gradients",
