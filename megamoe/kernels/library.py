@@ -212,5 +212,4 @@ class Library:
 @cache
 def find_library() -> tuple[Library | None, str]:
     """Return (library, ""), built at the first call on a machine, or (None, the reason why there is none)."""
-    found: tuple[Library | None, str] = importlib.import_module(IMPLEMENTATION).load()
-    return found
+    return cast("tuple[Library | None, str]", importlib.import_module(IMPLEMENTATION).load())

@@ -28,10 +28,7 @@ def write_results(plan: Plan, results: dict[str, Any], folder: Path) -> list[Pat
     folder.mkdir(parents=True, exist_ok=True)
     pictures = draw(plan, results, folder)
     text = markdown(plan, results, [path.name for path in pictures])
-    written = {
-        folder / RESULTS: json.dumps(results, indent=1, allow_nan=True) + "\n",
-        folder / PAGE: text,
-    }
+    written = {folder / RESULTS: json.dumps(results, indent=1, allow_nan=True) + "\n", folder / PAGE: text}
     for path, content in written.items():
         replace_file(path, content.encode(errors="backslashreplace"))
     return [*written, *pictures]
