@@ -59,14 +59,8 @@ OF_ROUTERS = re.compile(
 )
 # Keys of `model` that are of the machine or left out, and those of config.json that no import reads.
 NOT_KEPT = {"recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory"}
-NOT_KEPT |= {
-    "fp8",
-    "fp8_format",
-    "fp8_amax_history",
-    "multi_token_prediction",
-    "vocab_size",
-    "vocab_multiple",
-}
+NOT_KEPT |= {"fp8", "fp8_format", "fp8_amax_history"}
+NOT_KEPT |= {"multi_token_prediction", "vocab_size", "vocab_multiple"}
 NOT_COMPARED = {*IRRELEVANT, SECTIONS, "router_aux_loss_coef"}
 HEAD = "model.output_layer.weight"  # if it is tied, a folder has the embedding alone
 CUTS = {"up": EXPERT_UP, "down": EXPERT_DOWN, "up_bias": EXPERT_UP, "down_bias": EXPERT_BIAS}
