@@ -86,12 +86,12 @@ FAULTS = (
         ("tests/moe/capacity/test_padded.py",),
     ),
     Fault(
-        "later-gradients",
+        "delayed-gradients",
         "the experts' weight gradients are computed beside the exchange",
         "scale/layouts.md",
         "megamoe/kernels/experts/grouped_gemm.py",
-        "places = range(len(later.weights))",
-        "places = range(1, len(later.weights) + 1)",
+        "places = range(len(delayed.weights))",
+        "places = range(1, len(delayed.weights) + 1)",
         ("tests/moe/experts/test_delayed_weight_gradients.py",),
     ),
     Fault(

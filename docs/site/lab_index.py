@@ -16,7 +16,7 @@ from megamoe.apps.lab.study import load_study  # noqa: E402
 FOLDER, STUDIES = ROOT / "docs/lab", sorted((ROOT / "examples/studies").glob("*.yaml"))
 HEAD = """# Results of the studies
 
-For readers of the papers: which claims of [the studies](../lab.md) were run, on what, and what they came to.
+Which claims of [the studies](../papers/studies.md) were run, on what, and what they came to.
 `python docs/site/lab_index.py` writes this page.
 
 ## Run
@@ -26,7 +26,7 @@ MISSING = """## Not run yet
 Of these no result is known: the size `smoke` shows that a study runs, and decides nothing. The time is the
 planned one of size `cpu`.
 """
-NEXT = "Next: [lab.md](../lab.md) for what a verdict means and how to run a study."
+NEXT = "Next: [studies.md](../papers/studies.md) for what a verdict means and how to run a study."
 
 
 def index() -> str:

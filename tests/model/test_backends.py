@@ -18,7 +18,7 @@ from megamoe.model.attention.core import SDPAttention
 from megamoe.model.backends import backend_rows, is_installed, uses_apex_norms, uses_transformer_engine
 from megamoe.model.linears import ColumnLinear, RowLinear
 from megamoe.model.modules import choose_modules, fp8_options
-from megamoe.train import resolved, trainer
+from megamoe.train import resolved, saver, trainer
 from tests.support.in_subprocess import ROOT, names_of_checks, verdicts_of
 from tests.support.tiny import check_on, tiny
 
@@ -111,7 +111,7 @@ def test_a_run_takes_the_kernels_that_it_names(
     kept: list[bool] = []
     monkeypatch.setattr(resolved, "validate", lambda config, ranks, plan: [])
     monkeypatch.setattr(trainer, "keep_freed_memory", lambda: kept.append(True))
-    monkeypatch.setattr(trainer, "choose_run_folder", lambda config: sys.exit("far enough"))
+    monkeypatch.setattr(saver, "choose_run_folder", lambda config: sys.exit("far enough"))
     with pytest.raises(SystemExit, match="far enough"):
         trainer.Trainer(tiny(f"model.gpu_kernels={on_gpu}", f"model.cpu_kernels={on_cpu}"))
     assert kept == [True]

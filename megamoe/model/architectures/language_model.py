@@ -144,11 +144,11 @@ class ModelWithHead(LanguageModel):
         )
         return losses_BS
 
-    def whole_logits(self, *inputs: Any) -> Tensor:
+    def whole_logits(self, *inputs: Any, **further: Any) -> Tensor:
         """Return the logits of `hidden` of the inputs, fp32 [B, S, padded vocabulary], on every
         tensor-parallel rank.
         """
-        return self.logits_of(self.hidden(*inputs))
+        return self.logits_of(self.hidden(*inputs, **further))
 
     def logits_of(self, hidden_SBH: Tensor) -> Tensor:
         """Return the same of hidden states."""

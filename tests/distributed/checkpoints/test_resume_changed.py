@@ -18,7 +18,7 @@ from megamoe.errors import UserError
 from megamoe.moe.part import Dims, Part
 from megamoe.moe.scorers.linear import LinearScorer
 from megamoe.parallel import launch
-from megamoe.train import trainer as trainer_module
+from megamoe.train import saver
 from megamoe.train.trainer import Trainer
 from tests.support.checkpoint_files import Tensors, rewrite
 from tests.support.ranks.pool import Pool
@@ -120,7 +120,7 @@ def save_all(folder: Path) -> None:
 
 def resume_all(folder: Path, unchecked: bool) -> list[str]:
     """Job: return the message of each resume; `unchecked`: only the tensors are checked."""
-    check = mock.patch.object(trainer_module, "check_resume") if unchecked else nullcontext()
+    check = mock.patch.object(saver, "check_resume") if unchecked else nullcontext()
     try:
         with check:
             return [
