@@ -155,7 +155,7 @@ PYTEST := $(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST) -m "not full"
 
-# The core on at most two ranks, within two minutes.
+# The core on at most two ranks.
 CORE_TESTS := $(addprefix tests/,config data kernels metrics moe model objectives optim parallel train validation distributed/parity)
 test-core: $(STAMP)
 	$(PY) -m pytest $(CORE_TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m "not full" --most-ranks 2
