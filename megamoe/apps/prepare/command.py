@@ -14,31 +14,24 @@ import warnings
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "inputs",
         nargs="*",
         metavar="INPUT",
         help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, .bin files of token "
         "ids (llm.c, nanoGPT), folders, globs, and URLs of them such as s3://bucket/*.parquet",
     )
-    parser.add_argument("--stdlib", action="store_true", help="read the sources of Python's standard library")
-    parser.add_argument(
-        "--verify",
-        metavar="PREFIX",
-        help="prepare nothing; read PREFIX.bin and PREFIX.idx whole and compare them with PREFIX.card.json",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="PREFIX",
-        help="write PREFIX.bin, PREFIX.idx, PREFIX.counts.npy (of each token), PREFIX.card.json",
-    )
-    parser.add_argument(
+    add("--stdlib", action="store_true", help="read the sources of Python's standard library")
+    add("--verify", metavar="PREFIX", help="compare PREFIX.bin and .idx with the card; prepare nothing")
+    add("--output", metavar="PREFIX", help="write PREFIX.bin, .idx, .counts.npy (of each token), .card.json")
+    add(
         "--tokenizer",
         metavar="REF",
         help="bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model, or train: a new BPE",
     )
-    parser.add_argument("--vocab-size", type=int, help="of the tokenizer that is trained (default 4096)")
-    parser.add_argument(
+    add("--vocab-size", type=int, help="of the tokenizer that is trained (default 4096)")
+    add(
         "--special",
         default="",
         metavar="NAMES",
@@ -46,18 +39,11 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "sentinels=N), names such as <2de>, with commas between; other tokenizers must have them",
     )
     _add_selection(parser)
-    parser.add_argument("--workers", type=int, default=1, help="processes that tokenize (default 1)")
-    parser.add_argument("--max-documents", type=int, help="stop after so many")
-    parser.add_argument(
-        "--shuffle-files",
-        type=int,
-        metavar="SEED",
-        help="take the files in a random order: training and validation then see all kinds",
-    )
-    parser.add_argument(
-        "--shuffle-documents", type=int, metavar="SEED", help="write the documents in a random order"
-    )
-    parser.add_argument("--overwrite", action="store_true", help="replace an output that exists")
+    add("--workers", type=int, default=1, help="processes that tokenize (default 1)")
+    add("--max-documents", type=int, help="stop after so many")
+    add("--shuffle-files", type=int, metavar="SEED", help="take the files in a random order")
+    add("--shuffle-documents", type=int, metavar="SEED", help="write the documents in a random order")
+    add("--overwrite", action="store_true", help="replace an output that exists")
     arguments = parser.parse_args(argv)
     given = [f"--{name}" for name in ("output", "tokenizer") if getattr(arguments, name) is not None]
     if arguments.verify is None and len(given) < 2:
@@ -69,37 +55,34 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
     """Add the options that say which documents of the inputs are taken."""
-    parser.add_argument("--key", default="text", help="column or key of the text (default text)")
-    parser.add_argument(
-        "--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--key", default="text", help="column or key of the text (default text)")
+    add("--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text")
+    add(
         "--raw-ids",
         choices=("uint16", "uint32"),
         help="the dtype of token ids in .bin files without a header, such as nanoGPT's",
     )
-    parser.add_argument(
+    add(
         "--where",
         action="append",
         default=[],
         metavar="CONDITION",
         help="take the rows of a table that fulfil it, such as \"language == 'en' and score >= 0.5\"",
     )
-    parser.add_argument(
+    add(
         "--other-files",
         choices=("refuse", "text", "skip"),
         default="refuse",
         help="with unknown endings, and .md in folders: an error (default), plain text, or left out",
     )
-    parser.add_argument(
+    add(
         "--bad-lines",
         choices=("error", "skip"),
         default="error",
         help="a line of JSON that is no document is an error (default), or is left out and counted",
     )
-    parser.add_argument(
-        "--member", default="txt", metavar="ENDING", help="of a document's file in a tar (default txt)"
-    )
+    add("--member", default="txt", metavar="ENDING", help="of a document's file in a tar (default txt)")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -10,27 +10,23 @@ reason; each file is read once, and hashed and counted meanwhile.
 
 import codecs
 import glob
-import gzip
 import hashlib
 import io
 import itertools
-import lzma
 import os
 import string
 import sysconfig
-import tarfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
-import zstandard
-
+from megamoe.apps.prepare.decompression import decompressed
 from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Reader, Selection, Skipped, check_size
 from megamoe.apps.prepare.tables import ARROW, PARQUET, TableReader, row_groups
+from megamoe.apps.prepare.tars import members_of
 from megamoe.apps.prepare.token_files import read_tokens
 from megamoe.data import remote
 from megamoe.errors import UserError, listed, printable
@@ -44,12 +40,6 @@ JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 OF_FOLDERS = (*JSON_LINES, ".json", *TABLES, ".tar", ".bin", ".txt", ".text")
 OF_NAMES = (*OF_FOLDERS, ".md", "")
 CHUNK_BYTES = 1 << 20
-PIECE_BYTES = 1 << 10  # that are decompressed at a time, at most to 32 MiB
-XZ_BYTES = 1 << 30  # of memory that its decoder may take
-BROKEN = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
-# What tarfile raises for damaged headers; it recurses over those of long names and attributes.
-BROKEN_TAR = (tarfile.TarError, ValueError, ArithmeticError, LookupError, RecursionError, MemoryError)
-LONG_HEADERS, LARGEST_HEADER = (b"L", b"K", b"x", b"g", b"X"), 1 << 20  # the types of such members; bytes
 LARGEST_STATE = 1 << 24  # bytes of a saved dataset's list of files
 STDLIB, NAME_MARK = "stdlib", ":"  # a source of the standard library is named stdlib:json/decoder.py
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -137,44 +127,6 @@ class Tap(AbstractContextManager["Tap"]):
 
     def __exit__(self, *_: object) -> None:
         self._file.close()
-
-
-class _Chunks(io.RawIOBase):
-    """A file of chunks of bytes, none of which is empty."""
-
-    def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks = chunks
-        self._pending = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        self._pending = self._pending or next(self._chunks, b"")
-        count = min(len(buffer), len(self._pending))
-        buffer[:count] = self._pending[:count]
-        self._pending = self._pending[count:]
-        return count
-
-
-def _unpacked(chunks: Iterator[bytes], new: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
-    """Decompress the frames of zstd, or the streams of xz, by a `new` decoder each.
-
-    Unlike the libraries' readers this detects a truncated file, and a damaged second stream.
-    """
-    decoder = None
-    for chunk in chunks:
-        for first in range(0, len(chunk), PIECE_BYTES):
-            data = chunk[first : first + PIECE_BYTES]
-            while data := data if decoder else data.lstrip(padding):
-                decoder = decoder or new()
-                if unpacked := decoder.decompress(data):
-                    yield unpacked
-                data = b""
-                if decoder.eof:
-                    data, decoder = decoder.unused_data, None
-    if decoder is not None:
-        raise EOFError("the compressed file ends before its end marker")
 
 
 def find_sources(
@@ -339,7 +291,7 @@ class _FileReader:
         if source.is_left_out:
             yield Skipped("file with an unknown ending")
             return
-        with _decompressed(source, self._tap) as stream:
+        with decompressed(self._tap.chunks(), source.compression, source.name) as stream:
             if source.kind == ".jsonl":
                 yield from _read_json_lines(source, _lines(source, stream), selection)
             elif source.kind == ".bin":
@@ -369,26 +321,9 @@ def read_lines(source: Source, tap: Tap) -> Iterator[str]:
         UserError: naming file and line, for text that is not UTF-8; naming the file, if it cannot be read or
             decompressed.
     """
-    with _decompressed(source, tap) as stream:
+    with decompressed(tap.chunks(), source.compression, source.name) as stream:
         for number, line in enumerate(_lines(source, stream), start=1):
             yield _decode(source, line, first_line=number).removesuffix("\n").removesuffix("\r")
-
-
-@contextmanager
-def _decompressed(source: Source, tap: Tap) -> Iterator[IO[bytes]]:
-    """Raise a UserError if the file cannot be read or decompressed inside the block."""
-    chunks = tap.chunks()
-    if source.compression == ".zst":
-        chunks = _unpacked(chunks, lambda: zstandard.ZstdDecompressor().decompressobj())
-    elif source.compression == ".xz":
-        chunks = _unpacked(chunks, lambda: lzma.LZMADecompressor(memlimit=XZ_BYTES), padding=b"\0")
-    stream: IO[bytes] = io.BufferedReader(_Chunks(chunks), CHUNK_BYTES)
-    if source.compression == ".gz":
-        stream = io.BufferedReader(gzip.GzipFile(fileobj=stream), CHUNK_BYTES)
-    try:
-        yield stream
-    except BROKEN as error:
-        raise UserError(f"{source.name}: cannot be read: {error}; expected a complete file") from error
 
 
 def _lines(source: Source, stream: IO[bytes]) -> Iterator[bytes]:
@@ -454,7 +389,7 @@ def _read_tar(source: Source, stream: IO[bytes], selection: Selection) -> Iterat
     """
     wanted = f".{selection.member.removeprefix('.')}"
     sample, has_document = "", True
-    for name, content in _members(source, stream, wanted):
+    for name, content in members_of(source.name, stream, wanted):
         folder, base = os.path.split(name)
         stem, _, ending = base.partition(".")
         key = f"{folder}/{stem}"
@@ -476,72 +411,6 @@ def _read_tar(source: Source, stream: IO[bytes], selection: Selection) -> Iterat
         yield document
     if not has_document:
         yield Skipped(f"sample without {wanted}")
-
-
-def _members(source: Source, stream: IO[bytes], wanted: str) -> Iterator[tuple[str, bytes | None]]:
-    """Yield the name of each file in a tar, and its content if it has the wanted ending.
-
-    Raises:
-        UserError: if the tar is damaged, or such a file is sparse or too large.
-    """
-    tail = _Tail(stream)
-    try:
-        with tarfile.open(fileobj=cast(Any, tail), mode="r|", tarinfo=_Member) as tar:
-            while (member := tar.next()) is not None:
-                cast(Any, tar).members.clear()  # which would grow with the file
-                _, point, ending = os.path.basename(member.name).partition(".")
-                content = None
-                if member.isfile() and point + ending == wanted:
-                    place = f"{source.name}:{printable(member.name)}"
-                    if member.issparse():
-                        raise UserError(f"{place}: a sparse file; pack it without --sparse")
-                    check_size(member.size, place)
-                    content = cast(IO[bytes], tar.extractfile(member)).read()
-                if member.isfile():
-                    yield member.name, content
-            tail.check(cast(Any, tar).offset)
-    except UserError:
-        raise
-    except BROKEN_TAR as error:
-        problem = printable(error) or type(error).__name__
-        raise UserError(f"{source.name}: cannot be read: {problem}; expected a complete tar") from error
-
-
-class _Member(tarfile.TarInfo):
-    """A header, of which `tarfile` would read names and attributes of any length into memory."""
-
-    @classmethod
-    def frombuf(cls, *arguments: Any, **options: Any) -> "_Member":
-        member = super().frombuf(*arguments, **options)
-        if member.type in LONG_HEADERS and member.size > LARGEST_HEADER:
-            raise OverflowError(f"a header of {member.size:,} bytes")
-        return member
-
-
-class _Tail:
-    """A stream whose end is checked: `tarfile` takes a tar that ends between two files for a whole one, and a
-    damaged header for the end.
-    """
-
-    def __init__(self, stream: IO[bytes]) -> None:
-        self._stream = stream
-        self._size = self._content = 0  # bytes that were read, and those before the zeros at their end
-
-    def read(self, size: int) -> bytes:
-        data = self._stream.read(size)
-        if content := len(data.rstrip(b"\0")):
-            self._content = self._size + content
-        self._size += len(data)
-        return data
-
-    def check(self, end: int) -> None:
-        """Read the rest; raise an EOFError unless there are zeros alone from `end` on, a block at least."""
-        while self.read(CHUNK_BYTES):
-            pass
-        if self._size < end + tarfile.BLOCKSIZE:
-            raise EOFError("the tar ends before its end marker")
-        if self._content > end:
-            raise EOFError(f"no header at byte {end:,}")
 
 
 def _decode(source: Source, data: bytes, first_line: int) -> str:

@@ -162,7 +162,7 @@ def test_what_follows_a_packed_stream_is_read_or_refused(tmp_path: Path, kind: s
 
 
 def test_xz_that_needs_much_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megamoe.apps.prepare.sources.XZ_BYTES", 1 << 16)
+    monkeypatch.setattr("megamoe.apps.prepare.decompression.XZ_BYTES", 1 << 16)
     (tmp_path / "in.txt.xz").write_bytes(lzma.compress(b"a"))
     assert "Memory usage limit" in refused(tmp_path, tmp_path / "in.txt.xz")
 
