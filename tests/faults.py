@@ -551,10 +551,10 @@ FAULTS = (
         "urgent",
         "the exchange's groups on NCCL have streams of high priority",
         "LOG.md",
-        "megamoe/parallel/groups.py",
+        "megamoe/parallel/process_groups.py",
         "timeout=timeout, urgent=True)",
         "timeout=timeout)",
-        ("tests/parallel/test_groups.py",),
+        ("tests/parallel/test_process_groups.py",),
     ),
     Fault(
         "residual-scores",

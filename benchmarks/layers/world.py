@@ -8,8 +8,8 @@ import os
 def start_one_rank() -> None:
     """Start them, once per process; the environment stays as it was."""
     from megamoe.parallel import launch
-    from megamoe.parallel.groups import start_groups
     from megamoe.parallel.layout import Layout
+    from megamoe.parallel.process_groups import start_groups
 
     variables = dict(os.environ)
     launch.start(launch.find_world(), timeout_minutes=1)

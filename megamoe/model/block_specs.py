@@ -15,13 +15,13 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from megamoe.config import shapes
-from megamoe.config.groups import config_by_layer, scores_before
+from megamoe.config.layer_kinds import config_by_layer, scores_before
 from megamoe.config.mup import Scaling, attention_scale, residual_scale
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.ffn import LIMIT, OFFSET
 from megamoe.model.attention.caches import CachingCrossAttention
-from megamoe.model.attention.context import ContextShard
+from megamoe.model.attention.context_parallel import ContextShard
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.attention.latent import LatentBlockConfig, latent_attention, latent_options
 from megamoe.model.attention.rotary import position_options

@@ -24,7 +24,7 @@ from megamoe.model.architectures.decoder import GPT, Decoder
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder
 from megamoe.model.architectures.language_model import LanguageModel
-from megamoe.model.attention.context import ContextShard
+from megamoe.model.attention.context_parallel import ContextShard
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.attention.rotary import rotary_of, set_rotary_frequencies
 from megamoe.model.block_specs import BlockMaker, MoEFactory, init_methods

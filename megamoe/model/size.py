@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from megamoe.config import shapes
-from megamoe.config.groups import LayerKind, kinds
+from megamoe.config.layer_kinds import LayerKind, kinds
 from megamoe.config.schema import Activation, ModelConfig, RunConfig
 from megamoe.model.attention.latent import latent_norms, latent_scores, latent_weights
 from megamoe.moe.experts.activations import up_width

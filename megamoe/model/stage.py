@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megamoe.config.groups import config_by_layer, group_layers, scores_before
+from megamoe.config.layer_kinds import config_by_layer, group_layers, scores_before
 from megamoe.config.schema import GroupLayersConfig, LayersConfig, RunConfig
 from megamoe.config.shapes import routed_experts, stacks
 from megamoe.model.moe_block import Block

@@ -42,7 +42,7 @@ class LayerShape:
     experts that have norms of their own. products: the routed experts'. kernels: the model's choice.
     recomputed: what the backward pass computes again, see `model.recompute`. of_source: the layer is in
     the encoder of an encoder_decoder. exchange, exchange_fp8: see `parallel.exchange`, `exchange_dtype`.
-    before: the layer whose scores the router's residual reads, see `config.groups.scores_before`.
+    before: the layer whose scores the router's residual reads, see `config.layer_kinds.scores_before`.
     """
 
     hidden_size: int

@@ -181,7 +181,7 @@ class Residual(Part):
     """Base class of residuals, which change a layer's scores by those of the MoE layer before.
 
     reads_before: later layers read this one's scores, and `forward` gets those of the last MoE layer before
-    that a residual reads too and that has as many experts (`config.groups.scores_before`). They are this
+    that a residual reads too and that has as many experts (`config.layer_kinds.scores_before`). They are this
     rank's tokens, as for a scorer, and carry gradient.
     """
 

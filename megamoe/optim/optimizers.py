@@ -19,11 +19,11 @@ from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.config.schema import GroupConfig, ModelConfig, OptimizerConfig
 from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
-from megamoe.optim.groups import by_width, divide, weight_decay
 from megamoe.optim.matrices import VECTORS, is_matrix, takes_muon
+from megamoe.optim.parameter_groups import by_width, divide, weight_decay
 from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
 from megamoe.parallel.consensus import CollectiveError
-from megamoe.parallel.groups import ModelParallelUnit
+from megamoe.parallel.process_groups import ModelParallelUnit
 
 
 def parameter_groups(

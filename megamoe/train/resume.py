@@ -12,7 +12,7 @@ from megamoe.checkpoint.format.files import META, damaged
 from megamoe.checkpoint.format.meta import Index, Meta, read_index, read_meta
 from megamoe.checkpoint.format.reader import WEIGHT
 from megamoe.config import RunConfig, to_dict
-from megamoe.config.groups import LayerKind, kinds
+from megamoe.config.layer_kinds import LayerKind, kinds
 from megamoe.config.model_schema import ModelConfig, RotaryConfig
 from megamoe.config.shapes import expert_activation, moe_layer_numbers, stacks
 from megamoe.errors import UserError, printable

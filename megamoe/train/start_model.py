@@ -12,7 +12,7 @@ from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.init_from import InitialWeights
 from megamoe.checkpoint.state import SavedWeights
 from megamoe.config import RunConfig, to_dict
-from megamoe.config.groups import LayerKind, kinds
+from megamoe.config.layer_kinds import LayerKind, kinds
 from megamoe.config.schema import ModelConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.model.architectures.decoder import GPT

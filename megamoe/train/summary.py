@@ -3,7 +3,7 @@
 from typing import Any
 
 from megamoe.config import RunConfig, shapes
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.mup import Scaling
 from megamoe.config.schema import Activation, GroupConfig, ModelConfig, MoEConfig, OptimizerConfig
 from megamoe.data.vocabulary import Vocabulary
@@ -13,7 +13,7 @@ from megamoe.model.stage import block_ranges, stage_sizes
 from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.router import mean_choices
-from megamoe.optim.groups import weight_decay
+from megamoe.optim.parameter_groups import weight_decay
 from megamoe.optim.schedule import warmup_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout

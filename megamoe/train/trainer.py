@@ -14,7 +14,7 @@ from megamoe.checkpoint.format.reader import CheckpointReader
 from megamoe.checkpoint.manager import load
 from megamoe.compat.glibc import keep_freed_memory
 from megamoe.config import RunConfig, to_dict
-from megamoe.config.groups import experts_by_layer
+from megamoe.config.layer_kinds import experts_by_layer
 from megamoe.data.batches import Batch, BatchStream, warn
 from megamoe.data.datasets import Datasets
 from megamoe.errors import UserError
@@ -33,8 +33,8 @@ from megamoe.parallel.consensus import (
     raise_any_error,
     raise_any_error_fast,
 )
-from megamoe.parallel.groups import Groups, start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import Groups, start_groups
 from megamoe.parallel.rank_consistency import Facts, check_same, raise_on_all_ranks
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine

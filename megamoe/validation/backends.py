@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from megamoe.compat.transformer_engine_compat import fp8_ability
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.schema import ModelConfig, RunConfig
 from megamoe.config.shapes import (
     FP8_MULTIPLE,

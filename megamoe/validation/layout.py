@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import product
 
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.config.shapes import (
     expert_ffn_size,
@@ -17,7 +17,7 @@ from megamoe.errors import Problem
 from megamoe.moe.capabilities import capabilities
 from megamoe.parallel.layout import Layout, divisors
 from megamoe.validation.exchange import exchange_problems
-from megamoe.validation.groups import named
+from megamoe.validation.layer_groups import named
 
 GROUPED_ROW_BYTES = 16  # PyTorch's grouped GEMM needs rows of a multiple of this
 KEYS = ("tensor", "expert", "expert_tensor", "pipeline", "context")

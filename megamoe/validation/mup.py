@@ -6,8 +6,8 @@ from megamoe.config.model_schema import ModelConfig, MupConfig
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import expert_ffn_size, ffn_size, head_size, shared_ffn_size
 from megamoe.errors import Problem
-from megamoe.optim.groups import decays
-from megamoe.validation.groups import of_each_kind
+from megamoe.optim.parameter_groups import decays
+from megamoe.validation.layer_groups import of_each_kind
 
 
 def mup_problems(config: RunConfig) -> Iterator[Problem]:

@@ -10,7 +10,7 @@ from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.pipeline.schedule import rounds_problem
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.registry import get_part
-from megamoe.validation.groups import of_each_kind
+from megamoe.validation.layer_groups import of_each_kind
 
 IN_FLIGHT = "train.in_flight"
 

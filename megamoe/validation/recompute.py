@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.schema import RunConfig
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem

@@ -30,12 +30,12 @@ from megamoe.validation.architecture import (
 )
 from megamoe.validation.backends import backend_problems
 from megamoe.validation.deepspeed import deepspeed_problems
-from megamoe.validation.groups import group_problems, of_each_kind
+from megamoe.validation.layer_groups import group_problems, of_each_kind
 from megamoe.validation.layout import layout_problems, row_unit
 from megamoe.validation.mup import mup_problems
-from megamoe.validation.objective import objective_problems, routing_record_problems
 from megamoe.validation.pipeline import in_flight_problems, pipeline_problems
 from megamoe.validation.recompute import recompute_problems, recompute_stage_problems
+from megamoe.validation.training_objective import objective_problems, routing_record_problems
 
 MOST_SIZES = 100_000  # of the batch size's growth
 

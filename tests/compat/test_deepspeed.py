@@ -18,8 +18,8 @@ from deepspeed.utils import groups
 from megamoe.compat import deepspeed_compat
 from megamoe.compat.deepspeed_compat import LossScaler
 from megamoe.parallel import launch
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import start_groups
 from tests.support.tiny import restored_process
 
 

@@ -38,8 +38,8 @@ from megamoe.compat.deepspeed_zero import (
 )
 from megamoe.kernels.choice import Kernels
 from megamoe.optim.optimizers import Stage0AdamW
-from megamoe.parallel.groups import ModelParallelUnit, start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import ModelParallelUnit, start_groups
 from megamoe.parallel.zero.deepspeed_config import fill_in, resolve_parallel
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.scattered_gradients import ScatteredGradients

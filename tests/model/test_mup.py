@@ -10,8 +10,8 @@ import torch
 
 from megamoe.config.mup import without_mup
 from megamoe.errors import UserError
-from megamoe.optim.groups import width_powers
 from megamoe.optim.optimizers import parameter_groups
+from megamoe.optim.parameter_groups import width_powers
 from tests.support.tiny import VOCABULARY, check_on, tiny, tiny_model
 
 BASE, WIDTH = 16, 4  # the base model's hidden size, and how many times wider this one is

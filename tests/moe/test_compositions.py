@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config import parse_config, to_dict
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.moe.capabilities import capabilities

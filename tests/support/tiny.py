@@ -20,9 +20,9 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.build import build_model
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.launch import find_world
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import start_groups
 from megamoe.parallel.zero.deepspeed_config import fill_in, resolve_parallel
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine

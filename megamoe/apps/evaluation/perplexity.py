@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.config import RunConfig
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.shapes import expert_activation, expert_ffn_size, expert_hidden_size, ffn_size
 from megamoe.data.batches import Batch, BatchStream
 from megamoe.data.datasets import Datasets
@@ -21,7 +21,7 @@ from megamoe.errors import UserError
 from megamoe.metrics.names import of_validation_set
 from megamoe.moe.experts.activations import up_width
 from megamoe.parallel.consensus import raise_any_error_fast
-from megamoe.parallel.groups import replica_group
+from megamoe.parallel.process_groups import replica_group
 from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.step import model_inputs
 

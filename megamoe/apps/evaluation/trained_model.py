@@ -29,8 +29,8 @@ from megamoe.moe.part import StepContext
 from megamoe.objectives.objective import TrainingObjective
 from megamoe.parallel import launch
 from megamoe.parallel.consensus import catch_error, raise_any_error
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import start_groups
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.train.objective import build_objective
 from megamoe.train.resolved import ResolvedRun, resolve_run

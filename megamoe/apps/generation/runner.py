@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.data.batches import filled, positions
 from megamoe.errors import UserError
 from megamoe.model.architectures.encoder_decoder import EncoderDecoder

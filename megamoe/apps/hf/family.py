@@ -9,7 +9,7 @@ from megamoe.apps.hf.folder import CONFIG, short
 from megamoe.apps.hf.keys import ABSENT, IRRELEVANT, REQUIRED, Entry, Json
 from megamoe.apps.hf.rules import BlockMapping, TensorMapping, expand
 from megamoe.config import RunConfig, parse_config, to_dict
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.model_schema import LatentConfig
 from megamoe.config.shapes import (
     expert_activation,

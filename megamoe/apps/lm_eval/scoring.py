@@ -10,7 +10,7 @@ from torch import Tensor
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
-from megamoe.parallel.groups import replica_group
+from megamoe.parallel.process_groups import replica_group
 from megamoe.train.micro_batch import micro_batch_of
 
 

@@ -13,7 +13,7 @@ from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from megamoe.apps.plan.rank import StepCosts
 from megamoe.apps.plan.roofline import beside_seconds, roofline
 from megamoe.config import RunConfig
-from megamoe.config.groups import group_layers
+from megamoe.config.layer_kinds import group_layers
 from megamoe.config.moe_schema import LayerGroupConfig
 from megamoe.config.schema import GroupLayersConfig, GroupStackConfig, LayersConfig, StackLayersConfig
 from megamoe.config.shapes import stacks, window_of

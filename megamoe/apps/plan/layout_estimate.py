@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 from megamoe.apps.plan.assumptions import ASSUMED
 from megamoe.apps.plan.hardware import Gpu
 from megamoe.config import RunConfig
-from megamoe.config.groups import LayerKind, kinds
+from megamoe.config.layer_kinds import LayerKind, kinds
 from megamoe.config.shapes import (
     expert_activation,
     expert_ffn_size,

@@ -14,7 +14,7 @@ from megamoe.apps.plan.plan import RESERVED, Cluster, Plan, make_plan, with_node
 from megamoe.apps.plan.plan_page import GB, record
 from megamoe.apps.plan.stand_ins import without_data
 from megamoe.config import RunConfig
-from megamoe.config.groups import experts_by_layer, kinds
+from megamoe.config.layer_kinds import experts_by_layer, kinds
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import Problem, UserError
 from megamoe.optim.schedule import BatchSchedule

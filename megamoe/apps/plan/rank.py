@@ -34,7 +34,7 @@ from megamoe.apps.plan.stand_ins import (
 )
 from megamoe.compat import replaced
 from megamoe.config import RunConfig
-from megamoe.config.groups import config_by_layer, kinds
+from megamoe.config.layer_kinds import config_by_layer, kinds
 from megamoe.config.shapes import recomputed_modules
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
@@ -51,9 +51,9 @@ from megamoe.moe.part import StepContext
 from megamoe.moe.router import mean_choices
 from megamoe.moe.routing import tokens_and_choices
 from megamoe.parallel import launch
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.pipeline.schedule import Pass
+from megamoe.parallel.process_groups import start_groups
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.parallel.zero.partition import Partition, num_parameters, weights_of, zero_without_values

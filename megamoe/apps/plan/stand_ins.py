@@ -12,7 +12,7 @@ from torch import Tensor
 from megamoe.apps.plan.counter import COMBINE, DISPATCH, STAGES, CostCounter, Parts
 from megamoe.compat import replaced
 from megamoe.config import RunConfig
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.parts import PartChoice
 from megamoe.config.schema import MoELayerConfig, ZeroExpertsConfig
 from megamoe.config.shapes import moe_layer_numbers

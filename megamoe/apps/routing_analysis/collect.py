@@ -19,7 +19,7 @@ from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
-from megamoe.parallel.groups import replica_group
+from megamoe.parallel.process_groups import replica_group
 from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.step import model_inputs
 

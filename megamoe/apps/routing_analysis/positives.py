@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megamoe.apps.evaluation.perplexity import micro_batches
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.routing_analysis.collect import hooked
-from megamoe.config.groups import kinds
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.shapes import expert_activation
 from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT

@@ -27,7 +27,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from megamoe.config import to_dict
-from megamoe.config.groups import routed_by_layer
+from megamoe.config.layer_kinds import routed_by_layer
 from megamoe.config.shapes import moe_layer_numbers, routed_experts
 from megamoe.errors import UserError
 from megamoe.io import read_json, read_plain, reason, replace_file

@@ -20,7 +20,7 @@ from megamoe.apps.routing_record.record import (
     recorded,
     write_rows,
 )
-from megamoe.config.groups import routed_by_layer
+from megamoe.config.layer_kinds import routed_by_layer
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.io import real

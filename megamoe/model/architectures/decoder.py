@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from megamoe.kernels.attention.documents import Documents
 from megamoe.model.architectures.language_model import LanguageModel, problem_of_attention
 from megamoe.model.attention.caches import KeyValueCache
-from megamoe.model.attention.context import ContextShard
+from megamoe.model.attention.context_parallel import ContextShard
 from megamoe.model.heads.multi_token_prediction import DepthInputs, MultiTokenPrediction
 from megamoe.model.heads.vocabulary import token_losses
 from megamoe.model.stage import PipelineStage, StageBlocks

@@ -7,7 +7,7 @@ from typing import Any
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
 from torch import Tensor, nn
 
-from megamoe.model.attention.context import ContextShard
+from megamoe.model.attention.context_parallel import ContextShard
 from megamoe.model.attention.core import SDPAttention
 from megamoe.model.heads.labels import LabelHead
 from megamoe.model.moe_block import Block

@@ -26,7 +26,7 @@ from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.attention.variants import Variant, largest_scores
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.model.attention.caches import KeyValueCache
-from megamoe.model.attention.context import ContextShard
+from megamoe.model.attention.context_parallel import ContextShard
 from megamoe.moe.recompute import recomputed
 
 

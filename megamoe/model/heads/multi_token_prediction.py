@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from torch import Tensor, nn
 
 from megamoe.kernels.attention.documents import Documents
-from megamoe.model.attention.context import ContextShard
+from megamoe.model.attention.context_parallel import ContextShard
 from megamoe.model.attention.core import BlockConfig
 from megamoe.model.heads.vocabulary import token_losses
 

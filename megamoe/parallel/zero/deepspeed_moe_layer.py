@@ -11,8 +11,8 @@ from megamoe.config.schema import MoEConfig
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
-from megamoe.parallel.groups import Groups, expert_group_name
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import Groups, expert_group_name
 
 
 class MarkedMoELayer(MoELayer):

@@ -55,9 +55,9 @@ from megamoe.optim.optimizers import (
 )
 from megamoe.parallel.consensus import CollectiveError, call_on_all
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
-from megamoe.parallel.groups import ModelParallelUnit, groups_of
 from megamoe.parallel.launch import World
 from megamoe.parallel.pipeline.links import StageLinks
+from megamoe.parallel.process_groups import ModelParallelUnit, groups_of
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.parallel.zero.matrix_exchange import MatrixExchange, MuonCosts, split_weights
 from megamoe.parallel.zero.partition import DTYPES, Partition

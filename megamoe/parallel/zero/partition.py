@@ -18,7 +18,7 @@ from megamoe.compat.deepspeed_zero import (
     whole_shape,
 )
 from megamoe.config.schema import Precision
-from megamoe.parallel.groups import ModelParallelUnit
+from megamoe.parallel.process_groups import ModelParallelUnit
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

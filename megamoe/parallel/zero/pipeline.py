@@ -15,8 +15,8 @@ from megatron.core import parallel_state
 from torch import Tensor, nn
 
 from megamoe.compat.deepspeed_pipeline import accumulated_gradient, replace_norm
-from megamoe.parallel.groups import ModelParallelUnit
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import ModelParallelUnit
 
 
 class ReplicatedWeights:

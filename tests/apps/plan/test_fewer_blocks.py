@@ -6,8 +6,8 @@ import pytest
 
 from megamoe.apps.plan.figures import BlockKind, block_kinds, fewer_blocks, is_worth_it, with_blocks
 from megamoe.config import RunConfig, load_config
-from megamoe.config.groups import config_by_layer
-from megamoe.validation.groups import group_problems
+from megamoe.config.layer_kinds import config_by_layer
+from megamoe.validation.layer_groups import group_problems
 
 ENCODER_DECODER = ("model.architecture=encoder_decoder", "train.objective=span_corruption")
 MODELS = {

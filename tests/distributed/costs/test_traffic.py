@@ -18,9 +18,9 @@ from megamoe.moe.dispatch.transfer import Transfer
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.parallel import launch
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.pipeline.links import StageLinks
+from megamoe.parallel.process_groups import start_groups
 from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic, stage_traffic
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool

@@ -19,8 +19,8 @@ from megamoe.moe.experts.grouped import GroupedExperts, Products
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.recompute import recomputed
 from megamoe.parallel import launch
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import start_groups
 from tests.moe.test_compositions import DRAWS, composed, part_of
 from tests.support.moe.build import make_context, moe_config, observed, set_tokens
 from tests.support.moe.part_layers import PARTS, moe_tree

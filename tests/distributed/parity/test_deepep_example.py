@@ -18,8 +18,8 @@ from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.parallel import launch
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import start_groups
 from tests.support.fakes import deep_ep
 from tests.support.moe.build import moe_config, observed
 from tests.support.ranks.pool import Pool

@@ -18,8 +18,8 @@ from megamoe.moe.experts.grouped import GroupedExperts, Slice
 from megamoe.moe.process_groups import ParallelGroups
 from megamoe.moe.routing import Pairs, Routing
 from megamoe.parallel import launch
-from megamoe.parallel.groups import groups_of, start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import groups_of, start_groups
 from tests.support.moe.build import make_scored
 from tests.support.ranks.pool import Pool
 

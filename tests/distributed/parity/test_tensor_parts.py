@@ -18,8 +18,8 @@ from megamoe.model.heads.vocabulary import narrow_token_losses, whole_token_loss
 from megamoe.moe.token_sharding import TokenSharding
 from megamoe.parallel import launch
 from megamoe.parallel.gradient_sync import TensorParallelGradientSync
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import start_groups
 from tests.support.moe.build import make_context
 from tests.support.ranks.pool import Pool
 

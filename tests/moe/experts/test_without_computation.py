@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config import parse_config
-from megamoe.config.groups import kinds, routed_by_layer
+from megamoe.config.layer_kinds import kinds, routed_by_layer
 from megamoe.model.size import model_size
 from megamoe.moe.part import StepContext
 from megamoe.moe.router import mean_choices

@@ -26,8 +26,8 @@ from megamoe.moe.part import Part, StepContext
 from megamoe.moe.router import Router
 from megamoe.moe.routing import Routing
 from megamoe.parallel import launch
-from megamoe.parallel.groups import start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import start_groups
 from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.step import model_inputs, num_rollouts
 from megamoe.train.trainer import Trainer

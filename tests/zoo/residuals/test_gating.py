@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from megamoe.config import parse_config
-from megamoe.config.groups import scores_before
+from megamoe.config.layer_kinds import scores_before
 from megamoe.errors import UserError
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext

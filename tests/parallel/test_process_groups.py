@@ -10,8 +10,8 @@ from megatron.core import parallel_state
 from megamoe.apps.plan.fake_cuda import join_fake_group
 from megamoe.compat import deepspeed_compat, torch_compat
 from megamoe.parallel import launch
-from megamoe.parallel.groups import expert_group_name, start_groups
 from megamoe.parallel.layout import Layout
+from megamoe.parallel.process_groups import expert_group_name, start_groups
 from tests.support.tiny import restored_process
 
 # And the groups that are made, by the ranks in each. The world's is there already.

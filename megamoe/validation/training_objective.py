@@ -9,7 +9,7 @@ from megamoe.data.card import LABELLED, PAIRS, is_pairs
 from megamoe.errors import Problem, UserError
 from megamoe.objectives.objective import objective_class
 from megamoe.registry import get_part, list_parts
-from megamoe.validation.groups import of_each_kind
+from megamoe.validation.layer_groups import of_each_kind
 
 KEY = "train.objective"
 KINDS = {"text": "prepared text", "pairs": "prepared pairs of texts", "labels": "JSON lines with labels"}

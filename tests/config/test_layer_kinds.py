@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from megamoe.config import RunConfig, parse_config, to_dict
-from megamoe.config.groups import config_by_layer, experts_by_layer, kinds, ranges
+from megamoe.config.layer_kinds import config_by_layer, experts_by_layer, kinds, ranges
 from megamoe.errors import UserError
 from megamoe.model.size import block_flops, model_flops, model_size
 from megamoe.model.stage import stage_sizes

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 
-from megamoe.config.groups import LayerKind, chosen_blocks, kinds, layers_in
+from megamoe.config.layer_kinds import LayerKind, chosen_blocks, kinds, layers_in
 from megamoe.config.schema import GroupLayersConfig, GroupStackConfig, RunConfig
 from megamoe.config.shapes import Stack, moe_layer_numbers, stacks
 from megamoe.errors import Problem
