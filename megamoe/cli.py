@@ -20,10 +20,6 @@ COMMANDS = {
         "megamoe.apps.hf.command",
         "Convert models between Hugging Face folders and checkpoints of ours",
     ),
-    "coordinate-check": (
-        "megamoe.apps.width.coordinate_command",
-        "Draw muP's coordinate check: how far activations move in the first steps, over the width",
-    ),
     "count": (
         "megamoe.apps.plan.count_command",
         "Count the parameters of models from their configurations, and compare them with published numbers",
@@ -41,10 +37,6 @@ COMMANDS = {
         "Fine-tune a pretrained encoder to a task with several seeds, and evaluate it on all test sets",
     ),
     "generate": ("megamoe.apps.generation.command", "Generate text from a checkpoint"),
-    "keys": (
-        "megamoe.apps.reference.keys",
-        "Write the pages of all keys, metrics and parts, and a JSON Schema of a run's YAML for editors",
-    ),
     "lab": (
         "megamoe.apps.lab.command",
         "Run a study: configurations over seeds, what is measured of them, and what the claims come to",

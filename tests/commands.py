@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megamoe.apps.reference.keys import GENERATED
+from tools.list_keys import GENERATED
 
 ROOT = Path(__file__).resolve().parents[1]
 # Not docs/lab, whose pages tools/lab.py writes, and of the generated pages the files that have their prose.
@@ -90,7 +90,6 @@ RULES = [
     Rule(r"python pretrain_gpt_moe\.py --config runs/dense/.*", "tests/apps/hf/test_upcycling.py"),
     Rule(r"python tools/convert_hf\.py export runs/demo exported --like .*",
          "tests/apps/hf/test_commands.py"),
-    Rule(r"python tools/coordinate_check\.py .*", "tests/apps/width/test_width.py"),
     Rule(r"python tools/checkpoint\.py average .* --ema", "tests/train/test_weight_mean.py"),
     Rule(r"python tools/checkpoint\.py verify runs/demo runs/other/.*", "tests/apps/checkpoints"),
     Rule(r"python tools/count_parameters\.py examples/papers .*", "tests/test_papers.py"),
@@ -102,7 +101,7 @@ RULES = [
          "tests/apps/chat/test_chat.py"),
     Rule(r"python tools/deepspeed_launch\.py .*", "tests/apps/cluster"),
     Rule(r"python tools/prepare_data\.py \S+\.bin'? .*", "tests/apps/prepare/test_token_files.py"),
-    Rule(r"python examples/data/pipeline\.py .*", "tests/apps/datatrove/test_pipeline.py"),
+    Rule(r"python examples/data/pipeline\.py .*", "tests/apps/prepare/test_datatrove.py"),
     Rule(r"sbatch .*|\.venv/bin/python tools/status\.py runs/first --watch", "tests/slurm/test_jobs.py"),
     Rule(r"python tools/lab\.py .* --launcher .*", "tests/apps/lab/test_lab.py"),
     Rule(r"python tools/convert_hf\.py (import models/small runs/small|export runs/small_continued .*)",

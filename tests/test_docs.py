@@ -13,7 +13,6 @@ import torch
 import yaml
 
 from megamoe import registry
-from megamoe.apps.reference.keys import GENERATED, keys_of
 from megamoe.cli import COMMANDS
 from megamoe.config import RunConfig, load_config, parse_config
 from megamoe.moe.part import StepContext
@@ -23,6 +22,7 @@ from megamoe.validation.run import validate
 from tests.commands import ALL_PAGES
 from tests.support import checkpoint
 from tests.support.moe.build import make_hidden, make_layer
+from tools.list_keys import GENERATED, keys_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -200,7 +200,8 @@ def options_in_commands() -> dict[tuple[str, ...], set[tuple[str, str]]]:
     """For each command, or subcommand, the options that pages give it: (option, page)."""
     commands = {"pretrain_gpt_moe": "train"}
     for path in (ROOT / "tools").glob("*.py"):
-        commands[path.stem] = re.findall(r'run\("([\w-]+)"\)', path.read_text())[0]
+        for name in re.findall(r'run\("([\w-]+)"\)', path.read_text()):
+            commands[path.stem] = name
     found: dict[tuple[str, ...], set[tuple[str, str]]] = {}
     for page in ALL_PAGES:
         for script, words in COMMAND.findall(page.read_text(encoding="utf-8").replace("\\\n", " ")):

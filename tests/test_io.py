@@ -17,7 +17,6 @@ PARSERS = {
     *(
         "io.py",
         "config/yaml_text.py",
-        "apps/datatrove/steps.py",
         "apps/hf/custom/export.py",
         "apps/plan/assumptions.py",
     ),

@@ -120,7 +120,7 @@ def test_a_mistake_does_not_fit_the_schema(mistake: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("kind", "name"), PARTS, ids=PART_IDS)
 def test_each_option_of_a_part_has_its_text(kind: str, name: str) -> None:
     part: Any = registry.list_parts(kind)[name]
-    texts = tool("list_parts").meanings(part)
+    texts = tool("list_keys").meanings(part)
     assert texts.keys() == {field.name for field in dataclasses.fields(part.Config)} and all(texts.values())
 
 

@@ -74,7 +74,7 @@ def test_a_plugin_without_docstrings_shows_none(listed: Listed, tmp_path: Path, 
     arguments = ("--kind", "score_function", "--plugin", str(tmp_path / "untold.py"))
     block = listed(*arguments).split("\n  untold\n")[1].split("\n\n")[0]
     assert block.splitlines() == ["      untold_x: int = 5", "      source: -"]
-    assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in listed(*arguments, "--markdown")
+    assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in tool("list_keys").as_markdown("score_function")
 
 
 def test_a_plugin_that_is_not_there_is_one_line(refused: Callable[..., str]) -> None:

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.apps.reference.keys import GENERATED
 from tests.fault import Fault
 from tests.faults import FAULTS
 from tests.planted_faults import ROOT, planted
+from tools.list_keys import GENERATED
 
 
 def test_there_are_twenty_and_each_has_a_name() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import yaml
 
-from megamoe.apps.reference.keys import GENERATED
 from tests.support.tiny import tool
+from tools.list_keys import GENERATED
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"

@@ -38,8 +38,7 @@ from datatrove.pipeline.writers import JsonlWriter
 from datatrove.utils.hashing import HashConfig, create_hash_func
 from datatrove.utils.text import ngrams, simplify_text
 from datatrove.utils.word_tokenizers import load_word_tokenizer
-
-from megamoe.apps.datatrove.steps import MergeTokens, WriteTokens
+from token_steps import MergeTokens, WriteTokens
 
 STOP_WORDS = {
     *("the", "of", "and", "to", "in", "a", "is", "that", "for", "it", "as", "was"),
@@ -47,6 +46,7 @@ STOP_WORDS = {
 }
 LEAST_STOP_WORDS = 0.15  # of the words of an English text
 LANGUAGE = "eng"
+HERE = Path(__file__).resolve().parent  # where jobs find token_steps.py
 
 
 def arguments() -> argparse.Namespace:
@@ -129,7 +129,7 @@ def executor_of(options: argparse.Namespace) -> Callable[..., Any]:
             workers=options.workers,
             time=options.time,
             partition=options.partition,
-            env_command=options.env,
+            env_command="; ".join([f"export PYTHONPATH={HERE}:$PYTHONPATH", *filter(None, [options.env])]),
             job_name=name,
             logging_dir=f"{logs}/{name}",
             depends=depends,

@@ -1,1 +1,1 @@
-"""Generated reference: the keys of the configuration and the parts."""
+"""The list of all parts."""

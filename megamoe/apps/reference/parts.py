@@ -1,6 +1,6 @@
 """List every part and every preset that a configuration can name, with options, defaults and sources.
 
-python tools/list_parts.py --kind loss --plugin my_router.py [--markdown]
+python tools/list_parts.py --kind loss --plugin my_router.py
 """
 
 import dataclasses
@@ -26,7 +26,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--kind", choices=KINDS, help="only parts of this kind")
     parser.add_argument("--plugin", action="append", default=[], help="also the parts of this file or module")
-    parser.add_argument("--markdown", action="store_true", help="tables, as in docs/route/all_parts.md")
     options = parser.parse_args(arguments)
     try:
         for plugin in options.plugin:
@@ -34,8 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    show = as_markdown if options.markdown else as_text
-    print("\n\n".join(map(show, [options.kind] if options.kind else kinds())))
+    print("\n\n".join(map(as_text, [options.kind] if options.kind else kinds())))
     return 0
 
 
@@ -69,28 +67,6 @@ def wrapped(text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent="      ", subsequent_indent="      ")
 
 
-def as_markdown(kind: str) -> str:
-    """Every part of a kind, as a table."""
-    if kind == "preset":
-        blocks = [
-            f"### `{preset.name}`\n\n{preset.source}\n\n```yaml\n{composition(preset)}\n```"
-            for preset in registry.list_presets().values()
-        ]
-        return "## Presets\n\n" + "\n\n".join(blocks)
-    heading = f"## {registry.label(kind).capitalize()}"
-    rows = [heading, "", "| name | what it does | options | source |", "|---|---|---|---|"]
-    for name, part in registry.list_parts(kind).items():
-        options = "<br>".join(f"`{option}: {default}` ({kind})" for option, kind, default in options_of(part))
-        cells = [
-            f"`{name}`",
-            summary(part) or "-",
-            options + f"<br>{meaning(part)}".removesuffix("<br>") if options else "-",
-            source(part),
-        ]
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(rows)
-
-
 def composition(preset: registry.Preset) -> str:
     """A preset's keys of the section `moe`, as YAML."""
     return str(yaml.safe_dump(preset.tree, sort_keys=False, default_flow_style=None, width=90)).rstrip()
@@ -110,14 +86,6 @@ def meaning(part: Any) -> str:
     text = doc_of(part.Config)
     made_by_dataclass = text.startswith(f"{part.Config.__name__}(")
     return "" if made_by_dataclass or not dataclasses.fields(part.Config) else " ".join(text.split())
-
-
-def meanings(part: Any) -> dict[str, str]:
-    """The same by option, for `name: ...` or `name, name: ...` at the beginning of a sentence."""
-    name = f"(?:{'|'.join(field.name for field in dataclasses.fields(part.Config))})"
-    _, *pieces = re.split(rf"(?:^|(?<=\. ))({name}(?:, {name})*): ", meaning(part))
-    told = zip(pieces[::2], pieces[1::2], strict=True)
-    return {name: text.strip() for names, text in told for name in names.split(", ")}
 
 
 def yaml_value(value: Any) -> str:

@@ -23,8 +23,11 @@ def make_lines(folder: Path) -> None:
 
 
 def environment() -> dict[str, str]:
-    """Return the variables of a process that finds the project and the packages of this one."""
-    return {**os.environ, "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}".rstrip(":")}
+    """Return the variables of a process that finds the project, its examples and the packages of this one."""
+    return {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}:{ROOT}/examples/data:{os.environ.get('PYTHONPATH', '')}".rstrip(":"),
+    }
 
 
 def run_pipeline(folder: Path, kind: str, *options: str, name: str = "") -> None:

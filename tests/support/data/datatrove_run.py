@@ -8,8 +8,7 @@ from typing import Any
 
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
 from datatrove.pipeline.readers import JsonlReader
-
-from megamoe.apps.datatrove.steps import MergeTokens, WriteTokens
+from token_steps import MergeTokens, WriteTokens
 
 TASKS = 3
 

@@ -24,7 +24,6 @@ COMMON = ["the", "of", "and", "to", "in", "that", "for", "as", "was", "with", "b
 
 def write_tasks(prefix: Path, texts: list[str], tasks: int) -> None:
     from datatrove.data import Document
-
     from megamoe.apps.datatrove.steps import WriteTokens
 
     step = WriteTokens(str(prefix), "bytes")
