@@ -13,7 +13,7 @@ from megamoe.resilience.error_reporting import exit_process, hide_secrets
 COMMANDS = {
     "analyze": (
         "megamoe.apps.routing_analysis.command",
-        "What the routers of trained models do: ten analyses of checkpoints, as JSON and figures",
+        "What the routers of trained models do: eight analyses of checkpoints, as JSON and figures",
     ),
     "checkpoint": ("megamoe.apps.checkpoints.command", "Inspect, verify, convert, average, prune them"),
     "convert": (
@@ -23,10 +23,6 @@ COMMANDS = {
     "count": (
         "megamoe.apps.plan.count_command",
         "Count the parameters of models from their configurations, and compare them with published numbers",
-    ),
-    "deepspeed-launch": (
-        "megamoe.apps.cluster.launch_command",
-        "Start a run on several machines with DeepSpeed's launcher, after a check of what it needs",
     ),
     "evaluate": (
         "megamoe.apps.evaluation.command",

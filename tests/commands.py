@@ -24,7 +24,7 @@ PAGES = [page for page in ALL_PAGES if page not in TUTORIAL]
 FENCE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PROGRAM = re.compile(
     r"(?:[A-Z_]+=\S+ )*(?:(?:\.venv/bin/)?python|torchrun|make|megamoe|pip|sbatch|docker|apptainer|lm_eval|"
-    r"sacrebleu|echo|export)(?: |$)"
+    r"sacrebleu|deepspeed|echo|export)(?: |$)"
 )
 # The runs that the commands read: the demo, made small enough for 300 steps in seconds.
 SMALL = (
@@ -84,7 +84,6 @@ RULES = [
     Rule(r"python tools/evaluate\.py runs/demo moe\.router\.replay=.*",
          "tests/apps/routing_record/test_routing_record.py"),
     Rule(rf"python {DEMO} name=(cut|upcycled|tuned).*", "tests/checkpoint/test_init_from.py"),
-    Rule(r"python tools/report\.py runs/demo --live", "tests/apps/report/test_live_report.py"),
     Rule(r"(python|torchrun .*) ?tools/lm_eval\.py runs/demo .*", "tests/apps/lm_eval/test_model.py"),
     Rule(r"python tools/convert_hf\.py (upcycle|import models/dense).*", "tests/apps/hf/test_upcycle.py"),
     Rule(r"python pretrain_gpt_moe\.py --config runs/dense/.*", "tests/apps/hf/test_upcycling.py"),
@@ -99,7 +98,7 @@ RULES = [
     Rule(r"python tools/prepare_pairs\.py .*", "tests/apps/translation/test_prepare_pairs.py"),
     Rule(r"python tools/prepare_chat\.py .*|python tools/generate\.py runs/chat --chat",
          "tests/apps/chat/test_chat.py"),
-    Rule(r"python tools/deepspeed_launch\.py .*", "tests/apps/cluster"),
+    Rule(r"deepspeed --hostfile .*", "tests/distributed/launch/test_launch.py"),
     Rule(r"python tools/prepare_data\.py \S+\.bin'? .*", "tests/apps/prepare/test_token_files.py"),
     Rule(r"python examples/data/pipeline\.py .*", "tests/apps/prepare/test_datatrove.py"),
     Rule(r"sbatch .*|\.venv/bin/python tools/status\.py runs/first --watch", "tests/slurm/test_jobs.py"),

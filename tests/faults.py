@@ -467,15 +467,6 @@ FAULTS = (
         ("tests/cuda/test_training.py",),
     ),
     Fault(
-        "hostfile",
-        "a hostfile that is missing or wrong is one line before anything starts",
-        "run/faults.md",
-        "megamoe/apps/cluster/hostfile.py",
-        "        if match is None or int(match[2]) == 0:\n",
-        "        if match is None:\n",
-        ("tests/distributed/launch/test_deepspeed_launch.py",),
-    ),
-    Fault(
         "array-job",
         "a task of an array has Slurm's name <array>_<line>",
         "scale/slurm.md",

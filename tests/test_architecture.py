@@ -88,9 +88,7 @@ VENDORS = {
     "megatron": {"model", "compat"},
     "megatron.core.parallel_state": {"parallel", "parallel.zero", "optim", "checkpoint"},
     "megatron.core.datasets": {"data"},
-    "deepspeed": {
-        *("parallel", "parallel.zero", "optim", "checkpoint", "compat", "validation", "apps.cluster")
-    },
+    "deepspeed": {*("parallel", "parallel.zero", "optim", "checkpoint", "compat", "validation")},
     "transformer_engine": {"model", "compat", "validation"},
     "apex": {"model"},
     "triton": {"kernels", "compat"},

@@ -85,11 +85,6 @@ def test_a_report_of_what_is_no_run(tmp_path: Path, refused: Refused, kind: str)
         ),
         (["one", "--output=x.html"], "--output: x.html is for the page that compares runs, but one run is"),
         (["one", "two/../one", "--output=x.html"], "--output: x.html is for the page that compares runs"),
-        (["one", "--port=5"], "--port: found 5 without --live; add --live, or leave out --port"),
-        (
-            ["one", "two", "--live", "--output=x.html"],
-            "--output: found x.html beside --live, which writes no",
-        ),
     ],
 )
 def test_options_of_a_report_without_effect_are_refused_and_nothing_is_written(

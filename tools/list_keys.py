@@ -226,9 +226,7 @@ def as_markdown(kind: str) -> str:
     rows = [heading, "", "| name | what it does | options | source |", "|---|---|---|---|"]
     for name, part in registry.list_parts(kind).items():
         of_part = listed_options(part)
-        options = "<br>".join(
-            f"`{option}: {default}` ({kind})" for option, kind, default in listed_options(part)
-        )
+        options = "<br>".join(f"`{option}: {default}` ({kind})" for option, kind, default in of_part)
         cells = [
             f"`{name}`",
             summary(part) or "-",

@@ -2,8 +2,8 @@
 
     python docs/site/screenshots.py runs/demo runs/lab/study_cpu/runs/*
 
-The first run is that of docs/demo.png (a light page), docs/run/report_dark.png and docs/run/report_live.png;
-the others, several seeds of two configurations, are compared in docs/run/report_seeds.png. Of a page only the
+The first run is that of docs/demo.png (a light page) and docs/run/report_dark.png; the others,
+several seeds of two configurations, are compared in docs/run/report_seeds.png. Of a page only the
 sections that are named below are shown, so that the pictures stay small. Debian has the browser:
 apt-get install chromium.
 """
@@ -13,7 +13,6 @@ import base64
 import io
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +22,6 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megamoe.apps.report.live import LiveServer  # noqa: E402
 from megamoe.apps.report.page import write_page  # noqa: E402
 from megamoe.apps.report.run_statistics import read_run  # noqa: E402
 from tests.support.apps.browser import CHROMIUM, Page, opened  # noqa: E402
@@ -56,14 +54,6 @@ def main() -> int:
             show(page, comparison.as_uri(), "light", ["Over seeds", "Loss", "Routing"])
             read_values(page, "Loss: Validation loss", 3)
             save(page, options.output / "run/report_seeds.png")
-        with LiveServer([first], 0) as server:
-            thread = threading.Thread(target=server.serve_forever, args=(0.05,))
-            thread.start()
-            show(page, server.url, "light", ["Speed", "Gate"])
-            page.run("document.querySelectorAll('section:not([hidden]) details.definition')[0].open = true")
-            save(page, options.output / "run/report_live.png")
-            server.shutdown()
-            thread.join()
     return 0
 
 

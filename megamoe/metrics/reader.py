@@ -70,13 +70,10 @@ def tail_start(path: Path, step: int) -> int:
     return 0
 
 
-def whole_lines(
-    path: Path, keep_until: int | None = None, start: int = 0, first_number: int | None = 1
-) -> Iterator[Line]:
+def whole_lines(path: Path, keep_until: int | None = None, start: int = 0) -> Iterator[Line]:
     """Return the whole records of a `metrics.jsonl` in order, without those of steps after `keep_until`.
 
-    start: the byte to begin at, and first_number the number of its line; None: it is counted for an error
-    alone, and the records' numbers begin with 1.
+    start: the byte to begin at, where a line begins, which then has the number 1.
 
     Raises:
         UserError: if the file cannot be read; if a line before one of those is broken, and not by NULs.
@@ -90,13 +87,12 @@ def whole_lines(
     broken: UserError | None = None
     with file:
         file.seek(start)
-        for number, at, raw in _lines(file, first_number or 1, start):
+        for number, at, raw in _lines(file, start):
             text = raw.strip(BLANK)
             record = _parse(text)
             if record is None:
                 if broken is None and text and b"\0" not in raw:
-                    before = 0 if first_number else _count_lines(path, start)
-                    broken = _broken(path, before + number, text)
+                    broken = _broken(path, _count_lines(path, start) + number, text)
                 continue
             if keep_until is not None and record[names.STEP] > keep_until:
                 continue
@@ -108,11 +104,12 @@ def whole_lines(
             yield Line(number, begin, end + ended, record, ended)
 
 
-def _lines(file: BinaryIO, number: int, start: int) -> Iterator[tuple[int, int, bytes]]:
+def _lines(file: BinaryIO, start: int) -> Iterator[tuple[int, int, bytes]]:
     """Yield (number, offset in the file, bytes) of each line; a line that is too long comes in pieces.
 
-    number, start: of the first.
+    start: the offset of the first.
     """
+    number = 1
     while raw := file.readline(LONGEST_LINE):
         yield number, start, raw
         number += raw.endswith(b"\n")
@@ -157,48 +154,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         UserError: as `whole_lines`; if a metric is not a number, or if a layer's load is not a list of as
             many numbers as before.
     """
-    return Record(path).read()
-
-
-class Record:
-    """The records of a `metrics.jsonl` that may grow: what was read once is not read again."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._forget(None)
-
-    def _forget(self, file: tuple[int, int] | None) -> None:
-        self._file = file  # device and inode
-        self._lines, self._end = 0, 0  # whole lines that were read, and their bytes
-        self._by_step: dict[int, dict[str, Any]] = {}
-        self._experts: dict[str, int] = {}
-
-    def read(self) -> list[dict[str, Any]]:
-        """Return the records as `read_metrics`. A file that was replaced or shortened is read anew."""
-        try:
-            found = self._path.stat()
-        except (OSError, ValueError):
-            self._forget(None)  # opening it says what is wrong
-        else:
-            if self._file != (found.st_dev, found.st_ino) or found.st_size < self._end:
-                self._forget((found.st_dev, found.st_ino))
-        for line in whole_lines(self._path, start=self._end, first_number=self._lines + 1):
-            self._add(line)
-            if line.ended:  # else it may still be written
-                self._lines, self._end = line.number, line.end
-        return [self._by_step[step] for step in sorted(self._by_step)]
-
-    def _add(self, line: Line) -> None:
+    by_step: dict[int, dict[str, Any]] = {}
+    experts: dict[str, int] = {}
+    for line in whole_lines(path):
         for key in filter(_kind, line.record):
             value = line.record[key]
-            expected = _expected(key, value, self._experts)
+            expected = _expected(key, value, experts)
             if expected is not None:
                 shown = f"{key[:LONGEST_KEY]} is {_shown(value)}"
-                raise UserError(
-                    f"{self._path}: line {line.number}: {shown}, expected {expected}; remove the line"
-                )
+                raise UserError(f"{path}: line {line.number}: {shown}, expected {expected}; remove the line")
             line.record[key] = _in_range(value)
-        self._by_step[line.step] = line.record
+        by_step[line.step] = line.record
+    return [by_step[step] for step in sorted(by_step)]
 
 
 @lru_cache(maxsize=1 << 16)

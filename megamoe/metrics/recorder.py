@@ -98,7 +98,7 @@ def check_record(run_folder: Path, resumed_step: int) -> None:
     """
     path = run_folder / METRICS_FILE
     if path.exists():
-        for _ in whole_lines(path, resumed_step, tail_start(path, resumed_step), None):
+        for _ in whole_lines(path, resumed_step, tail_start(path, resumed_step)):
             pass
 
 
@@ -106,7 +106,7 @@ def _repeats(path: Path, resumed_step: int) -> int:
     """Return how many steps after `resumed_step` a record has; it is read as far as it is whole."""
     last = resumed_step
     with suppress(UserError):
-        for line in whole_lines(path, None, tail_start(path, resumed_step), None):
+        for line in whole_lines(path, None, tail_start(path, resumed_step)):
             last = max(last, line.step)
     return last - resumed_step
 
@@ -119,13 +119,13 @@ def _keep_whole(path: Path, step: int) -> None:
     """
     start = tail_start(path, step)
     kept = start  # bytes, as long as the lines follow each other
-    for line in whole_lines(path, step, start, None):
+    for line in whole_lines(path, step, start):
         kept = line.end if line.start == kept and line.ended else -1
     if kept == path.stat().st_size:
         return
     with path.open("rb") as source, replacing(path) as target:
         while (left := start - source.tell()) > 0:
             target.write(source.read(min(left, 1 << 20)))
-        for line in whole_lines(path, step, start, None):
+        for line in whole_lines(path, step, start):
             source.seek(line.start)
             target.write(source.read(line.end - line.start) + (b"" if line.ended else b"\n"))

@@ -1,1 +1,1 @@
-"""Tools for clusters: checks of nodes before training, a run's status, the deepspeed launcher's hostfile."""
+"""Tools for clusters: checks of nodes before training, and a run's status."""

@@ -37,7 +37,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--simulate", type=int, metavar="N", help="layouts that --search simulates (8)")
     add("--all-blocks", action="store_true", help="simulate every block of a deep model")
     add("--json", type=Path, metavar="FILE")
-    add("--picture", type=Path, metavar="FILE", help="SVG of the memory by phase")
     add("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_intermixed_args(arguments)
     try:
@@ -62,7 +61,6 @@ def _run(options: argparse.Namespace) -> None:
     if not 0 < options.disk < 1e6:
         raise UserError(f"--disk: found {options.disk:g}, expected GB/s above 0")
     check_writable("--json", options.json)
-    check_writable("--picture", options.picture)
     # A notice for PyTorch's developers: its fake tensors have no data, whose pointers attention compares.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     from megamoe.apps.plan.assumptions import read
@@ -72,7 +70,7 @@ def _run(options: argparse.Namespace) -> None:
     measured = read(options.assumptions) if options.assumptions else ()
     from megamoe.apps.plan.layout_search import SIMULATED, search, search_record, table
     from megamoe.apps.plan.plan import Cluster, make_plan
-    from megamoe.apps.plan.plan_page import page, picture, record
+    from megamoe.apps.plan.plan_page import page, record
     from megamoe.config import load_config
 
     config = load_config(options.config, options.overrides)
@@ -87,5 +85,3 @@ def _run(options: argparse.Namespace) -> None:
     print(page(plan))
     if options.json:
         write_text("--json", options.json, json.dumps(shown, indent=1) + "\n")
-    if options.picture:
-        write_text("--picture", options.picture, picture(plan))

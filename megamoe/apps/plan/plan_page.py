@@ -1,6 +1,5 @@
-"""A plan as a page, as JSON, and as a picture of the memory by phase (SVG)."""
+"""A plan as a page and as JSON."""
 
-import io
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -10,24 +9,11 @@ from megamoe.apps.plan.counter import CollectiveTotal
 from megamoe.apps.plan.hardware import Topology
 from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
-from megamoe.model.size import model_size, position_size, token_embeddings
-from megamoe.model.stage import stage_sizes
-from megamoe.parallel.zero.costs import state_bytes
-from megamoe.validation.memory import share_of
 
 GB = 1e9
-ROUTED = "routed experts"
-BESIDE = "routers and shared experts"
-OTHERS = "attention, dense FFNs and norms"
 LINKS = ("bytes", "inside", "between")  # of a row of collectives
-COLOURS = {  # of the picture; what stays from step to step comes first
-    PARAMETERS: "#4477aa",
-    OPTIMIZER: "#66ccee",
-    GRADIENTS: "#228833",
-    BATCH: "#bbbbbb",
-    ACTIVATIONS: "#ee6677",
-    TEMPORARY: "#ccbb44",
-}
+# The columns of the memory; what stays from step to step comes first.
+CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, ACTIVATIONS, TEMPORARY)
 
 
 def page(plan: Plan) -> str:
@@ -57,64 +43,6 @@ def _head(plan: Plan) -> list[str]:
 def _recomputed(plan: Plan) -> str:
     chosen = plan.config.model.recompute
     return chosen if isinstance(chosen, str) else ", ".join(chosen) or "none"
-
-
-def states_by_module(plan: Plan) -> dict[str, dict[str, float]]:
-    """Return the number of parameters of a rank by kind of module, and the bytes of states by `costs.memory`.
-
-    The states are those between two micro batches of a step, without buffers and without padding.
-    """
-    layout, size, config = plan.run.plan.layout, plan.size, plan.config
-    embedding, number_of_them = token_embeddings(config, plan.run.vocabulary.size)
-    embeddings, positions = embedding * number_of_them, position_size(config)
-    if plan.pipeline is not None:
-        number = plan.pipeline.fullest.number
-        size = stage_sizes(config, plan.run.vocabulary.size)[number]
-        has_both = number == layout.pipeline - 1 and config.model.multi_token_prediction.depth > 0
-        is_outer = number in (0, layout.pipeline - 1)
-        embeddings = embeddings if has_both else embedding if is_outer else 0
-        positions = positions if number == 0 or has_both else 0
-    parameters = {
-        ROUTED: size.expert / layout.expert_ranks,
-        BESIDE: float(size.moe_dense),
-        "embeddings and output layer": embeddings / layout.tensor + positions,
-    }
-    parameters[OTHERS] = plan.figures.numbers["parameters"] - sum(parameters.values())
-    of_muon = dict.fromkeys(parameters, 0.0)
-    if config.optimizer.name == "muon":
-        outside, of_muon[ROUTED] = size.matrices_on_rank(layout.tensor, layout.expert_ranks)
-        of_muon[BESIDE] = float(min(size.moe_dense, size.matrices[2]))
-        of_muon[OTHERS] = outside - of_muon[BESIDE]
-    return {
-        name: {"number": number, **_states_of(plan, name == ROUTED, number, of_muon[name])}
-        for name, number in parameters.items()
-    }
-
-
-def _states_of(plan: Plan, routed: bool, parameters: float, of_muon: float) -> dict[str, float]:
-    run = plan.run.plan
-    size = model_size(plan.config, plan.run.vocabulary.size)
-    share = 1 - size.frozen / size.expert if routed and size.frozen else 1.0
-    copies = run.layout.expert_copies if routed else run.layout.replicas
-    held = share_of(plan.config, parameters, share * parameters, copies, share * of_muon)
-    found = state_bytes([held], run.stage, run.precision, run.offload)
-    states = {PARAMETERS: found.weights, GRADIENTS: found.gradients, OPTIMIZER: found.optimizer}
-    host = found.cpu + found.nvme
-    return {**states, "offloaded": host} if host else states
-
-
-def _modules(plan: Plan) -> list[str]:
-    """The table of `states_by_module`."""
-    rows = states_by_module(plan)
-    names = [name for name in next(iter(rows.values())) if name != "number"]
-    head = "".join(f"{name:>18}" for name in ["M parameters", *names])
-    return [
-        f"  {'by module; states in GB':32}{head}",
-        *(
-            f"  {module:32}{row['number'] / 1e6:18.2f}" + "".join(f"{row[name] / GB:18.3f}" for name in names)
-            for module, row in rows.items()
-        ),
-    ]
 
 
 def _differences(plan: Plan) -> list[str]:
@@ -179,14 +107,14 @@ def _memory(plan: Plan) -> list[str]:
         verdict = f"DOES NOT FIT: {peak - usable:.1f} GB too much; {_way_out(plan)}"
     lines = [f"memory of a rank, GB: peak {peak:.2f} of {usable:.1f} usable; {verdict}"]
     phases = plan.figures.phase_peaks()
-    names = _categories(plan)
+    there = {name for _, name in plan.figures.peaks}
+    names = [name for name in CATEGORIES if name in there]
     lines.append(f"  {'phase':12}" + "".join(f"{name:>18}" for name in [*names, "peak"]))
     for phase, total in phases.items():
         sizes = [plan.figures.peaks.get((phase, name), 0.0) for name in names]
         lines.append(f"  {phase:12}" + "".join(f"{size / GB:18.3f}" for size in [*sizes, total]))
     states = ", ".join(f"{name} {size:,.0f}" for name, size in plan.figures.states.items())
     lines.append(f"  states, bytes: {states}")
-    lines += _modules(plan)
     host = sum(size for name, size in plan.figures.states.items() if name.endswith("on the host"))
     if host:
         ranks = plan.cluster.gpus_per_node
@@ -196,11 +124,6 @@ def _memory(plan: Plan) -> list[str]:
     }
     lines.append("  activations at the peak: " + _listed(kept, GB, 0.005))
     return lines
-
-
-def _categories(plan: Plan) -> list[str]:
-    found = {name for _, name in plan.figures.peaks}
-    return [name for name in COLOURS if name in found]
 
 
 def _way_out(plan: Plan) -> str:
@@ -367,7 +290,6 @@ def record(plan: Plan) -> dict[str, Any]:
         "parameters": plan.size.total,
         "active_parameters": plan.size.active,
         "differences": plan.config.differences,
-        "states_by_module": states_by_module(plan),
         "micro_batches": plan.micro_batches,
         "load": plan.load,
         "fits": plan.fits,
@@ -394,30 +316,3 @@ def record(plan: Plan) -> dict[str, Any]:
         "checkpoint_bytes": plan.checkpoint_bytes,
         "assumptions": _assumptions(plan)[1:],
     }
-
-
-def picture(plan: Plan) -> str:
-    """Return an SVG: a bar for each phase, of the categories of memory at its peak, and the device's size."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    phases, cluster = plan.figures.phase_peaks(), plan.cluster
-    rows = [f"{phase} {total / GB:.1f} GB" for phase, total in phases.items()]
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memory"}):
-        figure = Figure(figsize=(8.4, 1.6 + 0.4 * len(rows)), layout="constrained")
-        axes = figure.subplots()
-        left = [0.0] * len(rows)
-        for name in _categories(plan):
-            sizes = [plan.figures.peaks.get((phase, name), 0.0) / GB for phase in phases]
-            axes.barh(rows, sizes, left=left, height=0.65, color=COLOURS[name], label=name)
-            left = [start + size for start, size in zip(left, sizes, strict=True)]
-        axes.axvline(plan.usable_bytes / GB, color="black", label=f"{plan.usable_bytes / GB:.1f} GB usable")
-        axes.invert_yaxis()
-        figure.legend(loc="outside lower center", ncols=4, frameon=False)
-        figure.suptitle(
-            f"{plan.config.name} on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}: "
-            "memory of a rank at the peak of each phase"
-        )
-        svg = io.StringIO()
-        figure.savefig(svg, format="svg", metadata={"Date": None})
-    return svg.getvalue()

@@ -177,15 +177,13 @@ def statistics_table(run: Run, stats: RunStatistics) -> list[tuple[str, str]]:
     return table
 
 
-def document(title: str, main: str, live_s: float | None = None) -> str:
-    """Return the page around its `<main>`. live_s: seconds between refreshes of a served page."""
+def document(title: str, main: str) -> str:
+    """Return the page around its `<main>`."""
     from megamoe.apps.report.figures import library  # see there: not at every rank's start
 
     return Template(_asset("page.html")).substitute(
         title=escape(title),
         style=as_style() + _asset("page.css"),
-        live="" if live_s is None else f' data-live="{live_s:g}"',
-        connect="'none'" if live_s is None else "'self'",
         main=main,
         library=library(),
         script=_asset("page.js"),
@@ -200,7 +198,7 @@ def main_of(heading: str, subtitle: str, parts: list[str], sections: list[Sectio
     return "\n".join(
         [
             f"<main><header><h1>{escape(heading)}</h1><p>{escape(subtitle)}</p>",
-            f'<p id="told" role="status"></p>{navigation(sections)}</header>',
+            f"{navigation(sections)}</header>",
             KEYS if sections else "",
             *parts,
             *charts(sections),

@@ -18,7 +18,7 @@ from megamoe.errors import UserError
 from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_json, read_plain, real, reason
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_number, readable
-from megamoe.metrics.reader import Record
+from megamoe.metrics.reader import read_metrics
 from megamoe.redaction import redact
 
 Rows = list[dict[str, Any]]
@@ -100,10 +100,8 @@ class RunStatistics:
         return 100.0 * (self.val_loss_first - self.val_loss_last) / self.val_loss_first
 
 
-def read_run(folder: Path, record: Record | None = None) -> Run:
+def read_run(folder: Path) -> Run:
     """Read a run folder. A run that has recorded nothing yet, but has a config.yaml, has no rows.
-
-    record: of its metrics, if a part of them was read before.
 
     Raises:
         UserError: if the folder or its metrics are missing or cannot be read.
@@ -118,7 +116,7 @@ def read_run(folder: Path, record: Record | None = None) -> Run:
         raise UserError(f"{folder}: no such run folder; expected the folder of a run, such as runs/<name>")
     path, text = folder / METRICS_FILE, _config_text(folder / CONFIG_FILE)
     begun = text and not path.exists() and not path.is_symlink()
-    rows = [] if begun else (record or Record(path)).read()
+    rows = [] if begun else read_metrics(path)
     if not rows and not text:
         raise UserError(
             f"{path}: no metrics in it, and no {CONFIG_FILE} beside it; expected the folder of a run"

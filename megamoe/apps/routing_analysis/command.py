@@ -1,8 +1,8 @@
-"""What the routers of trained models do: ten analyses of checkpoints, as JSON and figures.
+"""What the routers of trained models do: eight analyses of checkpoints, as JSON and figures.
 
 python tools/analyze_routing.py runs/demo
 python tools/analyze_routing.py runs/demo/checkpoints/step_00000150 runs/demo/checkpoints/step_00000300
-python tools/analyze_routing.py runs/demo --analyses removal --layers 2 --samples 16
+python tools/analyze_routing.py runs/demo --analyses load,tokens --layers 2 --samples 16
 torchrun --nproc-per-node 2 tools/analyze_routing.py runs/demo parallel.expert=2
 
 The model runs over a validation set, the run's own by default, and some of its tokens are kept one by one
@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
         "--analyses",
         default="",
         metavar="A,B,...",
-        help="collapse, required, positive, load, tokens, map, coactivation, removal, fluctuation, "
-        "consistency; default: those that suit the checkpoints, without removal",
+        help="collapse, required, positive, load, tokens, map, fluctuation, consistency; default: those that "
+        "suit the checkpoints",
     )
     parser.add_argument("--data", metavar="NAME=PREFIX", help="prepared data, instead of the run's")
     parser.add_argument("--set", metavar="NAME", help="which validation set; default: the first")

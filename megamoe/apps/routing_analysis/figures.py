@@ -125,30 +125,6 @@ def draw_map(figure: Figure, results: Results) -> None:
         figure.colorbar(shown, ax=axes, label="expert (number of the first choice)", ticks=numbers)
 
 
-def draw_coactivation(figure: Figure, results: Results) -> None:
-    """Draw how often two experts are chosen together."""
-    name, found = _last(results, "coactivation")
-    for axes, number in _panels(figure, f"Experts chosen together: {name}", [*found]):
-        share_EE = 100 * np.asarray(found[number]["share_EE"])
-        np.fill_diagonal(share_EE, np.nan)
-        shown = axes.imshow(share_EE, cmap="viridis", vmin=0, aspect="auto", interpolation="nearest")
-        axes.grid(False)
-        _expert_axis(axes)
-        axes.set_ylabel("of the tokens of expert (number)")
-        axes.yaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-        figure.colorbar(shown, ax=axes, label="chose this one too (%)")
-
-
-def draw_removal(figure: Figure, results: Results) -> None:
-    """Draw how much the loss rises without each expert."""
-    name, found = _last(results, "removal")
-    for axes, number in _panels(figure, f"Without one expert: {name}", [*found["layers"]]):
-        rise_E = found["layers"][number]["rise_E"]
-        axes.bar(np.arange(len(rise_E)), rise_E, width=0.8)
-        _expert_axis(axes)
-        axes.set_ylabel("rise of the loss (nats a token)")
-
-
 def draw_fluctuation(figure: Figure, results: Results) -> None:
     """Draw the share of tokens that change their expert; as Chi et al. 2022, figure 3a."""
     rows = results["comparisons"]["fluctuation"]
@@ -187,8 +163,6 @@ DRAW: dict[str, Callable[[Figure, Results], None]] = {
     "load": draw_load,
     "tokens": draw_tokens,
     "map": draw_map,
-    "coactivation": draw_coactivation,
-    "removal": draw_removal,
     "fluctuation": draw_fluctuation,
     "consistency": draw_consistency,
 }
@@ -311,7 +285,6 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
         "mutual information with the token, bits",
         lambda found: f"{found['mutual_information']:.4f} (shuffled {found['chance']:.4f})",
     ),
-    "coactivation": ("largest lift of two experts", lambda found: _number(found["max_lift"], "{:.3f}")),
     "map": ("map", lambda found: f"{found['method']}, {len(found['first_S'])} tokens"),
 }
 
@@ -338,11 +311,6 @@ def _of_checkpoint(name: str, found: dict[str, Any]) -> Iterator[str]:
             for number, share in found[kind].items():
                 percent = None if share is None else 100 * share
                 yield f"  layer {number}, {kind}: positive activations {_number(percent, '{:.2f} %')}"
-    elif name == "removal":
-        for number, layer in found["layers"].items():
-            rise_E = layer["rise_E"]
-            worst = max(range(len(rise_E)), key=rise_E.__getitem__)
-            yield f"  layer {number}: without expert {worst} the loss rises most, by {rise_E[worst]:.4f} nats"
     else:
         label, number_of = _NUMBERS[name]
         for number, layer in found.items():

@@ -10,7 +10,6 @@ from megamoe.apps.evaluation.perplexity import datasets_of
 from megamoe.apps.evaluation.trained_model import Session, TrainedModel
 from megamoe.apps.routing_analysis.collect import LayerPass, RoutingPass, TokenSample, chosen_layers, collect
 from megamoe.apps.routing_analysis.measures import (
-    coactivation,
     compare_loads,
     correlations,
     fluctuation,
@@ -22,19 +21,17 @@ from megamoe.apps.routing_analysis.measures import (
     training_load,
 )
 from megamoe.apps.routing_analysis.positives import check_activation, has_signs, positive_activations
-from megamoe.apps.routing_analysis.removal import removal
 from megamoe.errors import UserError
 from megamoe.objectives.objective import objective_class
 
-ALONE = ("collapse", "required", "positive", "load", "tokens", "map", "coactivation", "removal")
+ALONE = ("collapse", "required", "positive", "load", "tokens", "map")
 COMPARING = ("fluctuation", "consistency")
 ARCHITECTURES = ("decoder", "encoder")
-ASKED_FOR = ("removal",)  # one evaluation for each expert: only where it is asked for
 
 
 @dataclass(frozen=True)
 class Options:
-    """What to analyse. analyses: empty: all that suit the checkpoints, without those in `ASKED_FOR`.
+    """What to analyse. analyses: empty: all that suit the checkpoints.
 
     validation: the name of the data set; None: the first. samples: sequences; None: as many as in training.
     tokens: size of the token sample. layers: numbers of MoE layers; empty: all. thresholds: of `required`.
@@ -195,7 +192,6 @@ def examine(trained: TrainedModel, data: StudyData, options: Options) -> Examine
     collective = {
         "load": lambda: compare_loads(found, training_load(*inputs, layers)),
         "positive": lambda: positive_activations(*inputs, layers),
-        "removal": lambda: removal(*inputs, layers),
     }
     results: dict[str, Any] = {name: run() for name, run in collective.items() if name in wanted}
     if trained.world.is_first:  # the others have the same tokens, and would only compute the same
@@ -248,7 +244,7 @@ def _consistency(runs: list[Examined]) -> dict[str, Any]:
 def _suitable(trained: TrainedModel) -> tuple[str, ...]:
     """Return the analyses that need no comparison and that the model allows."""
     signed = has_signs(trained)
-    return tuple(name for name in ALONE if name not in ASKED_FOR and (signed or name != "positive"))
+    return tuple(name for name in ALONE if signed or name != "positive")
 
 
 def check_shape(trained: TrainedModel, first: Examined, options: Options) -> None:
@@ -281,5 +277,4 @@ OF_PASS: dict[str, Callable[[TrainedModel, RoutingPass, LayerPass], Any]] = {
     "required": lambda trained, found, layer: required(layer, found.thresholds),
     "tokens": _tokens,
     "map": lambda trained, found, layer: token_map(layer),
-    "coactivation": lambda trained, found, layer: coactivation(layer.chosen_SE.numpy()),
 }

@@ -2,14 +2,11 @@
 
 import base64
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from megamoe.apps.report.live import LiveServer
 from megamoe.apps.report.page import write_page, write_report
 from megamoe.apps.report.run_statistics import read_run
 from tests.apps.report.test_report import full_rows
@@ -239,35 +236,3 @@ def test_without_scripts_the_tables_are_shown(page: Page) -> None:
         assert page.run("document.querySelector('.plot').getBoundingClientRect().height") == 0
     finally:
         page.send("Emulation.setScriptExecutionDisabled", value=False)
-
-
-def test_a_live_page_refreshes_itself_and_keeps_the_zoom(browser: Page, tmp_path: Path) -> None:
-    browser.show(1280, 900)
-    metrics = tmp_path / "metrics.jsonl"
-    rows: list[dict[str, Any]] = [{"step": step, "train/lm_loss": 9.0 - step} for step in range(1, 7)]
-    metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows[:4]))
-    with LiveServer([tmp_path], 0, refresh_s=0.1) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        browser.events.clear()
-        browser.open(server.url)
-        browser.wait_for(f"{PLOT}.dataset.drawn === 'linear'")
-        x, y = browser.middle_of('[id="Loss: Loss"] .nsewdrag')
-        browser.drag((x - 100, y), (x, y), (x + 100, y))
-        zoomed = browser.wait_for(
-            f"{PLOT}._fullLayout.xaxis.range[0] > 1.2 && {PLOT}._fullLayout.xaxis.range"
-        )
-        browser.run("document.getElementById('definition of Loss: Loss').open = true")
-        browser.run(f"{PLOT}.focus()")
-        with metrics.open("a") as file:
-            file.write("".join(f"{json.dumps(row)}\n" for row in rows[4:]))
-        browser.wait_for("document.querySelector('header p').textContent.startsWith('6 steps')")
-        browser.wait_for(f"{PLOT}.data[0].x.length === 6")
-        assert browser.run(f"{PLOT}._fullLayout.xaxis.range") == zoomed
-        assert browser.run("document.getElementById('definition of Loss: Loss').open")
-        assert browser.run("document.activeElement.id") == "Loss: Loss", "the focus stays"
-        browser.run("refresh(0.1, null), true")
-        server.shutdown()
-        thread.join()
-    browser.wait_for("document.getElementById('told').textContent.includes('does not answer')")
-    assert browser.run("document.querySelector('header p').textContent.startsWith('6 steps')")

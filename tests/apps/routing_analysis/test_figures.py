@@ -30,15 +30,12 @@ LAYER: dict[str, Any] = {
     },
     "tokens": {"mutual_information": 0.5, "expert_entropy": 1.0, "share": 0.5, "chance": 0.1, "experts": []},
     "map": {"method": "pca", "explained": [0.5, 0.25], "xy_S2": [[0, 1], [1, 0]], "first_S": [-1, 1]},
-    "coactivation": {"share_EE": [[1, 0.5], [0.5, 1]], "max_lift": None},
 }
 
 
 def results_of(steps: list[int], layers: list[str]) -> dict[str, Any]:
     analyses: dict[str, Any] = {name: {number: found for number in layers} for name, found in LAYER.items()}
     analyses["positive"] = {"experts": {number: None for number in layers}, "dense": {}}
-    removal = {"rise_E": [0.5, -0.25], "share_E": [0.5, 0.5]}
-    analyses["removal"] = {"lm_loss": 2.0, "layers": {number: removal for number in layers}}
     rows = [
         {
             "run": "a$b_{",

@@ -17,7 +17,6 @@ from megamoe.apps.routing_analysis.collect import (
 from megamoe.apps.routing_analysis.measures import (
     changed_first,
     changed_sets,
-    coactivation,
     compare_loads,
     correlations,
     fluctuation,
@@ -157,15 +156,6 @@ def test_the_tables_of_tokens_by_hand() -> None:
     left = (3 * entropy_of(2, 1) + 2 * 1.0) / 6
     assert described["mutual_information"] == pytest.approx(described["expert_entropy"] - left)
     assert described["share"] == pytest.approx(described["mutual_information"] / described["expert_entropy"])
-
-
-def test_coactivation_by_hand() -> None:
-    found = coactivation(layer_pass([[0, 1], [0, 1], [0, 2], [2, 0]]).chosen_SE.numpy())
-    assert found["together_EE"] == [[4, 2, 2, 0], [2, 2, 0, 0], [2, 0, 2, 0], [0, 0, 0, 0]]
-    assert found["share_EE"][1] == [1.0, 1.0, 0.0, 0.0] and found["share_EE"][0][1] == 0.5
-    assert found["lift_EE"][0] == [1.0, 1.0, 1.0, None] and found["lift_EE"][1][1] == 2.0
-    assert found["max_lift"] == 1.0
-    assert coactivation(layer_pass([[3], [3]]).chosen_SE.numpy())["max_lift"] is None
 
 
 def test_loads_by_hand() -> None:

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.routing_analysis.collect import WINDOW, RoutingPass, TokenSample, chosen_layers, collect
 from megamoe.apps.routing_analysis.measures import DRAWS, training_load
 from megamoe.apps.routing_analysis.positives import positive_activations
-from megamoe.apps.routing_analysis.removal import removal
 from megamoe.apps.routing_analysis.study import Options, StudyData, check_shape, examine
 from megamoe.errors import UserError
 from megamoe.moe.routing import Routing
@@ -146,22 +144,6 @@ def test_positive_activations_count_the_rows_of_pairs_alone(other: str) -> None:
         layers = chosen_layers(trained, ())
         found.append(positive_activations(trained, data_of(trained), SAMPLES, layers)["experts"])
     assert found[1] == pytest.approx(found[0])
-
-
-def test_a_removed_expert_is_one_whose_output_is_zero() -> None:
-    trained = opened(TOP_2)
-    layers = chosen_layers(trained, (2,))
-    found = removal(trained, data_of(trained), SAMPLES, layers)
-    assert found["lm_loss"] == perplexity_on(trained, data_of(trained), SAMPLES).lm_loss
-    down: Any = layers[2].experts.down
-    for expert, rise in enumerate(found["layers"]["2"]["rise_E"]):
-        kept = down.data[expert].clone()
-        down.data[expert] = 0
-        expected = perplexity_on(trained, data_of(trained), SAMPLES).lm_loss - found["lm_loss"]
-        down.data[expert] = kept
-        assert rise == pytest.approx(expected, abs=1e-6) and rise != 0
-    load_E = passed(trained).layers[2].load_E.double()
-    assert np.allclose(found["layers"]["2"]["share_E"], load_E / load_E.sum())
 
 
 def test_loads_in_training_mode_are_those_of_the_next_steps() -> None:

@@ -80,13 +80,10 @@ def tool_runs(folder: Path) -> tuple[tuple[int, str, str], list[tuple[int, str, 
     ]
 
 
-def several_runs(folder: Path) -> list[tuple[int, str, str]]:
-    """Job: what the tool says to several checkpoints, and of what is removed."""
+def several_runs(folder: Path) -> tuple[int, str, str]:
+    """Job: what the tool says to several checkpoints."""
     steps = sorted((folder / "a/checkpoints").glob("step_*"))
-    return [
-        tool(*steps, folder / "b", "--output", folder / "out", "--layers", "2"),
-        tool(folder / "a", "--analyses", "removal", "--output", folder / "out_2"),
-    ]
+    return tool(*steps, folder / "b", "--output", folder / "out", "--layers", "2")
 
 
 @pytest.fixture(scope="module")
@@ -98,12 +95,12 @@ def outcome(pool: Pool, folder: Path) -> Any:
 def test_one_checkpoint(outcome: Any, folder: Path) -> None:
     code, output, errors = outcome[0]
     assert (code, errors) == (0, ""), errors
-    assert f"9 files in {folder}/a/routing" in output and "representation collapse RC" in output
+    assert f"8 files in {folder}/a/routing" in output and "representation collapse RC" in output
     results = json.loads((folder / "a/routing/routing.json").read_text())
     (checkpoint,) = results["checkpoints"]
     assert results["data"] == {"name": "valid", "samples": 8, "sampled_tokens": 40}
     assert (checkpoint["run"], checkpoint["step"], checkpoint["tokens"]) == ("a", 2, 8 * 32)
-    assert checkpoint["analyses"].keys() == set(ALONE) - {"removal"} and results["comparisons"] == {}
+    assert checkpoint["analyses"].keys() == set(ALONE) and results["comparisons"] == {}
     for name in checkpoint["analyses"]:
         assert (folder / f"a/routing/{name}.png").read_bytes().startswith(b"\x89PNG")
     assert "expert 3" in (folder / "a/routing/tokens.txt").read_text()
@@ -111,8 +108,8 @@ def test_one_checkpoint(outcome: Any, folder: Path) -> None:
 
 @pytest.mark.full
 def test_several_checkpoints_are_compared(pool: Pool, folder: Path) -> None:
-    (outcomes,) = pool.run(several_runs, folder, ranks=1)
-    assert [(code, errors) for code, _, errors in outcomes] == [(0, "")] * 2
+    ((code, _, errors),) = pool.run(several_runs, folder, ranks=1)
+    assert (code, errors) == (0, "")
     results = json.loads((folder / "out/routing.json").read_text())
     (change,) = results["comparisons"]["fluctuation"]  # not between the two runs
     assert (change["earlier"], change["later"]) == ("a, step 1", "a, step 2")
@@ -122,8 +119,6 @@ def test_several_checkpoints_are_compared(pool: Pool, folder: Path) -> None:
     matrix = runs["layers"]["2"]["correlation_RR"]
     assert runs["layers"]["2"]["consistency"] == pytest.approx((1 + matrix[0][1]) / 2)
     assert all((folder / f"out/{name}.png").exists() for name in COMPARING)
-    removed = json.loads((folder / "out_2/routing.json").read_text())["checkpoints"][0]["analyses"]
-    assert [*removed] == ["removal"] and len(removed["removal"]["layers"]["2"]["rise_E"]) == 4
 
 
 def test_bad_input_is_a_line(outcome: Any, folder: Path) -> None:

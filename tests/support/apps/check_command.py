@@ -3,14 +3,12 @@
 import copy
 import io
 import json
-import math
 import tempfile
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
-from xml.etree import ElementTree
 
 import torch
 import yaml
@@ -48,13 +46,12 @@ def called(folder: str, *options: str) -> tuple[int, str, str]:
 
 
 def check_command_prints_a_plan() -> None:
-    """The page, the JSON file and the picture have the same figures."""
+    """The page and the JSON file have the same figures."""
     with tempfile.TemporaryDirectory() as folder:
-        stored, drawn = Path(folder) / "plan.json", Path(folder) / "plan.svg"
-        code, page, errors = called(folder, "--json", str(stored), "--picture", str(drawn))
+        stored = Path(folder) / "plan.json"
+        code, page, errors = called(folder, "--json", str(stored))
         assert code == 0, errors
         plan = json.loads(stored.read_text())
-        bars = ElementTree.fromstring(drawn.read_text())
     lines = page.splitlines()
     assert lines[0].startswith("small: ") and lines[0].endswith("on 1 x 4 H100 SXM")
     assert lines[1] == (
@@ -71,21 +68,8 @@ def check_command_prints_a_plan() -> None:
     place = lines.index("differences from the published model:")
     assert lines[place + 1 : place + 3] == ["  a smaller corpus & another vocabulary", ""]
     assert plan["differences"] == RUN["differences"]
-    by_module = plan["states_by_module"]
-    modules = {name: row.pop("number") for name, row in by_module.items()}
-    for name, size in plan["states"].items():  # of which the tensors of the engine are padded
-        assert math.isclose(sum(row[name] for row in by_module.values()), size, rel_tol=0.02), name
-    assert modules["routed experts"] == 3 * 64 * 96  # one of the four experts
-    assert modules["routers and shared experts"] == 4 * 64
-    assert modules["embeddings and output layer"] == 512 * 64
-    assert f"{sum(modules.values()) / 1e6:,.1f} M parameters on a rank" in lines[2]
     check_collective_lines(lines, plan["collectives"])
     assert lines[lines.index("assumed, not measured:") + 1 :] == plan["assumptions"]
-    texts = [text.text or "" for text in bars.iter("{http://www.w3.org/2000/svg}text")]
-    assert "small on 1 x 4 H100 SXM: memory of a rank at the peak of each phase" in texts
-    for phase, sizes in plan["phases"].items():
-        assert f"{phase} {sum(sizes.values()) / 1e9:.1f} GB" in texts
-        assert sizes.keys() <= set(texts)
 
 
 def check_command_plans_stages() -> None:

@@ -8,7 +8,6 @@ const PAPER = { whole: { width: 690, height: 300 }, half: { width: 330, height: 
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let content = null; // the figures, their template, and the dark page's colours by those of the light one
 let printing = false;
-let watcher = null;
 // A figure changes its width without the window when a scroll bar or a column comes or goes.
 const resizer = new ResizeObserver((entries) => {
   if (printing) return;
@@ -41,7 +40,7 @@ function draw(place) {
     if (hidden.has(trace.legendgroup)) trace.visible = false;
   }
   const kind = isLog ? "log" : "linear";
-  layout.uirevision = kind + (place.shownAll ?? ""); // a zoom stays when the page is refreshed
+  layout.uirevision = kind + (place.shownAll ?? ""); // else a zoom stays
   layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom"; // a finger scrolls the page
   if (printing) Object.assign(layout, place.closest(".whole") ? PAPER.whole : PAPER.half);
   place.dataset.drawn = kind;
@@ -157,70 +156,9 @@ function drawAgain() {
   return Promise.all(places("[data-drawn]").map(draw));
 }
 
-function readContent() {
-  content = JSON.parse(document.getElementById("figures").textContent);
-  watcher?.disconnect();
-  resizer.disconnect();
-  watcher = new IntersectionObserver(
-    (entries) => {
-      for (const entry of entries) {
-        if (entry.isIntersecting && !entry.target.dataset.drawn) draw(entry.target);
-      }
-    },
-    { rootMargin: "600px" },
-  );
-  for (const place of places()) {
-    watcher.observe(place);
-    resizer.observe(place);
-  }
-}
-
 function setPrinting(value) {
   printing = value;
   return Promise.all(places(value ? "" : "[data-drawn]").map(draw));
-}
-
-// A live page: new content replaces the old; plots of the same place and title keep their zoom.
-function replaceContent(text) {
-  const focused = document.activeElement.id || document.activeElement.closest("details, .plot")?.id;
-  const fresh = new DOMParser().parseFromString(text, "text/html");
-  const kept = new Map(places("[data-drawn]").map((place) => [place.id, place]));
-  for (const place of fresh.querySelectorAll(".plot")) {
-    const old = kept.get(place.id);
-    if (old === undefined) continue;
-    old.dataset.figure = place.dataset.figure;
-    place.replaceWith(old);
-  }
-  for (const button of document.querySelectorAll("button[aria-pressed][id]")) {
-    fresh.getElementById(button.id)?.setAttribute("aria-pressed", button.getAttribute("aria-pressed"));
-  }
-  for (const details of document.querySelectorAll("details[open]")) {
-    fresh.getElementById(details.id)?.setAttribute("open", "");
-  }
-  const at = scrollY;
-  document.querySelector("main").replaceWith(fresh.querySelector("main"));
-  scrollTo(0, at);
-  const again = focused ? document.getElementById(focused) : null;
-  (again?.matches("details") ? again.querySelector("summary") : again)?.focus({ preventScroll: true });
-  readContent();
-  return drawAgain();
-}
-
-async function refresh(seconds, version) {
-  const began = performance.now();
-  let told = "";
-  try {
-    const answer = await fetch("content", { headers: version ? { "If-None-Match": version } : {}, cache: "no-store" });
-    if (answer.status === 200) {
-      await replaceContent(await answer.text());
-      version = answer.headers.get("ETag");
-    } else if (answer.status !== 304) told = await answer.text();
-  } catch {
-    told = "The server does not answer; the page shows its last state.";
-  }
-  document.getElementById("told").textContent = told;
-  const wait = Math.max(seconds, (5 * (performance.now() - began)) / 1000); // a long record is read less often
-  setTimeout(refresh, 1000 * wait, seconds, version);
 }
 
 async function start() {
@@ -243,9 +181,19 @@ async function start() {
   dark.addEventListener("change", drawAgain);
   addEventListener("beforeprint", () => setPrinting(true));
   addEventListener("afterprint", () => setPrinting(false));
-  readContent();
-  const seconds = Number(document.body.dataset.live ?? 0);
-  if (seconds) setTimeout(refresh, 1000 * seconds, seconds, null);
+  content = JSON.parse(document.getElementById("figures").textContent);
+  const watcher = new IntersectionObserver(
+    (entries) => {
+      for (const entry of entries) {
+        if (entry.isIntersecting && !entry.target.dataset.drawn) draw(entry.target);
+      }
+    },
+    { rootMargin: "600px" },
+  );
+  for (const place of places()) {
+    watcher.observe(place);
+    resizer.observe(place);
+  }
 }
 
 start();
