@@ -75,7 +75,6 @@ def arguments() -> argparse.Namespace:
         help="of English: by the model lid.176, a download of 126 MB; or by the share of common words",
     )
     add("--least-words", type=int, default=50, help="of a document")
-    add("--shuffle", type=int, metavar="SEED", help="shuffle the documents")
     add("--executor", choices=("local", "slurm", "ray"), default="local")
     add("--partition", help="of Slurm")
     add("--time", default="02:00:00", help="limit of a task on Slurm")
@@ -186,7 +185,7 @@ def stages(options: argparse.Namespace) -> list[tuple[str, list[Any], int]]:
         last.append(NGramsDecontFilter(f"{work}/held_out", grams, language=LANGUAGE))
     found.append(("tokens", [*last, WriteTokens(options.output, options.tokenizer)], tasks))
     counted = [(f"{work}/logs/{name}", tasks) for name in ("filter", "tokens")]
-    merge = MergeTokens(options.output, options.tokenizer, tasks, counted, options.shuffle)
+    merge = MergeTokens(options.output, options.tokenizer, tasks, counted)
     return [*found, ("merge", [merge], 1)]
 
 

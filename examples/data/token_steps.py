@@ -17,8 +17,7 @@ from datatrove.pipeline.base import PipelineStep
 
 from megamoe.apps.prepare.parts import FOLDER, RECORDS, Part, join_parts, unfinished
 from megamoe.apps.prepare.prepare import in_batches, loaded, publish
-from megamoe.apps.prepare.shuffle import scattered, shuffle_parts
-from megamoe.apps.prepare.write import LOCK, TextCounts, locked_folder, reference_of, write_card, write_tokens
+from megamoe.apps.prepare.write import TextCounts, locked_folder, reference_of, write_card, write_tokens
 from megamoe.data.card import DataCard, DataFiles, SourceCard, StepCard
 from megamoe.data.index_file import token_dtype
 from megamoe.errors import UserError
@@ -82,7 +81,6 @@ class MergeTokens(PipelineStep):
         tokenizer: as for `WriteTokens`.
         tasks: their number.
         counted: the logging folders of pipelines whose counts go into the card, with their numbers of tasks.
-        shuffle: the seed to shuffle documents by; None: they stay in the order of the tasks.
     """
 
     type = "megamoe"
@@ -94,11 +92,10 @@ class MergeTokens(PipelineStep):
         tokenizer: str,
         tasks: int,
         counted: Sequence[tuple[Any, int]] = (),
-        shuffle: int | None = None,
     ) -> None:
         super().__init__()
         self.prefix, self.tokenizer = str(Path(prefix).absolute()), _absolute(tokenizer)
-        self.tasks, self.shuffle = tasks, shuffle
+        self.tasks = tasks
         self.counted = [(get_datafolder(folder), number) for folder, number in counted]
 
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
@@ -116,13 +113,9 @@ class MergeTokens(PipelineStep):
         if files.card.exists():
             raise UserError(f"output {self.prefix!r} exists; remove it or choose another prefix")
         new = DataFiles(files.partial / files.prefix.name)
-        dtype, folder = token_dtype(tokenizer.vocab_size), files.partial / FOLDER
         with locked_folder(files.partial, self.prefix, kept=(FOLDER, new.bin.name), worth=RECORDS):
             parts = [_part(self.prefix, self.tokenizer, number, self.tasks) for number in range(self.tasks)]
-            if self.shuffle is None:
-                missing = unfinished(parts, new.bin)
-            else:
-                missing = unfinished(parts[scattered(parts, folder, new.bin, self.shuffle) :], folder / LOCK)
+            missing = unfinished(parts, new.bin)
             if missing:
                 raise UserError(
                     f"output {self.prefix!r}: {len(missing)} of {self.tasks} tasks have not finished, the "
@@ -134,13 +127,10 @@ class MergeTokens(PipelineStep):
                 assert record is not None, "every part is finished"
                 counts.add(record["facts"])
             counts.check(self.tasks)
-            if self.shuffle is None:
-                counts_V = join_parts(parts, new, dtype)
-            else:
-                counts_V = shuffle_parts(parts, new, dtype, self.shuffle, folder)
+            counts_V = join_parts(parts, new, token_dtype(tokenizer.vocab_size))
             reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
             steps = [step for folder, number in self.counted for step in counts_of_steps(folder, number)]
-            card = write_card(counts, tokenizer, reference, new, counts_V, self.shuffle, steps)
+            card = write_card(counts, tokenizer, reference, new, counts_V, steps)
             publish(new, files, tokenizer)
         self.stat_update("documents", value=card.documents)
         self.stat_update("tokens", value=card.tokens)

@@ -59,8 +59,7 @@ class Claim:
 class Finding:
     """What the seeds say of one comparison.
 
-    differences: right - left by seed. low, high: of the interval. logarithms: if all measures are
-    exponential, the mean of ln(right) - ln(left) and the two ends of its interval.
+    differences: right - left by seed. low, high: of the interval.
     """
 
     text: str
@@ -69,7 +68,6 @@ class Finding:
     mean: float | None
     low: float | None
     high: float | None
-    logarithms: tuple[float | None, float | None, float | None] | None = None
 
 
 def parse_claim(text: str, where: str) -> Claim:
@@ -143,24 +141,19 @@ def _operand(node: ast.Call) -> tuple[str, str]:
     return node.func.id, node.args[0].id
 
 
-def decide(
-    claim: Claim, values: Values, seeds: Collection[int], exponential: Collection[str] = ()
-) -> tuple[Verdict, list[Finding]]:
+def decide(claim: Claim, values: Values, seeds: Collection[int]) -> tuple[Verdict, list[Finding]]:
     """Return the verdict on a claim, and what was found of each of its comparisons.
 
     seeds: those that every row should have. Seeds in which an operand is missing or not finite are left
-    out; then the others give an interval, and no verdict. Without any, it is not measured. exponential: the
-    measures of which the logarithms are compared too.
+    out; then the others give an interval, and no verdict. Without any, it is not measured.
     """
-    findings = [_finding(each, values, seeds, exponential) for each in claim.comparisons]
+    findings = [_finding(each, values, seeds) for each in claim.comparisons]
     verdicts = {each.verdict for each in findings}
     ordered: tuple[Verdict, ...] = ("not seen", "not measured", "within noise", "seen")
     return next(verdict for verdict in ordered if verdict in verdicts), findings
 
 
-def _finding(
-    comparison: Comparison, values: Values, seeds: Collection[int], exponential: Collection[str]
-) -> Finding:
+def _finding(comparison: Comparison, values: Values, seeds: Collection[int]) -> Finding:
     operands = [*Claim([comparison]).operands()]
     shared = set.intersection(*(set(values.get(name, {}).get(row, {})) for name, row in operands))
     left, right = (
@@ -172,12 +165,7 @@ def _finding(
     verdict: Verdict = "within noise" if found else "not measured"
     if low is not None and high is not None and set(found) >= set(seeds):
         verdict = "seen" if low > 0 else "not seen" if high < 0 else "within noise"
-    logarithms = None
-    if all(name in exponential for name, _ in operands) and all(
-        0 < side[seed] < math.inf for side in (left, right) for seed in found
-    ):
-        logarithms = interval([math.log(right[seed]) - math.log(left[seed]) for seed in found])
-    return Finding(comparison.text, verdict, found, mean, low, high, logarithms)
+    return Finding(comparison.text, verdict, found, mean, low, high)
 
 
 def paired(these: Mapping[int, float], others: Mapping[int, float]) -> dict[int, float]:

@@ -147,17 +147,14 @@ def _open_folder(output: Path, overwrite: bool) -> int:
 
 
 def _introduce(plan: Any, output: Path) -> None:
-    """Print what the study is, and the rows that cannot run; refuse one whose data is missing, and rows and
-    stages that can run nowhere.
-    """
-    from megamoe.apps.lab.checks import check_data, rows_that_cannot_run
+    """Print what the study is, and the rows that cannot run; refuse rows and stages that can run nowhere."""
+    from megamoe.apps.lab.checks import rows_that_cannot_run
     from megamoe.apps.lab.tasks import planned_tasks
 
     print(": ".join(filter(None, (plan.study.title, plan.study.source))), flush=True)
     print(
         f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
     )
-    check_data(plan)
     planned_tasks(plan, output)
     for line in rows_that_cannot_run(plan):
         print(line, flush=True)

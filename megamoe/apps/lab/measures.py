@@ -1,6 +1,7 @@
 """The numbers of a study's rows and seeds, read from what its tasks have written."""
 
 import math
+import re
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from megamoe.metrics.recorder import METRICS_FILE
 from megamoe.registry import nearest
 
 LARGEST_RESULT = 1 << 28  # bytes
+INDEX = re.compile(r"-?\d{1,9}")  # of a list in a path
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 20, 6.0
 Found = dict[str, dict[str, dict[int, float]]]  # by measure, row and seed
 Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by curve and row: step and value
@@ -38,7 +40,7 @@ def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
         if not runner.is_done(training):
             continue
         run = read.setdefault(training.folder, None) or read_run(training.folder)
-        read[training.folder], record = run, runner.record_of(training)
+        read[training.folder], record = run, runner.record(training)
         for name, measure in plan.study.measures.items():
             value = None
             if measure.stage is None:
@@ -56,34 +58,18 @@ def unrecorded(plan: Plan, tasks: Tasks, runner: Runner, found: Found, drawn: Cu
 
     found, drawn: see `measured` and `curves`. Empty while no run is complete.
     """
-    asked = [
-        (f"measure {name}", measure.metric, measure.stages)
-        for name, measure in plan.study.measures.items()
-        if measure.metric is not None and not any(found[name].values())
+    done = [*filter(runner.is_done, [*tasks.training.values(), *tasks.stages.values()])]
+    runs = [read_run(folder) for folder in {task.folder for task in done if task.configuration is not None}]
+    runs += [run for task in done for run in _tuned(task)]
+    known = sorted({key for run in runs for row in run.rows for key in row})
+    without = [name for name, of_rows in found.items() if not any(of_rows.values())]
+    asked = [(f"measure {name}", plan.study.measures[name].metric) for name in without]
+    asked += [(f"curve {name}", it.metric) for name, it in plan.study.curves.items() if not drawn[name]]
+    return [
+        f"{named}: no run has the metric {metric!r}{nearest(metric, known)}"
+        for named, metric in asked
+        if metric is not None and known
     ]
-    asked += [
-        (f"curve {name}", curve.metric, [])
-        for name, curve in plan.study.curves.items()
-        if curve.metric is not None and not drawn[name]
-    ]
-    lines = []
-    for named, metric, stages in asked:
-        known = _recorded(tasks, runner, stages)
-        if metric in known:
-            lines.append(f"{named}: the values of the metric {metric!r} are no numbers")
-        elif known:
-            lines.append(f"{named}: no run has the metric {metric!r}{nearest(metric, sorted(known))}")
-    return lines
-
-
-def _recorded(tasks: Tasks, runner: Runner, stages: Sequence[str]) -> set[str]:
-    """Return the metrics of all complete runs, of the trainings or of stages that fine-tune."""
-    done = [task for task in tasks.training.values() if not stages and runner.is_done(task)]
-    runs = [read_run(folder) for folder in dict.fromkeys(task.folder for task in done)]
-    for (stage, _, _), task in tasks.stages.items():
-        if stage in stages and runner.is_done(task):
-            runs += _tuned(task)
-    return {key for run in runs for row in run.rows for key in row}
 
 
 def perplexity(loss: float) -> float:
@@ -283,8 +269,8 @@ def _at(content: Any, measure: Measure, where: str) -> float | None:
                 below += [value for key, value in items if str(key) not in measure.without]
             elif isinstance(each, dict) and step in each:
                 below.append(each[step])
-            elif isinstance(each, list) and _index(step, each) is not None:
-                below.append(each[_index(step, each) or 0])
+            elif isinstance(each, list) and INDEX.fullmatch(step) and -len(each) <= int(step) < len(each):
+                below.append(each[int(step)])
             else:
                 known = ", ".join(map(str, each)) if isinstance(each, dict) else f"{len(each)} entries"
                 raise UserError(f"{where}: path: nothing at {step!r}; expected one of {known[:200]}")
@@ -292,11 +278,3 @@ def _at(content: Any, measure: Measure, where: str) -> float | None:
     found = [NON_FINITE.get(each, each) if isinstance(each, str) else each for each in found]
     numbers = [float(each) for each in found if is_number(each)]
     return statistics.fmean(numbers) if numbers else None
-
-
-def _index(step: str, found: list[Any]) -> int | None:
-    try:
-        index = int(step)
-    except ValueError:
-        return None
-    return index if -len(found) <= index < len(found) else None

@@ -76,19 +76,15 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
 
 def claims_table(results: dict[str, Any]) -> Table:
     """Return a row for each comparison of each claim."""
-    of_logarithms = any(found["logarithms"] for claim in results["claims"] for found in claim["comparisons"])
-    head = ["claim", "comparison", "difference", "95 % interval"]
-    rows = [[*head, *(["of the logarithms"] if of_logarithms else []), "seeds", "verdict"]]
+    rows = [["claim", "comparison", "difference", "95 % interval", "seeds", "verdict"]]
     for claim in results["claims"]:
         place = f" ({claim['place']})" if claim["place"] else ""
         for number, found in enumerate(claim["comparisons"]):
             text = f"{claim['text']}{place}" if number == 0 else ""
             span = "" if found["low"] is None else f"{_number(found['low'])} to {_number(found['high'])}"
             mean = "" if found["mean"] is None else _number(found["mean"])
-            cells = [text, f"`{found['text']}`", mean, span]
-            cells += [_with_interval(*(found["logarithms"] or (None,) * 3))] if of_logarithms else []
-            cells.append(f"{len(found['differences'])} of {len(results['seeds'])}")
-            rows.append([*cells, SIGNS[found["verdict"]]])
+            seeds = f"{len(found['differences'])} of {len(results['seeds'])}"
+            rows.append([text, f"`{found['text']}`", mean, span, seeds, SIGNS[found["verdict"]]])
     return rows
 
 
@@ -109,7 +105,7 @@ def control_table(plan: Plan, results: dict[str, Any]) -> Table:
     return rows
 
 
-def _with_interval(mean: float | None, low: float | None, high: float | None, digits: int = 4) -> str:
+def _with_interval(mean: float | None, low: float | None, high: float | None, digits: int) -> str:
     if mean is None or low is None or high is None:
         return "" if mean is None else _number(mean, digits)
     return f"{_number(mean, digits)} ({_number(low, digits)} to {_number(high, digits)})"
@@ -183,14 +179,11 @@ def _sizes(results: dict[str, Any]) -> str:
 def _rule(results: dict[str, Any]) -> str:
     if len(results["seeds"]) < 2:
         return "One seed has no interval and decides nothing: every comparison is within noise."
-    told = (
+    return (
         "A difference is the side that should be larger minus the other, paired by seed. A claim is seen "
         "if the 95 % interval of its mean (Student's t) lies above 0, and not seen if it lies below 0. "
         "While a seed is missing, it is neither."
     )
-    if any(found["logarithms"] for claim in results["claims"] for found in claim["comparisons"]):
-        told += " The difference of the logarithms is that of the losses, and decides nothing."
-    return told
 
 
 def _tuning(results: dict[str, Any]) -> str:

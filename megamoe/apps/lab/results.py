@@ -47,10 +47,9 @@ def results_of(
         for row in plan.configs
     }
     drawn = curves(plan, tasks, runner)
-    exponential = [name for name, measure in plan.study.measures.items() if measure.exponential]
     claims = []
     for text, claim in plan.claims:
-        verdict, findings = decide(claim, found, plan.seeds, exponential)
+        verdict, findings = decide(claim, found, plan.seeds)
         told = {"text": text.text, "place": text.place, "test": text.test, "verdict": verdict}
         claims.append({**told, "comparisons": [asdict(finding) for finding in findings]})
     return {

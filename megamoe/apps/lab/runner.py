@@ -31,13 +31,15 @@ MOST_TAIL = 1 << 16  # bytes at the end of a task's output that are searched for
 
 @dataclass(frozen=True)
 class TaskRecord:
-    """What is known of a task. state: started, done, stopped (before its end, as planned or by a signal; the
-    next call goes on with it) or failed. seconds: of its last process. memory: the largest resident set of
+    """What is known of a task.
+
+    state: empty if it was never started; started, done, failed, or stopped (before its end, as planned or by
+    a signal; the next call goes on with it). seconds: of its last process. memory: the largest resident set of
     one of its processes, in bytes. problem: why it is not done, in a line.
     """
 
     identity: str
-    state: str
+    state: str = ""
     seconds: float = 0.0
     memory: int = 0
     problem: str = ""
@@ -74,15 +76,15 @@ class Runner:
         self.inherited = [] if lock is None else [lock]
         self.begun, self.total, self.steps = 0.0, 0, 0  # when `run` began, its tasks and their steps
 
-    def record(self, task: Task) -> TaskRecord | None:
-        """Return what is known of a task, None if it was never started.
+    def record(self, task: Task) -> TaskRecord:
+        """Return what is known of a task.
 
         Raises:
             UserError: if the task was started with another configuration, or its record is broken.
         """
         path = self.folder / f"{task.name}.json"
         if not path.exists():
-            return None
+            return TaskRecord(task.identity)
         try:
             found = TaskRecord(**read_json(path, LARGEST_RECORD))
         except (OSError, ValueError, TypeError) as error:
@@ -99,20 +101,11 @@ class Runner:
 
     def is_done(self, task: Task) -> bool:
         """Whether the task is complete."""
-        found = self.record(task)
-        return found is not None and found.state == DONE
-
-    def has_ended(self, task: Task) -> bool:
-        """Whether the task is done or has failed; one that was interrupted or stopped goes on."""
-        found = self.record(task)
-        return found is not None and found.state in (DONE, FAILED)
+        return self.record(task).state == DONE
 
     def problem_of(self, task: Task) -> str:
         """Return why a task is not complete, in a line; empty if it is."""
-        found = self.record(task)
-        if found is not None and found.state == DONE:
-            return ""
-        return (found.problem if found is not None else "") or "not complete"
+        return "" if self.is_done(task) else self.record(task).problem or "not complete"
 
     def run(self, tasks: Iterable[Task]) -> None:
         """Run all tasks that are not complete, each after those that it needs.
@@ -153,12 +146,6 @@ class Runner:
                 each.process.send_signal(signal.SIGTERM)
             for each in running:
                 each.process.wait()
-
-    def record_of(self, task: Task) -> TaskRecord:
-        """Return the record of a task that was started."""
-        found = self.record(task)
-        assert found is not None
-        return found
 
     def _next(self, waiting: list[Task], running: list[_Running]) -> Task | None:
         open_names = {task.name for task in waiting} | {each.task.name for each in running}

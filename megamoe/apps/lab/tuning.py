@@ -13,7 +13,7 @@ from typing import Any
 
 from megamoe.apps.lab.measures import last_of, lowest_by
 from megamoe.apps.lab.plan import Plan, digest
-from megamoe.apps.lab.runner import LARGEST_RECORD, Runner
+from megamoe.apps.lab.runner import DONE, FAILED, LARGEST_RECORD, Runner
 from megamoe.apps.lab.study import Tuning
 from megamoe.apps.lab.tasks import Task, tuning_tasks
 from megamoe.errors import UserError
@@ -81,7 +81,8 @@ def _chosen(rule: Tuning, identity: str, runner: Runner, tasks: list[list[Task]]
         for task in chain(*tasks)
         if last_of(rule.by, runner, task) is None
     ]
-    ended = all(runner.has_ended(task) for task in chain(*tasks))
+    # One that was interrupted or stopped goes on.
+    ended = all(runner.record(task).state in (DONE, FAILED) for task in chain(*tasks))
     return Choice(identity, rule.values, losses, index if ended else None, problems)
 
 

@@ -42,7 +42,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     add("--workers", type=int, default=1, help="processes that tokenize (default 1)")
     add("--max-documents", type=int, help="stop after so many")
     add("--shuffle-files", type=int, metavar="SEED", help="take the files in a random order")
-    add("--shuffle-documents", type=int, metavar="SEED", help="write the documents in a random order")
     add("--overwrite", action="store_true", help="replace an output that exists")
     arguments = parser.parse_args(argv)
     given = [f"--{name}" for name in ("output", "tokenizer") if getattr(arguments, name) is not None]

@@ -178,14 +178,8 @@ def join_parts(parts: Sequence[Part], files: DataFiles, dtype: type[np.number]) 
             yield from read_lengths(part.files.idx, record["facts"]["documents"])
 
     write_index(files.idx, dtype, lengths())
-    counts_V = summed_counts(parts)
-    np.save(files.counts, counts_V, allow_pickle=False)
-    return counts_V
-
-
-def summed_counts(parts: Sequence[Part]) -> np.ndarray:
-    """Return how often each token is in all parts, int64 [vocabulary]."""
     counts_V: np.ndarray = np.load(parts[0].files.counts, allow_pickle=False)
     for part in parts[1:]:
         counts_V += np.load(part.files.counts, allow_pickle=False)
+    np.save(files.counts, counts_V, allow_pickle=False)
     return counts_V

@@ -27,7 +27,6 @@ from tqdm import tqdm
 from megamoe.apps.prepare.documents import Document, Selection, Skipped
 from megamoe.apps.prepare.new_tokenizers import load_with_special, train_bpe
 from megamoe.apps.prepare.parts import FOLDER, RECORDS, Part, Record, cut, join_parts, unfinished, write_parts
-from megamoe.apps.prepare.shuffle import scattered, shuffle_parts
 from megamoe.apps.prepare.sources import Source, find_sources, open_source
 from megamoe.apps.prepare.tables import condition_of
 from megamoe.apps.prepare.write import (
@@ -74,7 +73,6 @@ class Preparation:
     workers: int = 1
     max_documents: int | None = None
     shuffle_files: int | None = None  # seed; a split then cuts through all kinds of files
-    shuffle_documents: int | None = None  # seed
     overwrite: bool = False
     progress: bool = True
 
@@ -106,7 +104,7 @@ def prepare(preparation: Preparation) -> DataCard:
         with locked_folder(files.partial, str(files.prefix), kept=(FOLDER, new.bin.name), worth=RECORDS):
             tokenizer = _tokenizer(preparation, sources, new)
             groups = [tuple(sources)] if preparation.max_documents else cut(sources, PART_BYTES)
-            if len(groups) == 1 and preparation.shuffle_documents is None:
+            if len(groups) == 1:
                 corpus = _Corpus(sources, preparation, "tokenize", preparation.selection(tokenizer))
                 counts = corpus.counts
                 counts_V = write_tokens(in_batches(corpus), tokenizer, new, preparation.workers)
@@ -114,7 +112,7 @@ def prepare(preparation: Preparation) -> DataCard:
                 parts = _parts(groups, preparation, tokenizer, files.partial / FOLDER)
                 counts, counts_V = _write_in_parts(parts, preparation, tokenizer, new)
             reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
-            card = write_card(counts, tokenizer, reference, new, counts_V, preparation.shuffle_documents)
+            card = write_card(counts, tokenizer, reference, new, counts_V)
             publish(new, files, tokenizer)
     except OSError as error:
         raise unwritable(preparation.output, error) from error
@@ -229,8 +227,7 @@ def _parts(
     for number, group in enumerate(groups):
         facts = [
             *(PARTS_VERSION, tokenizer.fingerprint, tokenizer.eod, tokenizer.vocab_size),
-            *(asdict(preparation.selection(tokenizer)), preparation.shuffle_documents),
-            preparation.max_documents,
+            asdict(preparation.selection(tokenizer)),
             [(*source.identity(), source.is_left_out) for source in group],
         ]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -242,11 +239,7 @@ def _write_in_parts(
     parts: list[Part], preparation: Preparation, tokenizer: Tokenizer, new: DataFiles
 ) -> tuple[TextCounts, np.ndarray]:
     """Write the parts that no earlier run has finished, and join all; return what they hold."""
-    seed, folder = preparation.shuffle_documents, parts[0].files.prefix.parent
-    if seed is None:
-        missing = unfinished(parts, new.bin)
-    else:
-        missing = unfinished(parts[scattered(parts, folder, new.bin, seed) :], folder / "none")
+    missing = unfinished(parts, new.bin)
     silent = replace(preparation, progress=False)
     total = sum(part.source_bytes for part in parts)
     there = total - sum(part.source_bytes for part in missing)
@@ -265,10 +258,7 @@ def _write_in_parts(
         assert record is not None, "every part is finished"
         counts.add(record["facts"])
     counts.check(sum(len(part.sources) for part in parts))
-    dtype = token_dtype(tokenizer.vocab_size)
-    if seed is None:
-        return counts, join_parts(parts, new, dtype)
-    return counts, shuffle_parts(parts, new, dtype, seed, folder)
+    return counts, join_parts(parts, new, token_dtype(tokenizer.vocab_size))
 
 
 def _write_part(preparation: Preparation, reference: str, workers: int, part: Part) -> Record:

@@ -201,7 +201,6 @@ def write_card(
     reference: str,
     files: DataFiles,
     counts_V: np.ndarray,
-    shuffled: int | None = None,
     steps: Sequence[StepCard] = (),
 ) -> DataCard:
     """Write and return the card of .bin and .idx; reference: of the tokenizer, as the card shall have it."""
@@ -226,7 +225,6 @@ def write_card(
         bin=blocked_card(files.bin),
         idx=file_card(files.idx),
         skipped=dict(sorted(counts.skipped.items())),
-        shuffled=shuffled,
         steps=list(steps),
         largest_token=int(np.flatnonzero(counts_V)[-1]),
     )

@@ -75,20 +75,6 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     assert decide(claim, values, SEEDS)[1][0].differences == {}
 
 
-def test_logarithms_of_exponential_measures() -> None:
-    """Perplexities a tenth apart at levels that differ: the same logarithm for each seed, ln(1.1)."""
-    values = LOSS | {"perplexity": {"a": {1: 10.0, 2: 20.0, 3: 90.0}, "b": {1: 11.0, 2: 22.0, 3: 99.0}}}
-
-    def logarithms(text: str) -> object:
-        return decide(parse_claim(text, "test"), values, SEEDS, ["perplexity"])[1][0].logarithms
-
-    assert logarithms("perplexity(a) < perplexity(b)") == pytest.approx([math.log(1.1)] * 3)
-    assert logarithms("perplexity(a) < 0.5 * perplexity(b)") == pytest.approx([math.log(0.55)] * 3)
-    assert decide(parse_claim("perplexity(a) < perplexity(b)", "test"), values, SEEDS)[0] == "within noise"
-    assert logarithms("loss(a) < loss(b)") is None and logarithms("perplexity(a) < loss(b)") is None
-    assert logarithms("perplexity(a) - perplexity(b) < 1") is None  # of a negative number
-
-
 @pytest.mark.parametrize(
     "text",
     [

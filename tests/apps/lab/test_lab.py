@@ -142,7 +142,7 @@ def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(
     launcher = ["env", "LAUNCHED=1"]
     runner = Runner(tmp_path, [None, None], lines.append, launcher=launcher)
     runner.run(tasks)
-    found = {each.name: runner.record_of(each) for each in tasks}
+    found = {each.name: runner.record(each) for each in tasks}
     assert {name: record.state for name, record in found.items()} == {
         **{"once": "done", "twice": "failed", "after": "failed", "last": "done", "wrong": "failed"}
     }

@@ -22,7 +22,7 @@ sys.exit(code)
 def outcome(folder: Path, task: Task) -> TaskRecord:
     runner = Runner(folder, [None], print)
     runner.run([task])
-    return runner.record_of(task)
+    return runner.record(task)
 
 
 @pytest.mark.parametrize("steps", [6, 0])

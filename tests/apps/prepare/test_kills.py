@@ -19,18 +19,14 @@ ROOT = Path(__file__).resolve().parents[3]
 ENDINGS = (".bin", ".idx", ".counts.npy", ".card.json")
 KILLS = 20
 
-# Prepares argv[1] to argv[2] by 2 workers in small parts and buckets; says so when the imports are done.
+# Prepares argv[1] to argv[2] by 2 workers in small parts; says so when the imports are done.
 PREPARE = """
 import sys
-from megamoe.apps.prepare import shuffle
 from megamoe.apps.prepare import prepare as module
 if __name__ == "__main__":
-    module.PART_BYTES, shuffle.BUCKET_BYTES = 200_000, 300_000
+    module.PART_BYTES = 200_000
     print("ready", flush=True)
-    seed = int(sys.argv[3]) if len(sys.argv) > 3 else None
-    module.prepare(module.Preparation(
-        sys.argv[2], [sys.argv[1]], workers=2, progress=False, shuffle_documents=seed,
-        overwrite=True))
+    module.prepare(module.Preparation(sys.argv[2], [sys.argv[1]], workers=2, progress=False, overwrite=True))
 """
 
 
@@ -52,20 +48,19 @@ def start(script: Path, *arguments: str) -> subprocess.Popen[str]:
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("shuffle", [[], ["5"]])
-def test_random_kills_of_workers_and_parent(tmp_path: Path, shuffle: list[str]) -> None:
+def test_random_kills_of_workers_and_parent(tmp_path: Path) -> None:
     """Every other kill is of one worker alone. What a kill leaves is found again by the next run."""
     make_corpus(tmp_path / "in.parquet")
     script, corpus = tmp_path / "prepare.py", str(tmp_path / "in.parquet")
     script.write_text(PREPARE)
     begun = time.monotonic()
-    whole = start(script, corpus, str(tmp_path / "whole"), *shuffle)
+    whole = start(script, corpus, str(tmp_path / "whole"))
     assert whole.wait(600) == 0
     duration = time.monotonic() - begun
     draw, kills = random.Random(11), 0
     partial, records = tmp_path / ".out.partial", 0
     while kills < KILLS:
-        process = start(script, corpus, str(tmp_path / "out"), *shuffle)
+        process = start(script, corpus, str(tmp_path / "out"))
         try:
             # Mostly early, so that parts are left for all of the kills.
             process.wait(draw.random() ** 3 * duration / 2)
@@ -89,7 +84,7 @@ def test_random_kills_of_workers_and_parent(tmp_path: Path, shuffle: list[str]) 
             found = len(list((partial / "parts").glob("*.json")))
             assert found >= records - 2, "no more than the parts on their way were lost"
             records = found
-    process = start(script, corpus, str(tmp_path / "out"), *shuffle)
+    process = start(script, corpus, str(tmp_path / "out"))
     assert process.wait(600) == 0
     for ending in ENDINGS:
         same_bytes(tmp_path, ending)

@@ -6,20 +6,15 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megamoe.apps.prepare import parts as parts_module
 from megamoe.apps.prepare import prepare as prepare_module
-from megamoe.apps.prepare import shuffle
-from megamoe.apps.prepare.parts import Part
 from megamoe.apps.prepare.prepare import Preparation, loaded, prepare
 from megamoe.apps.prepare.sources import Source
 from megamoe.data import index_file
@@ -32,7 +27,6 @@ from megamoe.data.index_file import (
     tokens_before,
     write_index,
 )
-from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -86,10 +80,8 @@ def make_sources(folder: Path, number: int = 12) -> list[str]:
     return [str(path) for path in sorted(folder.iterdir())]
 
 
-def run(output: Path, inputs: list[str], workers: int = 1, shuffle_documents: int | None = None) -> None:
-    prepare(
-        Preparation(str(output), inputs, workers=workers, shuffle_documents=shuffle_documents, progress=False)
-    )
+def run(output: Path, inputs: list[str], workers: int = 1) -> None:
+    prepare(Preparation(str(output), inputs, workers=workers, progress=False))
 
 
 def contents(output: Path) -> list[bytes]:
@@ -228,100 +220,3 @@ def test_a_killed_run_goes_on_in_several_processes(tmp_path: Path, monkeypatch: 
             assert "another run" in str(error) and time.monotonic() < deadline
             time.sleep(0.2)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-@pytest.mark.parametrize("bucket_bytes", [300, 1 << 27])
-def test_documents_are_shuffled_by_their_hashes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket_bytes: int
-) -> None:
-    """The order is that of all hashes, whatever the sizes of parts and buckets."""
-    inputs = make_sources(tmp_path / "in")
-    run(tmp_path / "plain", inputs)
-    monkeypatch.setattr(shuffle, "BUCKET_BYTES", bucket_bytes)
-    monkeypatch.setattr(shuffle, "BLOCK_TOKENS", 50)
-    plain = IndexedDataset(str(tmp_path / "plain"))
-    expected = [plain[n].tolist() for n in np.argsort(shuffle.hashes_of(7, 0, len(plain)))]
-    assert expected != [plain[n].tolist() for n in range(len(plain))]
-    for part_bytes in (1 << 26, 1000):
-        monkeypatch.setattr(prepare_module, "PART_BYTES", part_bytes)
-        run(tmp_path / f"{part_bytes}", inputs, shuffle_documents=7)
-        shuffled = IndexedDataset(str(tmp_path / f"{part_bytes}"))
-        assert [shuffled[n].tolist() for n in range(len(shuffled))] == expected
-        verify_in_full(str(tmp_path / f"{part_bytes}"))
-    card = load_card(str(tmp_path / "1000"))
-    assert card is not None and card.shuffled == 7
-    assert not list(tmp_path.glob(".*"))
-    assert np.array_equal(shuffle.hashes_of(7, 3, 5), shuffle.hashes_of(7, 0, 8)[3:]) and not np.array_equal(
-        shuffle.hashes_of(8, 0, 8), shuffle.hashes_of(7, 0, 8)
-    )
-
-
-@pytest.mark.parametrize("stop", [0, 9, 23, 49])
-def test_an_interrupted_shuffle_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int) -> None:
-    """An error at any flush of a file ends the run; the next one tokenizes nothing again."""
-    inputs = make_sources(tmp_path / "in", 5)
-    monkeypatch.setattr(prepare_module, "PART_BYTES", 200)
-    monkeypatch.setattr(shuffle, "BUCKET_BYTES", 400)
-    run(tmp_path / "whole", inputs, shuffle_documents=7)
-    count, fsync, sync = iter(range(10**6)), os.fsync, shuffle.sync
-
-    def fails(flush: Callable[[Any], None], file: Any) -> None:
-        if next(count) == stop:
-            raise KeyboardInterrupt
-        flush(file)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(shuffle, "sync", partial(fails, sync))
-        patch.setattr(shuffle.os, "fsync", partial(fails, fsync))
-        with pytest.raises(KeyboardInterrupt):
-            run(tmp_path / "out", inputs, shuffle_documents=7)
-    if list((tmp_path / ".out.partial/parts/buckets").glob("*")):
-        monkeypatch.setattr(prepare_module, "_write_part", lambda *_: pytest.fail("tokenized again"))
-    run(tmp_path / "out", inputs, shuffle_documents=7)
-    assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-
-
-def test_buckets_of_other_documents_or_another_seed_are_not_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The key of a part may stay when its documents change: a task that runs again with other options."""
-    folder = tmp_path / shuffle.FOLDER
-    folder.mkdir()
-    parts = [Part(DataFiles(folder / f"{number:05}"), (), f"key {number}") for number in range(2)]
-
-    def write(part: Part, *texts: bytes) -> None:
-        part.files.bin.write_bytes(b"".join(texts))
-        write_index(part.files.idx, np.uint8, [np.array([len(text) for text in texts], np.int32)])
-        np.save(part.files.counts, np.zeros(256, np.int64))
-        part.finish({"documents": len(texts), "digest": b"".join(texts).hex()})
-
-    for part in parts:
-        write(part, b"old one", b"old two")
-    with monkeypatch.context() as patch:
-        patch.setattr(shuffle, "_gather", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            shuffle.shuffle_parts(parts, DataFiles(tmp_path / "out"), np.uint8, 1, folder)
-    state = (folder / shuffle.BUCKETS / shuffle.STATE).read_text()
-    assert shuffle.scattered(parts, folder, tmp_path / "out.bin", 1) == 2
-    assert shuffle.scattered(parts, folder, tmp_path / "out.bin", 2) == 0
-    (folder / shuffle.BUCKETS).mkdir()
-    (folder / shuffle.BUCKETS / shuffle.STATE).write_text(state)
-    write(parts[0], b"new")
-    assert shuffle.scattered(parts, folder, tmp_path / "out.bin", 1) == 0
-    assert not (folder / shuffle.BUCKETS).exists()
-
-
-def test_an_interrupted_shuffle_goes_on_with_another_number_of_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def documents(most: int) -> int:
-        options = {"max_documents": most, "shuffle_documents": 1, "progress": False}
-        inputs = [str(tmp_path / "in.jsonl")]
-        return prepare(Preparation(str(tmp_path / "out"), inputs, **options)).documents  # type: ignore[arg-type]
-
-    (tmp_path / "in.jsonl").write_text('{"text": "a"}\n' * 9)
-    with monkeypatch.context() as patched:
-        patched.setattr(prepare_module, "shuffle_parts", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            documents(2)
-    assert documents(5) == 5

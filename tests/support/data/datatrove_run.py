@@ -33,7 +33,7 @@ def main(kind: str, source: str, prefix: str, work: str, *given: str) -> None:
 
         ray.init(address=options["address"], log_to_driver=False)
     write = [JsonlReader(source), WriteTokens(prefix, "bytes")]
-    merge = [MergeTokens(prefix, "bytes", TASKS, [(f"{work}/write", TASKS)], shuffle=4)]
+    merge = [MergeTokens(prefix, "bytes", TASKS, [(f"{work}/write", TASKS)])]
     first = executor_of(
         kind, options, "write", None, pipeline=write, tasks=TASKS, logging_dir=f"{work}/write"
     )
