@@ -99,7 +99,6 @@ RULES = [
     Rule(r"python tools/prepare_chat\.py .*|python tools/generate\.py runs/chat --chat",
          "tests/apps/chat/test_chat.py"),
     Rule(r"deepspeed --hostfile .*", "tests/distributed/launch/test_launch.py"),
-    Rule(r"python tools/prepare_data\.py \S+\.bin'? .*", "tests/apps/prepare/test_token_files.py"),
     Rule(r"python examples/data/pipeline\.py .*", "tests/apps/prepare/test_datatrove.py"),
     Rule(r"sbatch .*|\.venv/bin/python tools/status\.py runs/first --watch", "tests/slurm/test_jobs.py"),
     Rule(r"python tools/lab\.py .* --launcher .*", "tests/apps/lab/test_lab.py"),

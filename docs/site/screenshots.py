@@ -67,11 +67,9 @@ def show(page: Page, url: str, scheme: str, titles: Sequence[str]) -> None:
 
 
 def read_values(page: Page, plot: str, steps: int) -> None:
-    """Move the cursor of a plot, as arrow keys do."""
-    page.run(f"document.getElementById({plot!r}).focus()")
-    page.press("Home")
-    for _ in range(steps):
-        page.press("ArrowRight")
+    """Show the values at a record, as a pointer does."""
+    points = f"[{{curveNumber: 0, pointNumber: {steps}}}]"
+    page.run(f"Plotly.Fx.hover(document.getElementById({plot!r}), {points}), true")
 
 
 def save(page: Page, path: Path) -> None:

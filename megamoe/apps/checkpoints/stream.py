@@ -33,15 +33,12 @@ from megamoe.checkpoint.format.reader import (
     moment_name,
 )
 from megamoe.errors import UserError
-from megamoe.io import read_json, real, sync
+from megamoe.io import real, sync
 from megamoe.parallel.chunks import LocalChunk, Shape, chunks_of_range
-from megamoe.resilience.processes import Process
 
 SLAB = 1 << 26  # elements that are in memory at a time
 CONVERTING = ".converting_"  # before the name of a folder that is being written
-OWNER = ".owner.json"  # in it: the process that writes
-LARGEST_OWNER = 1 << 12  # bytes
-OLD_S = 3600  # after which what nobody owns was left by a process that was killed
+OLD_S = 3600  # without a byte written: left by a process that was killed
 
 
 @dataclass(frozen=True)
@@ -74,7 +71,7 @@ def new_folder(path: Path, source: Path) -> Iterator[Path]:
     """
     with new_tree(path, source) as temporary:
         yield temporary
-        write_sums(temporary, {file.name: sha256(file) for file in temporary.iterdir() if file.name != OWNER})
+        write_sums(temporary, {file.name: sha256(file) for file in temporary.iterdir()})
 
 
 @contextmanager
@@ -85,39 +82,18 @@ def new_tree(path: Path, source: Path) -> Iterator[Path]:
     if real(path).is_relative_to(real(source)):
         raise UserError(f"{path} lies in {source}, which would no longer be as it was saved; name another")
     path.parent.mkdir(parents=True, exist_ok=True)
-    remove_left(path.parent)
+    for left in path.parent.glob(f"{CONVERTING}*"):
+        if left.is_dir() and not left.is_symlink() and age_s(left) > OLD_S:
+            shutil.rmtree(left, ignore_errors=True)
     temporary = path.with_name(f"{CONVERTING}{path.name[:40]}_{uuid.uuid4().hex[:8]}")
     temporary.mkdir()
     try:
-        (temporary / OWNER).write_text(json.dumps(Process.of(os.getpid()).to_dict()), encoding="utf-8")
         yield temporary
-        (temporary / OWNER).unlink()
         sync(temporary)
         os.rename(temporary, path)
         sync(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def remove_left(folder: Path) -> None:
-    """Delete there what conversions have left that were killed, and nothing that is still being written."""
-    for left in folder.glob(f"{CONVERTING}*"):
-        if left.is_dir() and not left.is_symlink() and _is_left(left):
-            shutil.rmtree(left, ignore_errors=True)
-
-
-def _is_left(folder: Path) -> bool:
-    """Return whether the process that wrote it has ended.
-
-    Where that cannot be known (another machine's process, or none named), return whether the folder is old.
-    """
-    try:
-        owner = Process(**read_json(folder / OWNER, LARGEST_OWNER))
-        if owner.machine == Process.of(os.getpid()).machine:
-            return not owner.is_alive()
-        return age_s(folder) > OLD_S
-    except (OSError, ValueError, TypeError):
-        return folder.is_dir() and age_s(folder) > OLD_S
 
 
 def age_s(folder: Path) -> float:
@@ -199,7 +175,7 @@ def consolidate(source: Path, path: Path, dtype: str | None = None, optimizer: b
             write_tensors(
                 folder / OPTIMIZER, {name: _output_tensor(reader, name, None) for name in names}, reader
             )
-        write_line(folder / DESCRIPTION, _readable(_description(reader, weights)))
+        write_line(folder / DESCRIPTION, json.dumps(_description(reader, weights), indent=1))
 
 
 def count_parameters(reader: CheckpointReader) -> dict[str, int]:
@@ -240,10 +216,3 @@ def _description(reader: CheckpointReader, weights: dict[str, OutputTensor]) -> 
         "tensors": tensors,
         "config": meta["config"],
     }
-
-
-def _readable(description: dict[str, Any]) -> str:
-    """Return JSON with one line for each tensor."""
-    rows = (f"  {json.dumps(name)}: {json.dumps(it)}" for name, it in description["tensors"].items())
-    text = json.dumps({**description, "tensors": {}}, indent=1)
-    return text.replace('"tensors": {}', '"tensors": {\n' + ",\n".join(rows) + "\n }", 1)

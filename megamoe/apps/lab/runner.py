@@ -34,8 +34,8 @@ class TaskRecord:
     """What is known of a task.
 
     state: empty if it was never started; started, done, failed, or stopped (before its end, as planned or by
-    a signal; the next call goes on with it). seconds: of its last process. memory: the largest resident set of
-    one of its processes, in bytes. problem: why it is not done, in a line.
+    a signal; the next call goes on with it). seconds: of its last process. memory: the largest resident set
+    of one of its processes, in bytes. problem: why it is not done, in a line.
     """
 
     identity: str

@@ -19,8 +19,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, .bin files of token "
-        "ids (llm.c, nanoGPT), folders, globs, and URLs of them such as s3://bucket/*.parquet",
+        help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, folders, globs, and "
+        "URLs of them such as s3://bucket/*.parquet",
     )
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")
     add("--verify", metavar="PREFIX", help="compare PREFIX.bin and .idx with the card; prepare nothing")
@@ -57,11 +57,6 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--key", default="text", help="column or key of the text (default text)")
     add("--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text")
-    add(
-        "--raw-ids",
-        choices=("uint16", "uint32"),
-        help="the dtype of token ids in .bin files without a header, such as nanoGPT's",
-    )
     add(
         "--where",
         action="append",

@@ -32,9 +32,8 @@ class Selection:
 
     key: the column of the text, or the key of JSON lines. ids: the column of ready tokens instead.
     where: conditions on the rows of tables (`tables.condition_of`). member: the ending of a document's file
-    in a tar. vocab_size, eod: of the tokenizer; not known while one is trained. raw_ids: the dtype of token
-    ids in a .bin without a header. bad_lines: `skip` leaves lines, and JSON in a
-    tar, out that are no document.
+    in a tar. vocab_size, eod: of the tokenizer; not known while one is trained. bad_lines: `skip`
+    leaves lines, and JSON in a tar, out that are no document.
     """
 
     key: str = "text"
@@ -43,7 +42,6 @@ class Selection:
     member: str = "txt"
     vocab_size: int = 0
     eod: int = -1
-    raw_ids: str | None = None
     bad_lines: str = "error"
 
     def bad_line(self, error: UserError) -> Skipped:

@@ -65,7 +65,6 @@ class Preparation:
     special: str = ""  # the tokens that it reserves (special.expand)
     key: str = "text"  # the column of tables, the key of JSON lines
     ids_column: str | None = None  # of ready tokens, instead of text
-    raw_ids: str | None = None  # the dtype of token ids in a .bin without a header
     where: list[str] = field(default_factory=list)  # conditions on the rows of tables
     member: str = "txt"  # the ending of a document's file in a tar
     other_files: str = "refuse"  # those with unknown endings; or text, or skip
@@ -80,8 +79,7 @@ class Preparation:
         """Return which documents are taken; tokenizer: the one that ready tokens must fit."""
         limits = (0, -1) if tokenizer is None else (tokenizer.vocab_size, tokenizer.eod)
         where = tuple(self.where)
-        options = (self.raw_ids, self.bad_lines)
-        return Selection(self.key, self.ids_column, where, self.member, *limits, *options)
+        return Selection(self.key, self.ids_column, where, self.member, *limits, self.bad_lines)
 
 
 def prepare(preparation: Preparation) -> DataCard:

@@ -27,7 +27,6 @@ from megamoe.apps.prepare.decompression import decompressed
 from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Reader, Selection, Skipped, check_size
 from megamoe.apps.prepare.tables import ARROW, PARQUET, TableReader, row_groups
 from megamoe.apps.prepare.tars import members_of
-from megamoe.apps.prepare.token_files import read_tokens
 from megamoe.data import remote
 from megamoe.errors import UserError, listed, printable
 from megamoe.io import parse_json, read_json, real
@@ -37,7 +36,7 @@ COMPRESSED = (".gz", ".zst", ".xz")
 TABLES = (*PARQUET, *ARROW)
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 # What a folder's files may be, and what else a file may be that is named itself.
-OF_FOLDERS = (*JSON_LINES, ".json", *TABLES, ".tar", ".bin", ".txt", ".text")
+OF_FOLDERS = (*JSON_LINES, ".json", *TABLES, ".tar", ".txt", ".text")
 OF_NAMES = (*OF_FOLDERS, ".md", "")
 CHUNK_BYTES = 1 << 20
 LARGEST_STATE = 1 << 24  # bytes of a saved dataset's list of files
@@ -277,8 +276,7 @@ class _FileReader:
         return self._tap.num_bytes
 
     def documents(self) -> Iterator[Document | Skipped]:
-        """Yield each line's text of JSON lines, each sample's of a tar, the token ids of a .bin, otherwise
-        the whole text.
+        """Yield each line's text of JSON lines, each sample's of a tar, otherwise the whole text.
 
         A `.json` is JSON lines, as Megatron-LM's tools read them, if its first line is an object with the
         key.
@@ -294,8 +292,6 @@ class _FileReader:
         with decompressed(self._tap.chunks(), source.compression, source.name) as stream:
             if source.kind == ".jsonl":
                 yield from _read_json_lines(source, _lines(source, stream), selection)
-            elif source.kind == ".bin":
-                yield from read_tokens(stream, source.name, selection)
             elif source.kind == ".tar":
                 yield from _read_tar(source, stream, selection)
             elif source.kind == ".json":

@@ -58,8 +58,7 @@ def _figure(section: Section, panel: Panel, number: int, legend: list[Curve]) ->
     name = escape(f"{section.title}: {panel.title}")
     return (
         f"<figure><figcaption>{escape(panel.title)}</figcaption>{definition(panel, name)}"
-        f'{_legend(legend, name)}<div class="plot" id="{name}" data-figure="{number}" tabindex="0" '
-        f'role="application" aria-roledescription="chart" aria-describedby="keys" '
+        f'{_legend(legend, name)}<div class="plot" id="{name}" data-figure="{number}" role="img" '
         f'aria-label="{name}, {escape(panel.y)} by {escape(panel.x)}"></div></figure>'
     )
 

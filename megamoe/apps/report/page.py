@@ -31,10 +31,6 @@ LONG = ' class="long"'  # of a cell whose text may break
 ASSETS = Path(__file__).parent / "assets"
 
 
-KEYS = """<p id="keys" class="hidden">Arrow keys: values. Plus, minus: zoom. 0: all. Escape: leave values.</p>
-<p id="values" class="hidden" role="status"></p>"""
-
-
 def write_report(run_folder: Path) -> Path:
     """Write `report.html` into the run folder; return its path.
 
@@ -199,7 +195,6 @@ def main_of(heading: str, subtitle: str, parts: list[str], sections: list[Sectio
         [
             f"<main><header><h1>{escape(heading)}</h1><p>{escape(subtitle)}</p>",
             f"{navigation(sections)}</header>",
-            KEYS if sections else "",
             *parts,
             *charts(sections),
             without if sections else "",

@@ -117,10 +117,9 @@ def draw_map(figure: Figure, results: Results) -> None:
         axes.scatter(xy_S2[~has_S, 0], xy_S2[~has_S, 1], s=4, color=GRID, linewidths=0)
         x_S, y_S = xy_S2[has_S].T
         shown = axes.scatter(x_S, y_S, c=first_S[has_S], s=4, cmap=COLOURS, vmin=0, linewidths=0)
-        method = points["method"].upper()
-        share = [f", {100 * value:.0f} % of variance" for value in points.get("explained", [])] or ["", ""]
-        axes.set_xlabel(f"{method} axis 1 (no unit{share[0]})")
-        axes.set_ylabel(f"{method} axis 2 (no unit{share[1]})")
+        first, second = (f"(no unit, {100 * share:.0f} % of variance)" for share in points["explained"])
+        axes.set_xlabel(f"principal component 1 {first}")
+        axes.set_ylabel(f"principal component 2 {second}")
         numbers = MaxNLocator(integer=True, min_n_ticks=1)
         figure.colorbar(shown, ax=axes, label="expert (number of the first choice)", ticks=numbers)
 
@@ -285,7 +284,7 @@ _NUMBERS: dict[str, tuple[str, Callable[[Any], str]]] = {
         "mutual information with the token, bits",
         lambda found: f"{found['mutual_information']:.4f} (shuffled {found['chance']:.4f})",
     ),
-    "map": ("map", lambda found: f"{found['method']}, {len(found['first_S'])} tokens"),
+    "map": ("map", lambda found: f"{len(found['first_S'])} tokens"),
 }
 
 

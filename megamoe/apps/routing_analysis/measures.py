@@ -2,7 +2,6 @@
 between runs and checkpoints, collapse, and which tokens go to which expert.
 """
 
-import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,7 +16,6 @@ from megamoe.moe.layer import MoELayer
 
 DRAWS = 4  # passes in training mode, each with the random draws of another step
 POINTS = 2000  # more of them hide each other
-NEIGHBOURS, MIN_DISTANCE = 100, 1.0  # as in the paper
 Floats = NDArray[np.floating]
 
 
@@ -99,28 +97,17 @@ def required(layer: LayerPass, thresholds: tuple[float, ...]) -> dict[str, Any]:
 
 
 def correlations(load_RE: ArrayLike) -> NDArray[np.float64] | None:
-    """Return Pearson's correlation of each two of R runs' loads, [R, R]; None if a load is constant."""
-    load = np.asarray(load_RE, dtype=np.float64)
-    centred = load - load.mean(1, keepdims=True)
-    norm = np.sqrt((centred**2).sum(1))
-    if load.shape[1] < 2 or not norm.all():
-        return None
-    unit = centred / norm[:, None]
-    return np.clip(unit @ unit.T, -1.0, 1.0)
+    """Return Pearson's correlation of each two of R runs' loads, [R, R]; None if a load is constant.
 
-
-def inter_run_consistency(load_RE: ArrayLike) -> float | None:
-    """Return IC, the mean of the whole correlation matrix: sum over i, j of rho(l_i, l_j) / m^2.
-
-    load_RE: for each of m runs, the number of tokens that each expert was chosen for. The diagonal is part of
-    the mean, so m unrelated runs have about 1/m. None: the load of a run is constant, which has no
-    correlation.
+    Its mean over the whole matrix is the inter-run consistency IC = sum over i, j of rho(l_i, l_j) / m^2 of m
+    runs. load_RE: for each run, the number of tokens that each expert was chosen for. The diagonal is part of
+    the mean, so m unrelated runs have about 1/m.
 
     Source: Chi et al. 2022 (X-MoE), section 4.5 and figure 3b, for fine-tuned copies of one model. Runs that
     were initialised with different seeds number their experts differently, and IC is then about 1/m.
     """
-    found = correlations(load_RE)
-    return None if found is None else float(found.mean())
+    load = np.asarray(load_RE, dtype=np.float64)
+    return np.corrcoef(load) if load.std(axis=1).all() else None
 
 
 def fluctuation(earlier: LayerPass, later: LayerPass) -> dict[str, float]:
@@ -192,20 +179,15 @@ def token_map(layer: LayerPass) -> dict[str, Any]:
     """Place the first `POINTS` sampled tokens on a plane.
 
     The vectors are the router's input, or what its scorer makes of it where it compares tokens and experts in
-    a space of its own. Returns method: `umap` if the package umap-learn is installed, otherwise `pca`.
-    xy_S2: coordinates without a unit. first_S: the first expert of each, -1 for none. explained: for PCA, the
-    two axes' shares of the variance.
+    a space of its own. Returns xy_S2: their first two principal components, without a unit. explained: the
+    two axes' shares of the variance. first_S: the first expert of each, -1 for none.
 
-    Source: Chi et al. 2022 (X-MoE), figures 2a and 2b: UMAP with 100 neighbours and a minimum distance of 1.
+    Source: after Chi et al. 2022 (X-MoE), figures 2a and 2b, which are by UMAP.
     """
     vectors = layer.hidden_SH if layer.projected_SD is None else layer.projected_SD
     vectors_SD, first_S = vectors[:POINTS].double().numpy(), layer.first_S[:POINTS]
-    found: dict[str, Any] = {"first_S": first_S.tolist()}
-    xy_S2 = umap_of(vectors_SD) if len(vectors_SD) > 3 else None
-    if xy_S2 is not None:
-        return {"method": "umap", "xy_S2": xy_S2.round(4).tolist(), **found}
     xy_S2, explained = pca(vectors_SD)
-    return {"method": "pca", "explained": explained, "xy_S2": xy_S2.round(4).tolist(), **found}
+    return {"explained": explained, "xy_S2": xy_S2.round(4).tolist(), "first_S": first_S.tolist()}
 
 
 def pca(vectors_SD: Floats) -> tuple[Floats, list[float]]:
@@ -224,19 +206,6 @@ def pca(vectors_SD: Floats) -> tuple[Floats, list[float]]:
     missing = 2 - xy_S2.shape[1]  # one token or one dimension has one axis
     shares = [float(value**2) / total for value in scale[:2]] + [0.0] * missing
     return np.pad(xy_S2, ((0, 0), (0, missing))), shares
-
-
-def umap_of(vectors_SD: Floats) -> Floats | None:
-    """Return UMAP's two dimensions [S, 2], the same in every call; None if umap-learn cannot be imported."""
-    try:
-        umap = importlib.import_module("umap")
-    except ImportError:
-        return None
-    neighbours = min(NEIGHBOURS, len(vectors_SD) - 1)
-    reducer = umap.UMAP(
-        n_neighbors=neighbours, min_dist=MIN_DISTANCE, n_components=2, random_state=0, n_jobs=1
-    )
-    return np.asarray(reducer.fit_transform(vectors_SD), dtype=np.float64)
 
 
 TOP_TOKENS, EXAMPLES = 8, 3

@@ -202,7 +202,7 @@ def test_every_metric_of_the_docs_has_a_panel_and_every_axis_its_unit() -> None:
 
 
 def test_training_does_not_import_plotly() -> None:
-    code = "import sys, megamoe.metrics, megamoe.apps.report.live; assert 'plotly' not in sys.modules"
+    code = "import sys, megamoe.metrics, megamoe.apps.report.page; assert 'plotly' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

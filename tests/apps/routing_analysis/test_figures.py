@@ -29,7 +29,7 @@ LAYER: dict[str, Any] = {
         "training_max_over_mean": 1.5,
     },
     "tokens": {"mutual_information": 0.5, "expert_entropy": 1.0, "share": 0.5, "chance": 0.1, "experts": []},
-    "map": {"method": "pca", "explained": [0.5, 0.25], "xy_S2": [[0, 1], [1, 0]], "first_S": [-1, 1]},
+    "map": {"explained": [0.5, 0.25], "xy_S2": [[0, 1], [1, 0]], "first_S": [-1, 1]},
 }
 
 

@@ -40,14 +40,12 @@ function draw(place) {
     if (hidden.has(trace.legendgroup)) trace.visible = false;
   }
   const kind = isLog ? "log" : "linear";
-  layout.uirevision = kind + (place.shownAll ?? ""); // else a zoom stays
+  layout.uirevision = kind; // a zoom stays where the axes are the same
   layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom"; // a finger scrolls the page
   if (printing) Object.assign(layout, place.closest(".whole") ? PAPER.whole : PAPER.half);
   place.dataset.drawn = kind;
   const save = { name: "toImage", title: "Save as PNG", icon: Plotly.Icons.camera, click: savePicture };
-  const shown = Plotly.react(place, data, layout, { displaylogo: false, modeBarButtons: [[...BUTTONS, save]] });
-  toolbar(place);
-  return shown;
+  return Plotly.react(place, data, layout, { displaylogo: false, modeBarButtons: [[...BUTTONS, save]] });
 }
 
 function savePicture(place) {
@@ -63,89 +61,6 @@ function hiddenCurves(place) {
   const scopes = [place.closest("figure"), place.closest("section")];
   const buttons = scopes.flatMap((it) => [...it.querySelectorAll(":scope > .legend button[aria-pressed=false]")]);
   return new Set(buttons.map((it) => it.dataset.curve));
-}
-
-// One stop of the Tab key for the buttons over a figure; arrow keys go from one to the next.
-function toolbar(place) {
-  place.querySelectorAll(".modebar-btn").forEach((button, at) => (button.tabIndex = at ? -1 : 0));
-}
-
-function nextButton(button, by) {
-  const all = [...button.parentElement.closest(".modebar, .legend").querySelectorAll("button")];
-  all[(all.indexOf(button) + by + all.length) % all.length].focus();
-}
-
-// The values at a cursor that arrow keys move: along x, and in a map also along y.
-function moveCursor(place, key) {
-  const curves = place.data.filter((it) => it.visible !== false && it.hoverinfo !== "skip");
-  if (curves.length === 0) return;
-  const rows = curves[0].type === "heatmap" ? curves[0].z.length : 1;
-  const xs = rows > 1 ? curves[0].x.slice(0, -1) : [...new Set(curves.flatMap((it) => it.x))].sort((a, b) => a - b);
-  const cursor = place.cursor ?? { column: key === "ArrowLeft" ? xs.length : -1, row: 0 };
-  const steps = { ArrowRight: 1, ArrowLeft: -1, PageDown: 10, PageUp: -10, Home: -xs.length, End: xs.length };
-  const within = (value, most) => Math.max(0, Math.min(most - 1, value));
-  cursor.column = within(cursor.column + (steps[key] ?? 0), xs.length);
-  cursor.row = within(cursor.row + ({ ArrowUp: 1, ArrowDown: -1 }[key] ?? 0), rows);
-  place.cursor = cursor;
-  const at = xs[cursor.column];
-  const points = [];
-  const told = [`${rows > 1 ? "from step" : place.layout.xaxis.title.text.split(" (")[0]} ${at}`];
-  for (const curve of curves) {
-    const index = curve.x.indexOf(at);
-    if (index < 0) continue;
-    points.push({ curveNumber: place.data.indexOf(curve), pointNumber: rows > 1 ? [cursor.row, index] : index });
-    const spread = curve.customdata?.[index];
-    if (rows > 1) told.push(`row ${cursor.row}: ${curve.z[cursor.row][index] ?? "none"}`);
-    else told.push(`${curve.name} ${curve.y[index] ?? "none"}${spread ? `, from ${spread[1]} to ${spread[2]}` : ""}`);
-  }
-  const unified = place.layout.hovermode === "x unified" && rows === 1;
-  Plotly.Fx.hover(place, unified ? { xval: at } : points, "xy");
-  document.getElementById("values").textContent = told.join("; ");
-}
-
-function leave(place) {
-  place.cursor = undefined;
-  Plotly.Fx.unhover(place);
-  document.getElementById("values").textContent = "";
-}
-
-function zoom(place, factor) {
-  const update = {};
-  for (const name of ["xaxis", "yaxis"]) {
-    const [low, high] = place._fullLayout[name].range;
-    const reach = ((high - low) * factor) / 2;
-    update[`${name}.range`] = [(low + high) / 2 - reach, (low + high) / 2 + reach];
-  }
-  return Plotly.relayout(place, update);
-}
-
-function showAll(place) {
-  place.shownAll = performance.now();
-  return draw(place);
-}
-
-function onKey(event) {
-  if (event.ctrlKey || event.metaKey || event.altKey) return;
-  const at = event.target;
-  const { key } = event;
-  const by = { ArrowRight: 1, ArrowLeft: -1 }[key];
-  if (key === "Escape") {
-    const open = at.closest("details[open]");
-    const button = at.closest(".modebar-btn");
-    if (at.matches(".plot")) leave(at);
-    else if (button !== null) button.closest(".plot").focus();
-    else if (open !== null) {
-      open.open = false;
-      open.querySelector("summary").focus();
-    } else return;
-  } else if (by !== undefined && at.matches(".modebar-btn, .legend button")) nextButton(at, by);
-  else if (!at.matches(".plot[data-drawn]")) return;
-  else if (key === "+" || key === "=") zoom(at, 0.5);
-  else if (key === "-") zoom(at, 2);
-  else if (key === "0") showAll(at);
-  else if (/^(Arrow|Page|Home|End)/.test(key)) moveCursor(at, key);
-  else return;
-  event.preventDefault();
 }
 
 function places(selector = "") {
@@ -173,10 +88,6 @@ async function start() {
     button.setAttribute("aria-pressed", String(button.getAttribute("aria-pressed") !== "true"));
     const scope = button.closest("figure") ?? button.closest("section");
     for (const place of scope.querySelectorAll(".plot[data-drawn]")) draw(place);
-  });
-  document.addEventListener("keydown", onKey);
-  document.addEventListener("focusout", (event) => {
-    if (event.target.matches?.(".plot[data-drawn]") && event.target.cursor !== undefined) leave(event.target);
   });
   dark.addEventListener("change", drawAgain);
   addEventListener("beforeprint", () => setPrinting(true));
