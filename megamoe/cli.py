@@ -13,7 +13,7 @@ from megamoe.resilience.error_reporting import exit_process, hide_secrets
 COMMANDS = {
     "analyze": (
         "megamoe.apps.routing_analysis.command",
-        "What the routers of trained models do: eight analyses of checkpoints, as JSON and figures",
+        "What the routers of trained models do: seven analyses of checkpoints, as JSON and figures",
     ),
     "checkpoint": ("megamoe.apps.checkpoints.command", "Inspect, verify, convert, average, prune them"),
     "convert": (

@@ -68,7 +68,7 @@ RULES = [
     Rule(r"python tools/checkpoint\.py inspect .*", RUN),
     Rule(r"python tools/checkpoint\.py convert .*", RUN),
     Rule(r"python tools/checkpoint\.py average runs/demo runs/demo_averaged --last 5", RUN),
-    Rule(r"python tools/checkpoint\.py average .* --decay .*", "tests/apps/checkpoints/test_average.py"),
+    Rule(r"python tools/checkpoint\.py average .*", "tests/apps/checkpoints/test_average.py"),
     Rule(r"python tools/checkpoint\.py prune runs/demo --keep 2( --dry-run)?", RUN),
     Rule(r"python tools/plan\.py --config (examples|benchmarks)/.*", RUN),
     # Training, as written but for the number of steps.

@@ -205,7 +205,7 @@ def _rank_rows(run: ResolvedRun, world: World, rollouts: int) -> list[tuple[str,
     largest = max(stage_sizes(config, run.vocabulary.size), key=lambda each: each.total)
     states = states_of(config, plan, largest)
     sent = _sent(config, plan, rollouts)
-    activations = _activation_bytes(config, run.vocabulary, plan, rollouts)
+    activations = activation_bytes(config, run.vocabulary.size, plan, rollouts)
     parts = [("weights", states.weights), ("gradients", states.gradients), ("optimiser", states.optimizer)]
     shown = ", ".join(f"{name} {in_bytes(held)}" for name, held in parts if held)
     offloaded = {"on the CPU": states.cpu, "on disk": states.nvme}
@@ -300,7 +300,7 @@ def _world(layout: Layout, sequence: bool) -> str:
     return f"{layout.ranks} ({', '.join(parts)})"
 
 
-def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelPlan, rollouts: int) -> float:
+def activation_bytes(config: RunConfig, vocab_size: int, plan: ParallelPlan, rollouts: int = 1) -> float:
     """Estimate the bytes that backward needs.
 
     They are about 14 hidden vectors per block, the FFN's inner ones, and three times the logits in fp32.
@@ -315,7 +315,7 @@ def _activation_bytes(config: RunConfig, vocabulary: Vocabulary, plan: ParallelP
         kept = inputs + _block_width(config) / shapes.num_blocks(config)
     else:
         kept = _block_width(config)
-    logits = 12 * vocabulary.size / ranks if model.num_labels is None else 0.0
+    logits = 12 * vocab_size / ranks if model.num_labels is None else 0.0
     # The first of p stages has 1 / p of the blocks, and keeps the values of p micro batches.
     # Of two micro batches in flight, both are kept.
     return float(config.train.in_flight * tokens * (width * kept + logits) / config.parallel.context)

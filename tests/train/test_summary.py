@@ -16,7 +16,7 @@ from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.train.objective import build_objective
 from megamoe.train.resolved import ResolvedRun
 from megamoe.train.step import num_rollouts
-from megamoe.train.summary import _activation_bytes, summary_record, summary_rows
+from megamoe.train.summary import activation_bytes, summary_record, summary_rows
 from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
@@ -129,13 +129,13 @@ ACTIVATIONS: dict[str, tuple[tuple[str, ...], float]] = {
 def test_activation_bytes_by_hand(one_rank: None, overrides: tuple[str, ...], expected: float) -> None:
     config = tiny(*overrides)
     rollouts = num_rollouts(tiny_gpt(config))
-    assert _activation_bytes(config, WORDS, resolve_parallel(config, 1), rollouts) == expected
+    assert activation_bytes(config, WORDS.size, resolve_parallel(config, 1), rollouts) == expected
 
 
 def test_activations_of_a_bf16_model_take_half_but_its_logits_do_not(one_rank: None) -> None:
     config = tiny("parallel.precision=bf16")
     expected = TOKENS * (2 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS)
-    assert _activation_bytes(config, WORDS, resolve_parallel(config, 1), rollouts=1) == expected
+    assert activation_bytes(config, WORDS.size, resolve_parallel(config, 1), rollouts=1) == expected
 
 
 def test_active_parameters_are_those_of_a_tokens_mean_choices(one_rank: None) -> None:

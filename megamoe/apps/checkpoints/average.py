@@ -57,24 +57,11 @@ def chosen(paths: Sequence[Path], last: int | None) -> list[Path]:
     return ordered
 
 
-def shares(count: int, decay: float | None) -> list[float]:
-    """Return the share of each checkpoint, oldest first: equal ones, or each `decay` times the next one's.
-
-    Raises:
-        UserError: if `decay` is not between 0 and 1.
-    """
-    if decay is not None and not 0 < decay < 1:
-        raise UserError(f"--decay: found {decay:g}, expected a number between 0 and 1")
-    raw = [1.0 if decay is None else decay**age for age in reversed(range(count))]
-    return [each / sum(raw) for each in raw]
-
-
 class _Average:
     """Reads chunks as `CheckpointReader.fill`: means of numbers with a fraction, the newest of all others."""
 
-    def __init__(self, readers: Sequence[CheckpointReader], shares: Sequence[float]) -> None:
+    def __init__(self, readers: Sequence[CheckpointReader]) -> None:
         self.readers = readers
-        self.shares = shares
 
     def fill(self, local_chunks: Iterable[LocalChunk]) -> None:
         """Fill each local chunk; the sums are fp64."""
@@ -84,13 +71,13 @@ class _Average:
                 continue
             total = torch.zeros(local.tensor.shape, dtype=torch.float64)
             part = torch.empty_like(total)
-            for reader, share in zip(self.readers, self.shares, strict=True):
+            for reader in self.readers:
                 reader.fill([LocalChunk(local.name, local.global_shape, local.chunk, part)])
-                total.add_(part, alpha=share)
-            local.tensor.copy_(total)
+                total += part
+            local.tensor.copy_(total / len(self.readers))
 
 
-def average(paths: Sequence[Path], path: Path, decay: float | None) -> None:
+def average(paths: Sequence[Path], path: Path) -> None:
     """Write the average of checkpoints, in the order of their steps, as a checkpoint of one file.
 
     It has the newest one's step and configuration, and no optimizer's state.
@@ -98,7 +85,6 @@ def average(paths: Sequence[Path], path: Path, decay: float | None) -> None:
     Raises:
         UserError: if one is damaged or of another model, or `path` exists.
     """
-    weights_of = shares(len(paths), decay)
     for each in paths:
         refuse_damaged(each)
     with ExitStack() as opened:
@@ -106,7 +92,7 @@ def average(paths: Sequence[Path], path: Path, decay: float | None) -> None:
         newest = readers[-1]
         for reader in readers[:-1]:
             _check_same(reader, newest)
-        _write(newest, _Average(readers, weights_of), path)
+        _write(newest, _Average(readers), path)
 
 
 class _MeanOfRun:

@@ -56,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     verb.add_argument("path", type=Path, metavar="PATH", help="a step_* folder, or a run's")
     verb.add_argument("--json", action="store_true", help="as JSON")
     verb.add_argument("--config", action="store_true", help="only its configuration, as YAML for --config")
-    verb.add_argument("--tensors", action="store_true", help="also every tensor")
     verb.add_argument("--quick", action="store_true", help="do not read the tensors for their checksums")
     verb.set_defaults(run=_inspect)
 
@@ -79,12 +78,6 @@ def _parser() -> argparse.ArgumentParser:
         "paths", type=Path, nargs="+", metavar="PATH", help="a run's folder, or step_* folders; then DST, new"
     )
     verb.add_argument("--last", type=int, metavar="N", help="of a run: the newest N (default: all)")
-    verb.add_argument(
-        "--decay",
-        type=float,
-        metavar="D",
-        help="each counts D times as much as the next one (default: alike)",
-    )
     verb.add_argument("--ema", action="store_true", help="the mean that optimizer.ema kept in one checkpoint")
     verb.set_defaults(run=_average)
 
@@ -102,7 +95,7 @@ def _inspect(options: argparse.Namespace) -> int:
     states = {path: describe.integrity_of(path, options.quick or options.config) for path in paths}
     states = {path: state for path, state in states.items() if state != describe.REMOVED or not is_run}
     path = describe.taken_by_resume(states) if is_run else paths[0]
-    if path is None and (options.config or options.tensors):
+    if path is None and options.config:
         raise UserError(f"{options.path}: no intact checkpoint; name a step_* folder")
     if path is not None and options.config:
         print(describe.config_as_yaml(path), end="")
@@ -110,15 +103,10 @@ def _inspect(options: argparse.Namespace) -> int:
     rows = describe.table(states, path) if is_run else []
     facts = describe.describe(path, states[path]) if path is not None else None
     if options.json:
-        found = {"checkpoints": rows, "resume": facts} if is_run else {**(facts or {})}
-        if path is not None and options.tensors:
-            found["index"] = describe.tensors(path)
-        print(json.dumps(found, indent=1))
+        print(json.dumps({"checkpoints": rows, "resume": facts} if is_run else facts, indent=1))
         return 0
     blocks = [describe.table_as_text(rows)] if is_run else []
     blocks.append("no intact checkpoint" if facts is None else describe.as_text(facts))
-    if path is not None and options.tensors:
-        blocks.append(describe.tensors_as_text(path))
     print("\n\n".join(blocks))
     return 0
 
@@ -152,15 +140,15 @@ def _average(options: argparse.Namespace) -> int:
     if options.ema:
         return _take_mean(options, sources, path)
     paths = chosen(sources, options.last)
-    average(paths, path, options.decay)
+    average(paths, path)
     names = ", ".join(each.name for each in paths)
     print(f"{path}: the average of {names}; {describe.size(sum(describe.file_sizes(path).values()))}")
     return 0
 
 
 def _take_mean(options: argparse.Namespace, sources: list[Path], path: Path) -> int:
-    if options.last is not None or options.decay is not None:
-        raise UserError("--ema: takes the mean of one checkpoint; leave out --last and --decay")
+    if options.last is not None:
+        raise UserError("--ema: takes the mean of one checkpoint; leave out --last")
     found, is_run = find_checkpoints(sources[0])
     if len(sources) > 1 or is_run:
         raise UserError(f"--ema: found {sources[0]}, expected one step_* folder, and a new folder")

@@ -81,26 +81,6 @@ def as_text(facts: dict[str, Any]) -> str:
     return "\n".join([facts["path"], *(f"  {name:<11} {value}" for name, value in rows.items())])
 
 
-def tensors(path: Path) -> dict[str, Any]:
-    """Return the tensors as index.json has them, by name."""
-    with CheckpointReader(path, "checkpoint") as reader:
-        return {**reader.index["tensors"]}
-
-
-def tensors_as_text(path: Path) -> str:
-    """Return a line for each tensor: dtype, shape, the numbers of its shard files, name."""
-    rows = [
-        f"  {it['dtype']:<9} {it['shape']!s:<20} {_shards(it['chunks']):<12} {printable(name)}"
-        for name, it in tensors(path).items()
-    ]
-    return "\n".join([f"  {'dtype':<9} {'shape':<20} {'shards':<12} tensor", *rows])
-
-
-def _shards(chunks: list[Any]) -> str:
-    numbers = sorted({shard for shard, _, _ in chunks})
-    return ",".join(map(str, numbers)) if len(numbers) < 5 else f"{len(numbers)} shards"
-
-
 def table(states: dict[Path, str], taken: Path | None) -> list[dict[str, Any]]:
     """Return a row for each checkpoint. states: `integrity_of` each. taken: the one that a resume takes."""
     rows = []

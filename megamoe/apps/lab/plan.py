@@ -6,7 +6,7 @@ the size's `scale` multiplies numbers of it, and the overrides of the call come 
 
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,10 +24,9 @@ from megamoe.apps.lab.study import (
     load_study,
 )
 from megamoe.config.files import merge, plugins_beside, read_run
-from megamoe.config.load import apply_override, configure, to_dict
+from megamoe.config.load import apply_override, configure
 from megamoe.config.schema import RunConfig
 from megamoe.errors import UserError, printable
-from megamoe.registry import nearest
 
 TASK_PREFIX = "task."  # of overrides that change the fine-tuning
 
@@ -152,7 +151,7 @@ def is_number(value: Any) -> bool:
 
 
 def _check_scale(path: Path, size: str, chosen: Size, configs: dict[str, dict[str, Any]]) -> None:
-    """Refuse a key of `scale` that is neither of the configuration nor of a row, or is no number there.
+    """Refuse a key of `scale` that no row has, or that is no number there.
 
     A row may lack it: the rows of dense models have no experts.
     """
@@ -162,16 +161,8 @@ def _check_scale(path: Path, size: str, chosen: Size, configs: dict[str, dict[st
         for row, value in found.items():
             if not is_number(value):
                 raise UserError(f"{where}: {key} of row {row} is {printable(value, 60)}, expected a number")
-        if not found and key not in (known := [*_keys(to_dict(RunConfig()))]):
-            raise UserError(f"{where}: unknown key {key!r}{nearest(key, known)}")
-
-
-def _keys(tree: dict[str, Any], before: str = "") -> Iterator[str]:
-    """Yield the dotted keys of a tree."""
-    for name, value in tree.items():
-        yield f"{before}{name}"
-        if isinstance(value, dict):
-            yield from _keys(value, f"{before}{name}.")
+        if not found:
+            raise UserError(f"{where}: no row has a number at {key!r}; leave it out, or correct it")
 
 
 def digest(*content: Any) -> str:

@@ -99,12 +99,11 @@ class Translate:
 
 @dataclass
 class Analyze:
-    """tools/analyze_routing.py. of: the last checkpoint, all of a run, or the last ones of all seeds of a
-    row."""
+    """tools/analyze_routing.py. of: the last checkpoint, or all of a run."""
 
     __pydantic_config__ = STRICT
     analyses: Distinct[str]
-    of: Literal["last", "all", "seeds"] = "last"
+    of: Literal["last", "all"] = "last"
     samples: PositiveInt | None = None
 
 

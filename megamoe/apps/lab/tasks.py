@@ -126,12 +126,10 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collec
     for name, stage in plan.study.stages.items():
         of_stage = [row for row in (trees if stage.rows is None else stage.rows) if row in trees]
         sharing = _sharing({row: [trees[row], _of_row(plan, stage, row)] for row in of_stage})
-        over_seeds = stage.analyze is not None and stage.analyze.of == "seeds"
         for row in [row for row in of_stage if row in rows]:
-            for seed in plan.seeds[:1] if over_seeds else plan.seeds:
-                runs = [tasks.training[row, it] for it in (plan.seeds if over_seeds else [seed])]
+            for seed in plan.seeds:
                 task_name = f"{name}-{sharing[row]}-{seed}"
-                task = _of_stage(plan, output, (name, stage), row, runs, seed, task_name)
+                task = _of_stage(plan, output, (name, stage), row, tasks.training[row, seed], seed, task_name)
                 tasks.stages[name, row, seed] = tasks.add(task)
     return tasks
 
@@ -216,7 +214,7 @@ def _text(path: Path, where: str) -> str:
 
 
 def _of_stage(
-    plan: Plan, output: Path, named: tuple[str, Stage], row: str, runs: list[Task], seed: int, task_name: str
+    plan: Plan, output: Path, named: tuple[str, Stage], row: str, run: Task, seed: int, task_name: str
 ) -> Task:
     """Return the task of a stage.
 
@@ -227,7 +225,7 @@ def _of_stage(
     where = f"{plan.path}: stages.{name}"
     folder = output / "stages" / name / task_name.removeprefix(f"{name}-")
     result = folder / RESULT[stage.kind]
-    paths = [str(run.folder) for run in runs]
+    path = str(run.folder)
     checkpoints_of = None
     decides: list[Any] = []  # besides the settings
     if stage.finetune is not None:
@@ -238,18 +236,18 @@ def _of_stage(
         decides = [read_mapping(task_file, f"{where}.finetune.task")]
         with _told(f"{where}.finetune: row {row}"):
             load_task(task_file, settings)
-        places = ["--task", str(task_file), "--checkpoint", *paths, "--output", str(folder)]
+        places = ["--task", str(task_file), "--checkpoint", path, "--output", str(folder)]
     elif stage.translate is not None:
         chosen = stage.translate
         settings = ["--from", chosen.source, "--to", chosen.target, "--score", "--beams", str(chosen.beams)]
         settings += _samples(plan, chosen.samples)
-        places = [*paths, "--json", str(result)]
+        places = [path, "--json", str(result)]
     elif stage.analyze is not None:
         analyses = stage.analyze
         settings = ["--analyses", ",".join(analyses.analyses), *_samples(plan, analyses.samples)]
         decides = [analyses.of]
-        checkpoints_of = runs[0].folder if analyses.of == "all" else None
-        places = ["--output", str(folder), *([] if checkpoints_of is not None else paths)]
+        checkpoints_of = run.folder if analyses.of == "all" else None
+        places = ["--output", str(folder), *([] if checkpoints_of is not None else [path])]
     else:
         assert stage.evaluate is not None
         swept = stage.evaluate.sweep.items()
@@ -259,11 +257,10 @@ def _of_stage(
         sweeps = [f"{key}={','.join(map(json.dumps, values))}" for key, values in swept]
         settings = [each for sweep in sweeps for each in ("--sweep", sweep)]
         settings += _samples(plan, stage.evaluate.samples)
-        places = [*paths, "--json", str(result)]
-    identity = digest(stage.kind, settings, decides, [run.identity for run in runs])
+        places = [path, "--json", str(result)]
+    identity = digest(stage.kind, settings, decides, [run.identity])
     arguments = (*COMMANDS, stage.kind, *settings, *places)  # in this order: checkpoints may follow
-    needs = tuple(run.name for run in runs)
-    return Task(task_name, folder, arguments, identity, needs, checkpoints_of)
+    return Task(task_name, folder, arguments, identity, (run.name,), checkpoints_of)
 
 
 @contextmanager

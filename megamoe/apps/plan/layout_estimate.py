@@ -5,7 +5,7 @@ Their constants were chosen by the activations and kernels of simulated steps; d
 well they order.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
@@ -14,35 +14,29 @@ from megamoe.apps.plan.hardware import Gpu
 from megamoe.config import RunConfig
 from megamoe.config.layer_kinds import LayerKind, kinds
 from megamoe.config.shapes import (
-    expert_activation,
     expert_ffn_size,
     expert_hidden_size,
-    ffn_size,
     key_size,
     moe_block_numbers,
     num_blocks,
     padded_vocab_size,
     query_size,
     recomputed_modules,
-    shared_ffn_size,
 )
 from megamoe.errors import UserError
 from megamoe.model.size import ModelFlops, ModelSize, block_flops, model_flops, model_size
 from megamoe.model.stage import blocks_of_parts
 from megamoe.moe.dispatch.choice import mean_nodes
-from megamoe.moe.experts.activations import up_width
 from megamoe.moe.router import mean_choices
 from megamoe.optim.schedule import BatchSchedule
-from megamoe.parallel.layout import Layout
-from megamoe.parallel.pipeline.schedule import alive as alive_passes
-from megamoe.parallel.pipeline.schedule import training_order
 from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
+from megamoe.train.summary import activation_bytes
 from megamoe.validation.memory import states_of
 
-BLOCK_ROWS = 12  # of the hidden size, that a block reads and writes in its norms and residual sums
-PASSES = 3  # over a block's activations: forward, and twice as much backward
-LAUNCHES = 50  # of a block's forward pass
+PASSES = 6  # over what a block keeps: forward, and twice as much backward, each read and written
+LOGIT_BYTES = 24  # of a logit, read and written in both passes
+LAUNCHES = 150  # of a block's both passes
 UPDATE_BYTES = 30  # of a parameter: gradient, master weight and moments read, all but the gradient written
 SMALL = 0.02  # of a block's time, to compute one of its small modules again
 SUM_BYTES = 10  # of a parameter in each micro batch: its gradient is added in fp32
@@ -124,7 +118,7 @@ def estimate(
     size = sizes.size if share == 1 else sizes.size.times(share)
     dense, experts = size.on_rank(layout.tensor, layout.expert_ranks)
     memory = gpu.memory * ASSUMED.bytes
-    each = slowest * _micro_batch(config, layout, sizes, gpu, gpus_per_node, load)
+    each = slowest * _micro_batch(config, plan, sizes, gpu, gpus_per_node, load)
     each += SUM_BYTES * (dense + experts) / memory
     once = 0.0
     shares = (dense, layout.replicas, layout.tensor), (experts, layout.expert_copies, layout.expert_ranks)
@@ -140,9 +134,10 @@ def estimate(
         else:  # reduced once in fp32; not scattered with tensor parallelism, nor at ZeRO 0
             once += ring * (6 if plan.stage and layout.tensor == 1 else 10)
     idle = (layout.pipeline - 1) / parallel.pipeline_chunks  # micro batches
-    alive = _alive(layout.pipeline, parallel.pipeline_chunks, min(micro_batches, 8 * layout.pipeline))
-    alive = max(alive, config.train.in_flight)
-    held = states_of(config, plan, size).total + _activations(config, layout, sizes, share, alive)
+    of_logits = (
+        sizes.vocabulary if layout.pipeline == 1 else 0
+    )  # the last of several stages has room for them
+    held = states_of(config, plan, size).total + activation_bytes(config, of_logits, plan)
     return Estimate((micro_batches + idle) * each + once, held, schedule.final)
 
 
@@ -159,20 +154,12 @@ def _largest_stage(blocks: tuple[float, ...], after: float, stages: int, chunks:
     return most / len(blocks), max(sum(loads[stage::stages]) for stage in range(stages)) / sum(loads)
 
 
-@cache
-def _alive(stages: int, chunks: int, micro_batches: int) -> float:
-    """Return the micro batches whose activations the first stage holds."""
-    if stages == 1:
-        return 1.0
-    whole = micro_batches - micro_batches % stages or micro_batches
-    return alive_passes(training_order(0, stages, chunks, whole)) / chunks
-
-
 def _micro_batch(
-    config: RunConfig, layout: Layout, sizes: Sizes, gpu: Gpu, gpus_per_node: int, load: float
+    config: RunConfig, plan: ParallelPlan, sizes: Sizes, gpu: Gpu, gpus_per_node: int, load: float
 ) -> float:
     """Return seconds of both passes of all blocks, with what is computed again."""
     model, tokens = config.model, config.train.micro_batch_size * config.data.sequence_length
+    layout = plan.layout
     own = tokens / layout.batch_ranks
     blocks = num_blocks(config)
     modules = recomputed_modules(model)
@@ -181,15 +168,13 @@ def _micro_batch(
     rest = (
         4 / 3 if "block" in modules else 1.0 + SMALL * len(modules & {"norms", "latent_up", "shared_experts"})
     )
-    here = own if config.parallel.sequence else own * layout.tensor
     grouped = ASSUMED.of("grouped", min((each.smallest for each in sizes.kinds), default=0))
     seconds = own * sizes.flops.token * rest / (gpu.bf16 * ASSUMED.of("matmul", model.hidden_size))
     seconds += own * load * sizes.routed * again / (gpu.bf16 * grouped)
-    passed = rest * blocks * (BLOCK_ROWS * here * model.hidden_size + 2 * own * _heads(config))
-    passed += again * 2 * own * sum(size.layers * _of_moe(config, size) for size in sizes.kinds)
-    passed += 4 * own * sizes.vocabulary
-    seconds += PASSES * 2 * passed / (gpu.memory * ASSUMED.bytes)
-    launches = LAUNCHES * rest * blocks * PASSES
+    whole = replace(config, model=replace(model, recompute="none"), train=replace(config.train, in_flight=1))
+    passed = PASSES * again * activation_bytes(whole, 0, plan) + LOGIT_BYTES * own * sizes.vocabulary
+    seconds += passed / (gpu.memory * ASSUMED.bytes)
+    launches = LAUNCHES * rest * blocks
     seconds = max(seconds + launches * ASSUMED.kernel_s, launches * ASSUMED.aten_call_s)
     if layout.tensor > 1:
         pair = cut_pair_traffic(
@@ -236,66 +221,3 @@ def _bandwidth(ranks: int, stride: int, gpu: Gpu, gpus_per_node: int, *, ring: b
     away = 1 / here if ring else (ranks - here) / (ranks - 1)
     inside, between = (1 - away) / (gpu.nvlink * ASSUMED.link), away / (gpu.network * ASSUMED.network)
     return 1 / max(inside, between)
-
-
-def _heads(config: RunConfig) -> float:
-    """Return the numbers of one token that a block's attention keeps."""
-    return 2.0 * query_size(config.model) + 2.0 * key_size(config.model)
-
-
-def _of_moe(config: RunConfig, of_kind: KindSize) -> float:
-    """Return the numbers of one token that an MoE layer keeps: its rows beside the experts, and inside."""
-    size, inside = expert_ffn_size(of_kind.kind.config), _inside(of_kind.kind.config)
-    shared = inside * shared_ffn_size(of_kind.kind.moe, size)
-    slices = config.parallel.expert_tensor  # each of them gets all rows
-    rows = 2 + (slices if slices > 1 else 0)
-    row = expert_hidden_size(of_kind.kind.config)
-    latent = 2 * (of_kind.kind.moe.latent_size or 0)
-    return of_kind.choices * (rows * row + inside * size) + latent + shared
-
-
-def _activations(config: RunConfig, layout: Layout, sizes: Sizes, share: float, alive: float) -> float:
-    """Return bytes of activations at the end of a forward pass, in bf16.
-
-    share: of the blocks, that a stage has. alive: the micro batches that it holds.
-    """
-    model = config.model
-    own = config.train.micro_batch_size * config.data.sequence_length / layout.batch_ranks
-    here = own if config.parallel.sequence else own * layout.tensor
-    blocks = num_blocks(config)
-    dense = up_width(ffn_size(model), model.activation) + ffn_size(model)
-    no_moe = blocks - len(moe_block_numbers(config))
-    row = here * model.hidden_size
-    largest_moe = own * max((_of_moe(config, size) for size in sizes.kinds), default=0.0)
-    of_block = 6 * row + own * _heads(config)
-    largest = of_block + (largest_moe if sizes.kinds else own * dense)
-    modules = recomputed_modules(model)
-    if "block" in modules:
-        return 2 * (share * alive * blocks * row + largest) + _logits(layout, own, sizes)
-    kept = of_block - (2 * row if "norms" in modules else 0)
-    kept -= own * _heads(config) if "latent_up" in modules else 0
-    held = share * alive * (blocks * kept + no_moe * own * dense)
-    if "moe_layer" in modules:
-        return 2 * (held + largest_moe) + _logits(layout, own, sizes)
-    of_layers, once = 0.0, 0.0
-    for size in sizes.kinds:
-        inside, of_layer = own * _inside(size.kind.config), own * _of_moe(config, size)
-        of_expert = expert_ffn_size(size.kind.config)
-        if "shared_experts" in modules:
-            of_layer -= inside * shared_ffn_size(size.kind.moe, of_expert)
-        if "moe" in modules:
-            of_layer -= inside * size.choices * of_expert
-            once = max(once, inside * size.choices * of_expert)
-        of_layers += size.layers * of_layer
-    return 2 * (held + once + share * alive * of_layers) + _logits(layout, own, sizes)
-
-
-def _logits(layout: Layout, own: float, sizes: Sizes) -> float:
-    """Return bytes of the loss. The last of several stages has room for it: it holds one micro batch only."""
-    return 4 * own * sizes.vocabulary if layout.pipeline == 1 else 0.0
-
-
-def _inside(config: RunConfig) -> float:
-    """Return the numbers that an expert's FFN keeps for each of its inner size."""
-    size = expert_ffn_size(config)
-    return (up_width(size, expert_activation(config)) + size) / size

@@ -1,8 +1,7 @@
 """What sources yield: documents, and what they leave out; and how a user says which column they are."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -94,20 +93,3 @@ class Selection:
         except UnicodeEncodeError as error:
             raise UserError(f"{place}: half a surrogate pair in {self.key!r}: {error}") from error
         return value
-
-
-class Reader(Protocol):
-    """An open source: its documents in order, then what the data card says of it."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the bytes that were read, or that the row groups have."""
-
-    def documents(self) -> Iterator[Document | Skipped]:
-        """Yield documents, of which each may be empty, and what is left out."""
-
-    def sha256(self) -> str:
-        """Return the SHA-256 of the file, or of the documents that were taken from a table."""
-
-    def close(self) -> None:
-        """Close the file."""

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from megamoe.apps.prepare.decompression import decompressed
-from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Reader, Selection, Skipped, check_size
+from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Selection, Skipped, check_size
 from megamoe.apps.prepare.tables import ARROW, PARQUET, TableReader, row_groups
 from megamoe.apps.prepare.tars import members_of
 from megamoe.data import remote
@@ -249,8 +249,11 @@ def _standard_library() -> list[Source]:
     return [Source(f"{STDLIB}{NAME_MARK}{path.as_posix()}", root / path) for path in library]
 
 
-def open_source(source: Source, selection: Selection, advance: Callable[[int], Any]) -> Reader:
-    """Open a source to read its documents; `advance` is called with the bytes that are read.
+def open_source(
+    source: Source, selection: Selection, advance: Callable[[int], Any]
+) -> "_FileReader | TableReader":
+    """Open a source to read its documents, and then what the data card says of it; `advance` is called with
+    the bytes that are read.
 
     Raises:
         UserError: if it cannot be opened, or if an option of the selection does not fit its kind.

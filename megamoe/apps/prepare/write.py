@@ -65,13 +65,6 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, dtype:
     return Encoded(joined, lengths)
 
 
-def encode_batches(
-    batches: Iterable[Sequence[Document]], tokenizer: Tokenizer, dtype: type[np.number], num_workers: int
-) -> Iterator[Encoded]:
-    """Yield `encode_documents` of each batch, see `in_workers`."""
-    return in_workers(encode_documents, batches, tokenizer, dtype, num_workers)
-
-
 def in_workers(
     encode: Callable[[Any, Tokenizer, Any], Result],
     batches: Iterable[Any],
@@ -185,7 +178,7 @@ def write_tokens(
 
     def written() -> Iterator[np.ndarray]:
         with open(files.bin, "wb") as out:
-            for tokens, lengths in encode_batches(batches, tokenizer, dtype, workers):
+            for tokens, lengths in in_workers(encode_documents, batches, tokenizer, dtype, workers):
                 out.write(tokens.tobytes())
                 np.add(counts_V, np.bincount(tokens, minlength=tokenizer.vocab_size), out=counts_V)
                 yield lengths

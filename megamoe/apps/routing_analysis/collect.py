@@ -64,7 +64,7 @@ WINDOW = 8  # tokens before and after a sampled token that are kept as its text
 class LayerPass:
     """What one MoE layer's router did. All tensors are on the CPU.
 
-    Of all tokens: load_E, wanted_E: int64, the pairs that were computed, and those that the selector chose.
+    Of all tokens: load_E: int64, the pairs that were computed.
     required_CE: int64, at [c, m - 1] the number of tokens that need m experts for the c-th threshold.
     Of the sampled tokens: hidden_SH: fp32, what the router reads. projected_SD: fp32, the same in the space
     in which the scorer compares it with experts; None if that is the hidden space. chosen_SE: bool, the
@@ -72,7 +72,6 @@ class LayerPass:
     """
 
     load_E: Tensor
-    wanted_E: Tensor
     required_CE: Tensor
     hidden_SH: Tensor
     projected_SD: Tensor | None
@@ -210,7 +209,6 @@ class _LayerSums:
             projected_SD = torch.zeros(size, width)
         self.found = LayerPass(
             load_E=torch.zeros(dims.num_experts, dtype=torch.int64),
-            wanted_E=torch.zeros(dims.num_experts, dtype=torch.int64),
             required_CE=torch.zeros(len(thresholds), dims.num_experts, dtype=torch.int64),
             hidden_SH=torch.zeros(size, dims.hidden_size),
             projected_SD=projected_SD,
@@ -221,7 +219,6 @@ class _LayerSums:
     def add(self, router: Router, inputs: tuple[Any, ...], options: dict[str, Any], routing: Routing) -> None:
         """Add a micro batch: a forward hook of the layer's router."""
         self.found.load_E += routing.counts_E().cpu()
-        self.found.wanted_E += routing.wanted_counts_E().cpu()
         for c, threshold in enumerate(self._thresholds):
             number_T = required_experts(routing.probs_TE, threshold)
             self.found.required_CE[c] += torch.bincount(number_T.cpu() - 1, minlength=routing.num_experts)

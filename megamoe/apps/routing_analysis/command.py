@@ -1,4 +1,4 @@
-"""What the routers of trained models do: eight analyses of checkpoints, as JSON and figures.
+"""What the routers of trained models do: seven analyses of checkpoints, as JSON and figures.
 
 python tools/analyze_routing.py runs/demo
 python tools/analyze_routing.py runs/demo/checkpoints/step_00000150 runs/demo/checkpoints/step_00000300
@@ -38,8 +38,8 @@ def _parser() -> argparse.ArgumentParser:
         "--analyses",
         default="",
         metavar="A,B,...",
-        help="collapse, required, positive, load, tokens, map, fluctuation, consistency; default: those that "
-        "suit the checkpoints",
+        help="collapse, required, positive, load, tokens, map, fluctuation; default: those that suit the "
+        "checkpoints",
     )
     parser.add_argument("--data", metavar="NAME=PREFIX", help="prepared data, instead of the run's")
     parser.add_argument("--set", metavar="NAME", help="which validation set; default: the first")

@@ -140,21 +140,6 @@ def draw_fluctuation(figure: Figure, results: Results) -> None:
     _legend(axes, len(rows[0]["layers"]))
 
 
-def draw_consistency(figure: Figure, results: Results) -> None:
-    """Draw the inter-run consistency by layer; as Chi et al. 2022, figure 3b."""
-    found = results["comparisons"]["consistency"]
-    axes = figure.subplots()
-    numbers = [*found["layers"]]
-    values = [found["layers"][number]["consistency"] for number in numbers]
-    axes.bar(np.arange(len(numbers)), _drawable(values), width=0.6)
-    axes.axhline(1 / len(found["runs"]), color=MUTED, linestyle="--", label="unrelated loads (1/runs)")
-    axes.set_xticks(np.arange(len(numbers)), numbers)
-    axes.set_xlabel("MoE layer (block number)")
-    axes.set_ylabel("inter-run consistency (mean correlation)")
-    axes.set_title(f"Loads of {len(found['runs'])} runs")
-    axes.legend()
-
-
 DRAW: dict[str, Callable[[Figure, Results], None]] = {
     "collapse": draw_collapse,
     "required": draw_required,
@@ -163,7 +148,6 @@ DRAW: dict[str, Callable[[Figure, Results], None]] = {
     "tokens": draw_tokens,
     "map": draw_map,
     "fluctuation": draw_fluctuation,
-    "consistency": draw_consistency,
 }
 
 
@@ -298,10 +282,6 @@ def summary_lines(results: dict[str, Any]) -> Iterator[str]:
         yield f"fluctuation, {row['earlier']} to {row['later']}"
         for number, found in row["layers"].items():
             yield f"  layer {number}: {100 * found['first']:.2f} % of the first choices changed"
-    if found := results["comparisons"].get("consistency"):
-        yield f"inter-run consistency of {len(found['runs'])} checkpoints"
-        for number, layer in found["layers"].items():
-            yield f"  layer {number}: {_number(layer['consistency'])}"
 
 
 def _of_checkpoint(name: str, found: dict[str, Any]) -> Iterator[str]:

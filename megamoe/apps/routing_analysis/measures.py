@@ -96,20 +96,6 @@ def required(layer: LayerPass, thresholds: tuple[float, ...]) -> dict[str, Any]:
     return found
 
 
-def correlations(load_RE: ArrayLike) -> NDArray[np.float64] | None:
-    """Return Pearson's correlation of each two of R runs' loads, [R, R]; None if a load is constant.
-
-    Its mean over the whole matrix is the inter-run consistency IC = sum over i, j of rho(l_i, l_j) / m^2 of m
-    runs. load_RE: for each run, the number of tokens that each expert was chosen for. The diagonal is part of
-    the mean, so m unrelated runs have about 1/m.
-
-    Source: Chi et al. 2022 (X-MoE), section 4.5 and figure 3b, for fine-tuned copies of one model. Runs that
-    were initialised with different seeds number their experts differently, and IC is then about 1/m.
-    """
-    load = np.asarray(load_RE, dtype=np.float64)
-    return np.corrcoef(load) if load.std(axis=1).all() else None
-
-
 def fluctuation(earlier: LayerPass, later: LayerPass) -> dict[str, float]:
     """Compare the choices of two checkpoints for the same sampled tokens.
 

@@ -1,6 +1,6 @@
 """The analyses of one or more checkpoints on one data set: which there are, and running them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -11,7 +11,6 @@ from megamoe.apps.evaluation.trained_model import Session, TrainedModel
 from megamoe.apps.routing_analysis.collect import LayerPass, RoutingPass, TokenSample, chosen_layers, collect
 from megamoe.apps.routing_analysis.measures import (
     compare_loads,
-    correlations,
     fluctuation,
     representation_collapse,
     required,
@@ -24,7 +23,7 @@ from megamoe.errors import UserError
 from megamoe.objectives.objective import objective_class
 
 ALONE = ("collapse", "required", "positive", "load", "tokens", "map")
-COMPARING = ("fluctuation", "consistency")
+FLUCTUATION = "fluctuation"  # compares checkpoints
 ARCHITECTURES = ("decoder", "encoder")
 
 
@@ -145,7 +144,7 @@ def study(
         "data": {"name": data.name, "samples": data.samples, "sampled_tokens": len(data.sample)},
         "thresholds": list(options.thresholds),
         "checkpoints": [each.as_data() for each in examined],
-        "comparisons": dict(compare(examined, options)),
+        "comparisons": compare(examined, options),
     }
 
 
@@ -169,9 +168,9 @@ def check_names(options: Options, checkpoints: int) -> None:
         UserError: naming the option.
     """
     for name in options.analyses:
-        if name not in ALONE + COMPARING:
-            raise UserError(f"--analyses: found {name!r}, expected {', '.join(ALONE + COMPARING)}")
-        if name in COMPARING and checkpoints < 2:
+        if name not in (*ALONE, FLUCTUATION):
+            raise UserError(f"--analyses: found {name!r}, expected {', '.join(ALONE)}, {FLUCTUATION}")
+        if name == FLUCTUATION and checkpoints < 2:
             raise UserError(f"--analyses {name}: one checkpoint is given, and two or more are compared")
     if options.tokens < 1:
         raise UserError(f"--tokens: found {options.tokens}, expected at least 1")
@@ -203,23 +202,14 @@ def examine(trained: TrainedModel, data: StudyData, options: Options) -> Examine
     return Examined(*facts, found.lm_loss, found.tokens, found.layers, results)
 
 
-def compare(examined: list[Examined], options: Options) -> Iterator[tuple[str, Any]]:
-    """Yield the comparisons by name: of consecutive checkpoints of a run, and of different runs.
+def compare(examined: list[Examined], options: Options) -> dict[str, Any]:
+    """Return the fluctuation of consecutive checkpoints of each run, if there are two.
 
-    Where they are asked for by name, all given checkpoints are compared, in their order.
+    Where it is asked for by name, all given checkpoints are compared, in their order.
     """
-    consecutive = [*pairwise(examined)]
-    if not options.analyses:
-        consecutive = [(a, b) for a, b in consecutive if a.path.parent == b.path.parent]
-    if consecutive and _wants("fluctuation", options):
-        yield "fluctuation", [_fluctuation(a, b) for a, b in consecutive]
-    runs = examined if options.analyses else [*{each.path.parent: each for each in examined}.values()]
-    if len(runs) > 1 and _wants("consistency", options):
-        yield "consistency", _consistency(runs)
-
-
-def _wants(name: str, options: Options) -> bool:
-    return not options.analyses or name in options.analyses
+    pairs = [(a, b) for a, b in pairwise(examined) if options.analyses or a.path.parent == b.path.parent]
+    is_wanted = not options.analyses or FLUCTUATION in options.analyses
+    return {FLUCTUATION: [_fluctuation(a, b) for a, b in pairs]} if pairs and is_wanted else {}
 
 
 def _fluctuation(earlier: Examined, later: Examined) -> dict[str, Any]:
@@ -228,16 +218,6 @@ def _fluctuation(earlier: Examined, later: Examined) -> dict[str, Any]:
     }
     steps = {"earlier_step": earlier.step, "later_step": later.step}
     return {"earlier": earlier.label, "later": later.label, **steps, "layers": layers}
-
-
-def _consistency(runs: list[Examined]) -> dict[str, Any]:
-    layers = {}
-    for number in runs[0].layers:
-        load_RE = [each.layers[number].wanted_E.numpy() for each in runs]
-        matrix_RR = correlations(load_RE)
-        mean, known = (None, None) if matrix_RR is None else (float(matrix_RR.mean()), matrix_RR.tolist())
-        layers[str(number)] = {"consistency": mean, "correlation_RR": known}
-    return {"runs": [each.label for each in runs], "layers": layers}
 
 
 def _suitable(trained: TrainedModel) -> tuple[str, ...]:

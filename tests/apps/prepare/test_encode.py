@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megamoe.apps.prepare.new_tokenizers import train_bpe
-from megamoe.apps.prepare.write import encode_batches, encode_documents
+from megamoe.apps.prepare.write import encode_documents, in_workers
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
 
@@ -20,9 +20,9 @@ ROOT = Path(__file__).resolve().parents[3]
 KILLED_PARENT = """
 import multiprocessing, os, signal
 import numpy as np
-from megamoe.apps.prepare.write import encode_batches
+from megamoe.apps.prepare.write import encode_documents, in_workers
 from megamoe.data.tokenizers import load_tokenizer
-for number, _ in enumerate(encode_batches([["a"]] * 20, load_tokenizer("bytes"), np.uint16, 2)):
+for number, _ in enumerate(in_workers(encode_documents, [["a"]] * 20, load_tokenizer("bytes"), np.uint16, 2)):
     if number == 1:
         print(*(child.pid for child in multiprocessing.active_children()), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
@@ -40,7 +40,7 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path / "t.json"))
     (tmp_path / "t.json").unlink()  # which ends the workers as they start
     with pytest.raises(UserError, match="workers 2: one died"):
-        list(encode_batches([["a"]] * 9, tokenizer, np.uint16, 2))
+        list(in_workers(encode_documents, [["a"]] * 9, tokenizer, np.uint16, 2))
 
 
 def test_workers_do_not_outlive_a_killed_parent() -> None:

@@ -266,7 +266,7 @@ def die_at(point: str, output: Path, source: Path) -> None:
     def die() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    encode, rename, count = write_module.encode_batches, os.replace, iter(range(9))
+    encode, rename, count = write_module.in_workers, os.replace, iter(range(9))
 
     def encode_two(*arguments: Any) -> Iterator[Any]:
         for number, batch in enumerate(encode(*arguments)):
@@ -282,7 +282,7 @@ def die_at(point: str, output: Path, source: Path) -> None:
     monkeypatch = pytest.MonkeyPatch()  # of this process, which ends here
     monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 1)
     if point == "tokens":
-        monkeypatch.setattr(write_module, "encode_batches", encode_two)
+        monkeypatch.setattr(write_module, "in_workers", encode_two)
     else:
         monkeypatch.setattr(os, "replace", rename_some)
     run(output, source)

@@ -50,7 +50,6 @@ def results_of(steps: list[int], layers: list[str]) -> dict[str, Any]:
     change = {"earlier": "a", "later": "b", "earlier_step": 1, "later_step": 2}
     comparisons: dict[str, Any] = {
         "fluctuation": [{**change, "layers": {n: {"first": 0.5, "chosen": 0.5} for n in layers}}],
-        "consistency": {"runs": ["a", "b"], "layers": {n: {"consistency": None} for n in layers}},
     }
     return {"thresholds": [0.9], "checkpoints": rows, "comparisons": comparisons}
 

@@ -12,7 +12,7 @@ import pytest
 from megamoe.apps.evaluation.trained_model import session
 from megamoe.apps.routing_analysis import command as analyze_routing
 from megamoe.apps.routing_analysis import figures
-from megamoe.apps.routing_analysis.study import ALONE, COMPARING, Options, _check_unpadded, study
+from megamoe.apps.routing_analysis.study import ALONE, Options, _check_unpadded, study
 from megamoe.config import load_config
 from megamoe.errors import UserError
 from megamoe.parallel import launch
@@ -72,7 +72,7 @@ def tool_runs(folder: Path) -> tuple[tuple[int, str, str], list[tuple[int, str, 
         tool(folder / "a", "--tokens", "0"),
         tool(folder / "a", "--set", "test"),
         tool(folder / "a", "--data", "books"),
-        tool(folder / "a", folder / "words", "--analyses", "consistency"),
+        tool(folder / "a", folder / "words", "--analyses", "fluctuation"),
         tool(folder / "words", "--analyses", "positive"),
         tool(folder / "a", "model.vocab_size=42"),
         tool(folder / "a", "--samples", "3", "train.micro_batch_size=2"),
@@ -114,11 +114,7 @@ def test_several_checkpoints_are_compared(pool: Pool, folder: Path) -> None:
     (change,) = results["comparisons"]["fluctuation"]  # not between the two runs
     assert (change["earlier"], change["later"]) == ("a, step 1", "a, step 2")
     assert [*change["layers"]] == ["2"] and 0 <= change["layers"]["2"]["first"] < 1
-    runs = results["comparisons"]["consistency"]
-    assert runs["runs"] == ["a, step 2", "b, step 1"]
-    matrix = runs["layers"]["2"]["correlation_RR"]
-    assert runs["layers"]["2"]["consistency"] == pytest.approx((1 + matrix[0][1]) / 2)
-    assert all((folder / f"out/{name}.png").exists() for name in COMPARING)
+    assert (folder / "out/fluctuation.png").exists()
 
 
 def test_bad_input_is_a_line(outcome: Any, folder: Path) -> None:
