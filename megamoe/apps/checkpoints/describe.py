@@ -14,7 +14,6 @@ from megamoe.errors import UserError, printable
 INTACT = "intact"
 REMOVED = "removed meanwhile"  # by the run that saves beside this, or by somebody
 UNREAD = "list, JSON and headers intact; tensors not read"
-UNITS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def describe(path: Path, integrity: str) -> dict[str, Any]:
@@ -128,8 +127,5 @@ def file_sizes(path: Path) -> dict[str, int]:
 
 
 def size(count: int) -> str:
-    """Return a number of bytes as text with a unit."""
-    value, unit = float(count), 0
-    while value >= 1000 and unit < len(UNITS) - 1:
-        value, unit = value / 1000, unit + 1
-    return f"{value:.3g} {UNITS[unit]}" if unit else f"{count} B"
+    """Return a number of bytes as text."""
+    return f"{count / 1e6:,.1f} MB"

@@ -134,9 +134,8 @@ def estimate(
         else:  # reduced once in fp32; not scattered with tensor parallelism, nor at ZeRO 0
             once += ring * (6 if plan.stage and layout.tensor == 1 else 10)
     idle = (layout.pipeline - 1) / parallel.pipeline_chunks  # micro batches
-    of_logits = (
-        sizes.vocabulary if layout.pipeline == 1 else 0
-    )  # the last of several stages has room for them
+    # The last of several stages has room for the logits.
+    of_logits = sizes.vocabulary if layout.pipeline == 1 else 0
     held = states_of(config, plan, size).total + activation_bytes(config, of_logits, plan)
     return Estimate((micro_batches + idle) * each + once, held, schedule.final)
 

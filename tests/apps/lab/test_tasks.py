@@ -170,7 +170,7 @@ def test_factors_of_a_size(tmp_path: Path) -> None:
         ({"data": [1]}, {}, "row one: data: "),
         ({"data": {"mock": False, "sources": 5}}, {}, "row one: data.sources: "),
         ({"data": {"mock": False, "sources": [5]}}, {}, "row one: data.sources"),
-        ({"data": {"mock": False, "sources": ["x" * 5000 + "/x"]}}, {}, "row one: data.sources: xxx"),
+        ({"data": {"mock": False, "sources": ["x" * 5000 + "/x"]}}, {}, "row one: data.sources"),
     ],
 )  # fmt: skip
 def test_mistakes_of_scale_and_data(

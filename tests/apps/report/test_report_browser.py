@@ -1,6 +1,5 @@
 """The pages of the report in a real browser, without a screen: drawn, zoomed, hovered, clicked, printed."""
 
-import base64
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -151,13 +150,6 @@ def test_light_and_dark_and_a_phone(page: Page, folder: Path, name: str) -> None
     assert page.run(
         "[...document.querySelectorAll('figure')].every((it) => it.getBoundingClientRect().right <= 390)"
     )
-
-
-def test_it_prints_light_with_every_panel(page: Page) -> None:
-    page.show(1280, 900, "dark")
-    pdf = base64.b64decode(page.send("Page.printToPDF")["data"])
-    assert pdf.startswith(b"%PDF") and page.run("places().every((it) => it.dataset.drawn)")
-    assert page.problems() == []
 
 
 def test_without_scripts_the_tables_are_shown(page: Page) -> None:

@@ -2,15 +2,10 @@
 "use strict";
 
 const BUTTONS = ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "autoScale2d", "resetScale2d"];
-// In pixels of paper, of a figure that fills the width and of one in two columns: what is printed is laid out
-// after `beforeprint`, so that sizes of the screen would not fit.
-const PAPER = { whole: { width: 690, height: 300 }, half: { width: 330, height: 230 } };
 const dark = matchMedia("(prefers-color-scheme: dark)");
 let content = null; // the figures, their template, and the dark page's colours by those of the light one
-let printing = false;
 // A figure changes its width without the window when a scroll bar or a column comes or goes.
 const resizer = new ResizeObserver((entries) => {
-  if (printing) return;
   for (const entry of entries) {
     if (entry.target.dataset.drawn) Plotly.Plots.resize(entry.target);
   }
@@ -20,7 +15,7 @@ function figureOf(place) {
   const figure = content.figures[Number(place.dataset.figure)];
   figure.layout.template = content.template;
   let text = JSON.stringify(figure);
-  if (dark.matches && !printing) {
+  if (dark.matches) {
     text = text.replace(/"(#[0-9a-f]{6})(33)?"/g, (_, colour, alpha = "") => `"${content.dark[colour] ?? colour}${alpha}"`);
   }
   return JSON.parse(text);
@@ -42,7 +37,6 @@ function draw(place) {
   const kind = isLog ? "log" : "linear";
   layout.uirevision = kind; // a zoom stays where the axes are the same
   layout.dragmode = matchMedia("(pointer: coarse)").matches ? false : "zoom"; // a finger scrolls the page
-  if (printing) Object.assign(layout, place.closest(".whole") ? PAPER.whole : PAPER.half);
   place.dataset.drawn = kind;
   const save = { name: "toImage", title: "Save as PNG", icon: Plotly.Icons.camera, click: savePicture };
   return Plotly.react(place, data, layout, { displaylogo: false, modeBarButtons: [[...BUTTONS, save]] });
@@ -67,15 +61,6 @@ function places(selector = "") {
   return [...document.querySelectorAll(`.plot${selector}`)];
 }
 
-function drawAgain() {
-  return Promise.all(places("[data-drawn]").map(draw));
-}
-
-function setPrinting(value) {
-  printing = value;
-  return Promise.all(places(value ? "" : "[data-drawn]").map(draw));
-}
-
 async function start() {
   const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (it) => it.charCodeAt(0));
   const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
@@ -89,9 +74,7 @@ async function start() {
     const scope = button.closest("figure") ?? button.closest("section");
     for (const place of scope.querySelectorAll(".plot[data-drawn]")) draw(place);
   });
-  dark.addEventListener("change", drawAgain);
-  addEventListener("beforeprint", () => setPrinting(true));
-  addEventListener("afterprint", () => setPrinting(false));
+  dark.addEventListener("change", () => places("[data-drawn]").forEach(draw));
   content = JSON.parse(document.getElementById("figures").textContent);
   const watcher = new IntersectionObserver(
     (entries) => {
