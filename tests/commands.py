@@ -68,7 +68,6 @@ RULES = [
     Rule(r"python tools/checkpoint\.py inspect .*", RUN),
     Rule(r"python tools/checkpoint\.py convert .*", RUN),
     Rule(r"python tools/checkpoint\.py average runs/demo runs/demo_averaged --last 5", RUN),
-    Rule(r"python tools/checkpoint\.py average .*", "tests/apps/checkpoints/test_average.py"),
     Rule(r"python tools/checkpoint\.py prune runs/demo --keep 2( --dry-run)?", RUN),
     Rule(r"python tools/plan\.py --config (examples|benchmarks)/.*", RUN),
     # Training, as written but for the number of steps.
@@ -90,6 +89,7 @@ RULES = [
     Rule(r"python tools/convert_hf\.py export runs/demo exported --like .*",
          "tests/apps/hf/test_commands.py"),
     Rule(r"python tools/checkpoint\.py average .* --ema", "tests/train/test_weight_mean.py"),
+    Rule(r"python tools/checkpoint\.py average .*", "tests/apps/checkpoints/test_average.py"),
     Rule(r"python tools/checkpoint\.py verify runs/demo runs/other/.*", "tests/apps/checkpoints"),
     Rule(r"python tools/count_parameters\.py examples/papers .*", "tests/test_papers.py"),
     Rule(r"(python|torchrun .*) ?tools/finetune\.py .*", "tests/apps/finetune/test_finetune.py"),

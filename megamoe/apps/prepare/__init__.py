@@ -1,1 +1,1 @@
-"""Text, tables, tars and URLs to the .bin/.idx files that pretraining reads."""
+"""Text, tables and URLs to the .bin/.idx files that pretraining reads."""

@@ -19,7 +19,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="text, .jsonl, .tar (each also .gz, .zst, .xz), .parquet or .arrow files, folders, globs, and "
+        help="text, .jsonl (both also .gz, .zst, .xz), .parquet or .arrow files, folders, globs, and "
         "URLs of them such as s3://bucket/*.parquet",
     )
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")
@@ -58,13 +58,6 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     add("--key", default="text", help="column or key of the text (default text)")
     add("--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text")
     add(
-        "--where",
-        action="append",
-        default=[],
-        metavar="CONDITION",
-        help="take the rows of a table that fulfil it, such as \"language == 'en' and score >= 0.5\"",
-    )
-    add(
         "--other-files",
         choices=("refuse", "text", "skip"),
         default="refuse",
@@ -76,7 +69,6 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
         default="error",
         help="a line of JSON that is no document is an error (default), or is left out and counted",
     )
-    add("--member", default="txt", metavar="ENDING", help="of a document's file in a tar (default txt)")
 
 
 def main(argv: list[str] | None = None) -> int:

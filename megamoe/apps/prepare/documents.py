@@ -30,15 +30,12 @@ class Selection:
     """Which documents of a source are taken, and where in it they are.
 
     key: the column of the text, or the key of JSON lines. ids: the column of ready tokens instead.
-    where: conditions on the rows of tables (`tables.condition_of`). member: the ending of a document's file
-    in a tar. vocab_size, eod: of the tokenizer; not known while one is trained. bad_lines: `skip`
-    leaves lines, and JSON in a tar, out that are no document.
+    vocab_size, eod: of the tokenizer; not known while one is trained. bad_lines: `skip` leaves lines out that
+    are no document.
     """
 
     key: str = "text"
     ids: str | None = None
-    where: tuple[str, ...] = ()
-    member: str = "txt"
     vocab_size: int = 0
     eod: int = -1
     bad_lines: str = "error"

@@ -28,7 +28,6 @@ from megamoe.apps.prepare.documents import Document, Selection, Skipped
 from megamoe.apps.prepare.new_tokenizers import load_with_special, train_bpe
 from megamoe.apps.prepare.parts import FOLDER, RECORDS, Part, Record, cut, join_parts, unfinished, write_parts
 from megamoe.apps.prepare.sources import Source, find_sources, open_source
-from megamoe.apps.prepare.tables import condition_of
 from megamoe.apps.prepare.write import (
     TextCounts,
     locked_folder,
@@ -65,8 +64,6 @@ class Preparation:
     special: str = ""  # the tokens that it reserves (special.expand)
     key: str = "text"  # the column of tables, the key of JSON lines
     ids_column: str | None = None  # of ready tokens, instead of text
-    where: list[str] = field(default_factory=list)  # conditions on the rows of tables
-    member: str = "txt"  # the ending of a document's file in a tar
     other_files: str = "refuse"  # those with unknown endings; or text, or skip
     bad_lines: str = "error"  # or skip: JSON lines that are no document
     workers: int = 1
@@ -78,8 +75,7 @@ class Preparation:
     def selection(self, tokenizer: Tokenizer | None = None) -> Selection:
         """Return which documents are taken; tokenizer: the one that ready tokens must fit."""
         limits = (0, -1) if tokenizer is None else (tokenizer.vocab_size, tokenizer.eod)
-        where = tuple(self.where)
-        return Selection(self.key, self.ids_column, where, self.member, *limits, self.bad_lines)
+        return Selection(self.key, self.ids_column, *limits, self.bad_lines)
 
 
 def prepare(preparation: Preparation) -> DataCard:
@@ -92,7 +88,6 @@ def prepare(preparation: Preparation) -> DataCard:
     """
     _check(preparation)
     files = DataFiles(Path(preparation.output))
-    condition_of(tuple(preparation.where))  # before anything is read
     unit = None if preparation.max_documents else PART_BYTES
     sources = find_sources(preparation.inputs, preparation.stdlib, unit, preparation.other_files)
     if preparation.shuffle_files is not None:

@@ -1,6 +1,6 @@
-"""Reading documents: files, folders, globs and URLs of text, JSON lines, tables and tars; Python's library.
+"""Reading documents: files, folders, globs and URLs of text, JSON lines and tables; Python's library.
 
-Text, JSON lines and tars may end in .gz, .zst or .xz. Tables (parquet, Arrow) are in `tables.py`. Endings are
+Text and JSON lines may end in .gz, .zst or .xz. Tables (parquet, Arrow) are in `tables.py`. Endings are
 compared without regard to case.
 
 Design choices: the order is fixed (as given; sorted within a folder or glob); nothing is skipped
@@ -26,9 +26,8 @@ from typing import IO, Any
 from megamoe.apps.prepare.decompression import decompressed
 from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Selection, Skipped, check_size
 from megamoe.apps.prepare.tables import ARROW, PARQUET, TableReader, row_groups
-from megamoe.apps.prepare.tars import members_of
 from megamoe.data import remote
-from megamoe.errors import UserError, listed, printable
+from megamoe.errors import UserError, listed
 from megamoe.io import parse_json, read_json, real
 from megamoe.object_storage import is_url, without_credentials
 
@@ -36,7 +35,7 @@ COMPRESSED = (".gz", ".zst", ".xz")
 TABLES = (*PARQUET, *ARROW)
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 # What a folder's files may be, and what else a file may be that is named itself.
-OF_FOLDERS = (*JSON_LINES, ".json", *TABLES, ".tar", ".txt", ".text")
+OF_FOLDERS = (*JSON_LINES, ".json", *TABLES, ".txt", ".text")
 OF_NAMES = (*OF_FOLDERS, ".md", "")
 CHUNK_BYTES = 1 << 20
 LARGEST_STATE = 1 << 24  # bytes of a saved dataset's list of files
@@ -261,8 +260,6 @@ def open_source(
     if source.kind in TABLES:
         of_source = (source.location, source.name, source.groups, source.size)
         return TableReader(*of_source, selection, advance)
-    if selection.where and not source.is_left_out:
-        raise UserError(f"{source.name}: --where is for parquet and Arrow files only")
     if selection.ids is not None and source.kind != ".jsonl" and not source.is_left_out:
         raise UserError(f"{source.name}: --ids-column is for parquet, Arrow and JSON lines only")
     return _FileReader(source, Tap(source, advance), selection)
@@ -279,7 +276,7 @@ class _FileReader:
         return self._tap.num_bytes
 
     def documents(self) -> Iterator[Document | Skipped]:
-        """Yield each line's text of JSON lines, each sample's of a tar, otherwise the whole text.
+        """Yield each line's text of JSON lines, otherwise the whole text.
 
         A `.json` is JSON lines, as Megatron-LM's tools read them, if its first line is an object with the
         key.
@@ -295,8 +292,6 @@ class _FileReader:
         with decompressed(self._tap.chunks(), source.compression, source.name) as stream:
             if source.kind == ".jsonl":
                 yield from _read_json_lines(source, _lines(source, stream), selection)
-            elif source.kind == ".tar":
-                yield from _read_tar(source, stream, selection)
             elif source.kind == ".json":
                 lines = _lines(source, stream)
                 if _holds(first := next(lines, b""), selection.column):
@@ -357,19 +352,19 @@ def _read_json_lines(
             text = _decode(source, line, first_line=number)
             if not text.strip(string.whitespace):
                 continue
-            document = _of_json(text, f"{source.name}:{number}", selection, "write an object a line")
+            document = _of_json(text, f"{source.name}:{number}", selection)
         except UserError as error:
             yield selection.bad_line(error)
         else:
             yield document
 
 
-def _of_json(text: str, place: str, selection: Selection, remedy: str) -> Document | Skipped:
+def _of_json(text: str, place: str, selection: Selection) -> Document | Skipped:
     """Return the document of a JSON object, or that it is null."""
     try:
         record = parse_json(text)
     except ValueError as error:
-        raise UserError(f"{place}: not JSON: {error}; {remedy}") from error
+        raise UserError(f"{place}: not JSON: {error}; write an object a line") from error
     key, kind = selection.column, str if selection.ids is None else list
     if isinstance(record, dict) and record.get(key, "") is None:
         return Skipped("null")
@@ -378,38 +373,6 @@ def _of_json(text: str, place: str, selection: Selection, remedy: str) -> Docume
         what, option = ("text", "--key") if selection.ids is None else ("token ids", "--ids-column")
         raise UserError(f"{place}: no {what} under {key!r} (found {found}); give {option}")
     return selection.of_json(record[key], place)
-
-
-def _read_tar(source: Source, stream: IO[bytes], selection: Selection) -> Iterator[Document | Skipped]:
-    """Yield the document of each sample of a WebDataset tar: its file of the wanted ending.
-
-    A sample is the files whose paths are equal up to the first point of their names. Its other files, and
-    samples without such a file, are counted.
-    """
-    wanted = f".{selection.member.removeprefix('.')}"
-    sample, has_document = "", True
-    for name, content in members_of(source.name, stream, wanted):
-        folder, base = os.path.split(name)
-        stem, _, ending = base.partition(".")
-        key = f"{folder}/{stem}"
-        if key != sample:
-            if not has_document:
-                yield Skipped(f"sample without {wanted}")
-            sample, has_document = key, False
-        if content is None:
-            yield Skipped(f"member other than {wanted}")
-            continue
-        has_document = True
-        place = f"{source.name}:{printable(name)}"
-        try:
-            document: Document | Skipped = _decode(Source(place, source.path), content, first_line=1)
-            if ending == "json" or ending.endswith(".json"):
-                document = _of_json(str(document), place, selection, "expected an object")
-        except UserError as error:
-            document = selection.bad_line(error)
-        yield document
-    if not has_document:
-        yield Skipped(f"sample without {wanted}")
 
 
 def _decode(source: Source, data: bytes, first_line: int) -> str:

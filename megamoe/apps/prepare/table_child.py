@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megamoe.apps.prepare.tables import BATCH_BYTES, condition_of, pyarrow
+from megamoe.apps.prepare.tables import BATCH_BYTES, pyarrow
 from megamoe.data.remote import RemoteFile
 from megamoe.errors import UserError, listed, printable
 from megamoe.object_storage import is_url
@@ -63,7 +63,6 @@ class Table:
     location: str
     column: str = ""
     option: str = ""
-    where: tuple[str, ...] = ()
     groups: tuple[int, int] | None = None
     num_bytes: int = 0
     most_rows: int = 1
@@ -83,7 +82,6 @@ class Table:
         """Yield of each batch the place, what is skipped and the bytes that were read; then its documents; at
         the `end` an answer without.
         """
-        condition, _ = condition_of(tuple(self.where))
         with RemoteFile(self.location) if is_url(self.location) else open(self.location, "rb", 0) as file:
             if not self.column:
                 metadata = pyarrow("pyarrow.parquet").ParquetFile(file).metadata
@@ -93,10 +91,8 @@ class Table:
                 return
             batches = self._arrow(file) if self.groups is None else self._parquet(file, *self.groups)
             for batch, advance in batches:
-                rows = batch if condition is None else batch.filter(condition)
-                column = rows.column(rows.schema.get_field_index(self.column))
-                skipped = {"--where": batch.num_rows - rows.num_rows, "null": column.null_count}
-                yield {"place": self.place, "skipped": skipped, "advance": advance}, NOTHING, b""
+                column = batch.column(batch.schema.get_field_index(self.column))
+                yield {"place": self.place, "null": column.null_count, "advance": advance}, NOTHING, b""
                 for sizes_N, data in (_texts if self.option == "--key" else _ids)(column.drop_null()):
                     yield {"place": self.place}, sizes_N, data
         yield {"end": []}, NOTHING, b""
@@ -104,15 +100,15 @@ class Table:
     def _parquet(self, file: Any, first: int, end: int) -> Iterator[tuple[Any, int]]:
         """Yield batches and their parts of `num_bytes`."""
         parquet = pyarrow("pyarrow.parquet").ParquetFile(file, buffer_size=BUFFER_BYTES)
-        columns = self._checked(parquet.schema_arrow)
+        self._check(parquet.schema_arrow)
         groups = [parquet.metadata.row_group(number) for number in range(first, end)]
         total = max(1, sum(group.num_rows for group in groups))
         name, done = self.place, 0
         for number, group in enumerate(groups, start=first):
             self.place = f"{name}: row group {number}"
-            wanted = [each for each in _columns(group) if each.path_in_schema.split(".")[0] in columns]
+            wanted = [each for each in _columns(group) if each.path_in_schema.split(".")[0] == self.column]
             count = self._count(group.num_rows, sum(each.total_uncompressed_size for each in wanted))
-            for batch in parquet.iter_batches(count, [number], columns, use_threads=False):
+            for batch in parquet.iter_batches(count, [number], [self.column], use_threads=False):
                 before, done = done, done + batch.num_rows
                 yield batch, self.num_bytes * done // total - self.num_bytes * before // total
 
@@ -123,11 +119,11 @@ class Table:
         expected = ipc.open_file(file).num_record_batches if is_file else None
         file.seek(FILE_START if is_file else 0)
         reader = ipc.open_stream(file)
-        columns = self._checked(reader.schema)
+        self._check(reader.schema)
         name, number, done, position = self.place, 0, 0, file.tell()
         self.place = f"{name}: record batch 0"
         for number, batch in enumerate(reader, start=1):
-            batch = batch.select(columns)
+            batch = batch.select([self.column])
             batch.validate(full=True)
             before, done, position = done, min(file.tell(), self.num_bytes), file.tell()
             count = self._count(batch.num_rows, batch.nbytes)
@@ -144,15 +140,13 @@ class Table:
         """Return the rows of a batch."""
         return max(1, min(self.most_rows, BATCH_BYTES * rows // max(num_bytes, 1)))
 
-    def _checked(self, schema: Any) -> list[str]:
-        """Return the columns to read; raise a UserError if one is missing, double, or has no documents."""
-        compared = condition_of(tuple(self.where))[1]
-        for column, by in ((self.column, self.option), *((column, "--where") for column in compared)):
-            if (count := schema.names.count(column)) != 1:
-                found = f"{count} columns" if count else "no column"
-                raise UserError(
-                    f"{self.place}: {found} {column!r} (it has {listed(schema.names)}); give {by}"
-                )
+    def _check(self, schema: Any) -> None:
+        """Raise a UserError if the column is missing, double, or has no documents."""
+        if (count := schema.names.count(self.column)) != 1:
+            found = f"{count} columns" if count else "no column"
+            raise UserError(
+                f"{self.place}: {found} {self.column!r} (it has {listed(schema.names)}); give {self.option}"
+            )
         kind = schema.field(self.column).type
         types = pyarrow("pyarrow").types
         if types.is_dictionary(kind):
@@ -168,7 +162,6 @@ class Table:
                 f"{self.place}: column {self.column!r} holds {printable(kind, 60)}, expected {expected}; "
                 f"give {self.option}"
             )
-        return list(dict.fromkeys([self.column, *compared]))
 
 
 def _columns(group: Any) -> list[Any]:

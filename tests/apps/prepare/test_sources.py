@@ -1,25 +1,21 @@
-"""Where documents come from: tables, packed lines, tars, URLs, ready tokens; what is left out is counted."""
+"""Where documents come from: tables, packed lines, URLs, ready tokens; what is left out is counted."""
 
 import codecs
 import gzip
 import hashlib
-import io
 import json
 import lzma
-import tarfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import zstandard
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe.apps.prepare import prepare as prepare_module
 from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
-from megamoe.apps.prepare.tables import condition_of
 from megamoe.data import remote
 from megamoe.data.card import DataCard
 from megamoe.errors import UserError
@@ -53,9 +49,8 @@ def table(number: int = 40) -> Any:
     )
 
 
-def texts_where(holds: Callable[[dict[str, Any]], bool], number: int = 40) -> list[str]:
-    rows = table(number).to_pylist()
-    return [row["text"] for row in rows if holds(row) and (row["text"] or "").strip()]
+def texts() -> list[str]:
+    return [text for text in table().to_pydict()["text"] if (text or "").strip()]
 
 
 @pytest.mark.parametrize("kind", ["parquet", "dictionary", "stream", "file"])
@@ -72,7 +67,7 @@ def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> N
         with new(str(path), rows.schema) as writer:
             writer.write_table(rows, max_chunksize=9)
     card = run(tmp_path / "out", path)
-    expected = texts_where(lambda _: True)
+    expected = texts()
     assert documents_of(tmp_path / "out") == expected
     assert (card.documents, card.empty_documents, card.skipped) == (32, 4, {"null": 4})
     assert card.text_bytes == sum(len(text.encode()) for text in expected)
@@ -81,47 +76,6 @@ def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> N
     for text in filter(None, table().to_pydict()["text"]):
         digest.update(len(text.encode()).to_bytes(8, "little") + text.encode())
     assert card.sources[0].sha256 == digest.hexdigest()
-
-
-def score(row: dict[str, Any]) -> float:
-    return row["score"] or 0.0
-
-
-@pytest.mark.parametrize(
-    ("where", "holds"),
-    [
-        (["language == 'en'"], lambda row: row["language"] == "en"),
-        (["language == 'en' and score >= 0.5"], lambda row: row["language"] == "en" and score(row) >= 0.5),
-        (["language in ('de',)", "not score < 0.5"], lambda r: r["language"] == "de" and score(r) >= 0.5),
-        (["score not in (0.1, 0.2)"], lambda row: row["score"] not in (None, 0.1, 0.2)),
-        (["not score in (0.1, 0.2)"], lambda row: row["score"] not in (None, 0.1, 0.2)),
-        (["score is None or score > 0.9"], lambda row: row["score"] is None or row["score"] > 0.9),
-    ],
-)  # fmt: skip
-def test_where(tmp_path: Path, where: list[str], holds: Callable[[dict[str, Any]], bool]) -> None:
-    parquet.write_table(table(), tmp_path / "in.parquet", row_group_size=9)
-    card = run(tmp_path / "out", tmp_path / "in.parquet", where=where)
-    assert documents_of(tmp_path / "out") == texts_where(holds)
-    assert card.skipped["--where"] == sum(not holds(row) for row in table().to_pylist())
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "__import__('os')",
-        "a.b()",
-        "a == b",
-        "a",
-        "a == ",
-        "1 < a < 2",
-        "a in 3",
-        "a is 3",
-        "(lambda: 0)() == 1",
-    ],
-)
-def test_where_runs_nothing(text: str) -> None:
-    with pytest.raises(UserError, match="expected comparisons of columns with constants"):
-        condition_of((text,))
 
 
 def test_row_groups_are_the_units_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +107,7 @@ def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
     (folder / "dataset_info.json").write_text("{}")
     (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
     run(tmp_path / "out", folder)
-    assert documents_of(tmp_path / "out") == texts_where(lambda _: True)
+    assert documents_of(tmp_path / "out") == texts()
     (tmp_path / "several/train").mkdir(parents=True)
     (tmp_path / "several/dataset_dict.json").write_text("{}")
     with pytest.raises(UserError, match="several splits; name one of them: train"):
@@ -208,59 +162,14 @@ def test_json_lines_under_the_ending_of_megatron(tmp_path: Path) -> None:
         assert documents_of(tmp_path / f"of_{name}") == expected
 
 
-def tar_of(members: dict[str, bytes]) -> bytes:
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for name, content in members.items():
-            info = tarfile.TarInfo(name)
-            info.size = len(content)
-            tar.addfile(info, io.BytesIO(content))
-    return out.getvalue()
-
-
-MEMBERS = {
-    "a/1.txt": b"one",
-    "a/1.jpg": b"\xff",
-    "a/2.cls": b"0",
-    "b/1.txt": b" ",
-    "b/1.json": b'{"text": "x"}',
-}
-MEMBERS |= {"b/3.txt": "drei ä".encode(), "b/4.jpg": b"\xff"}
-PACKED: list[tuple[str, Callable[[bytes], bytes]]] = [
-    *(("", bytes), (".gz", gzip.compress), (".zst", zstandard.compress), (".xz", lzma.compress))
-]
-
-
-@pytest.mark.parametrize(("ending", "compress"), PACKED)
-def test_tars(tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]) -> None:
-    path = tmp_path / f"in.tar{ending}"
-    path.write_bytes(compress(tar_of(MEMBERS)))
-    card = run(tmp_path / "out", path)
-    assert documents_of(tmp_path / "out") == ["one", "drei ä"]
-    assert card.skipped == {"member other than .txt": 4, "sample without .txt": 2}
-    assert card.sources[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
-    run(tmp_path / "json", path, member="json")
-    assert documents_of(tmp_path / "json") == ["x"]
-
-
-@pytest.mark.parametrize("size", [-20 * 512, 512 * 2, 512 * 2 + 3, 600])
-def test_tars_that_end_early(tmp_path: Path, size: int) -> None:
-    """Also between two files, which tarfile takes for the end."""
-    (tmp_path / "in.tar").write_bytes(tar_of({"1.txt": b"one", "2.txt": b"two"} | MEMBERS)[:size])
-    with pytest.raises(UserError, match=r"in\.tar: cannot be read"):
-        run(tmp_path / "out", tmp_path / "in.tar")
-    assert not list(tmp_path.glob("*out*"))
-
-
 def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:
     mark = codecs.BOM_UTF8
     (tmp_path / "1.txt").write_bytes(mark + "one \ufeff".encode())
     (tmp_path / "2.jsonl").write_bytes(mark + b'{"text": "two"}\n\n{"text": "three"}\n')
     (tmp_path / "3.jsonl").write_bytes(mark + b'\n{"text": "four"}\n')
-    (tmp_path / "4.tar").write_bytes(tar_of({"4.txt": mark + b"five", "5.txt": mark + b"six"}))
-    (tmp_path / "5.txt").write_bytes(mark)
+    (tmp_path / "4.txt").write_bytes(mark)
     card = run(tmp_path / "out", *sorted(tmp_path.iterdir()))
-    assert documents_of(tmp_path / "out") == ["one \ufeff", "two", "three", "four", "five", "six"]
+    assert documents_of(tmp_path / "out") == ["one \ufeff", "two", "three", "four"]
     assert card.empty_documents == 1
     source = Source("2.jsonl", tmp_path / "2.jsonl")
     with Tap(source, lambda _: None) as tap:
@@ -281,7 +190,6 @@ def test_urls_give_what_files_give(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     parquet.write_table(table(), tmp_path / "in/a.parquet", row_group_size=9)
     (tmp_path / "in/b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "line"}\n'))
-    (tmp_path / "in/c.tar").write_bytes(tar_of(MEMBERS))
     here = run(tmp_path / "here", tmp_path / "in")
     for url in (f"file://{tmp_path}/in", f"file://{tmp_path}/in/*"):
         card = run(tmp_path / "there", url, overwrite=True)
@@ -331,8 +239,6 @@ def test_bad_urls_are_one_line_without_secrets(tmp_path: Path, monkeypatch: pyte
         ({"key": "body"}, r"no column 'body' \(it has text, language, score, ids\); give --key"),
         ({"key": "score"}, "column 'score' holds double, expected text; give --key"),
         ({"ids_column": "text"}, "expected lists of whole numbers; give --ids-column"),
-        ({"where": ["lang == 'en'"]}, "no column 'lang'.*give --where"),
-        ({"where": ["language > 5"]}, "row group 0: cannot be read"),
     ],
 )
 def test_columns_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -344,12 +250,8 @@ def test_columns_that_do_not_fit(tmp_path: Path, options: dict[str, Any], messag
 
 def test_options_of_tables_are_refused_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    for options, message in (
-        ({"where": ["a == 1"]}, "--where is for"),
-        ({"ids_column": "a"}, "--ids-column is for"),
-    ):
-        with pytest.raises(UserError, match=message):
-            run(tmp_path / "out", tmp_path / "a.txt", **options)
+    with pytest.raises(UserError, match="--ids-column is for"):
+        run(tmp_path / "out", tmp_path / "a.txt", ids_column="a")
     with pytest.raises(UserError, match="name the tokenizer that made them"):
         run(tmp_path / "out", tmp_path / "a.txt", ids_column="a", tokenizer="train")
 
