@@ -4,7 +4,7 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -26,71 +26,41 @@ from megamoe.train.micro_batch import micro_batch_of
 from megamoe.train.step import model_inputs
 
 FURTHER = "further/"  # before the names of the objective's metrics among the sums
+LARGEST_EXPONENT = 709.0  # exp of more overflows
 
 
 @dataclass(frozen=True)
 class Perplexity:
     """What an evaluation found, over all ranks.
 
-    lm_loss: mean cross entropy of the `tokens` unmasked tokens, in nats. routed_tokens: all tokens, those
-    without a loss and those of sources included, but no padding. layer_tokens: the tokens of each MoE layer,
-    summed over layers. load_LE: computed pairs of each expert by MoE layer. wanted: pairs before the
-    capacity dropped any, over all layers. seconds: wall time of the forward passes.
-    expert_flops: floating-point operations of the routed experts for one token, over all layers; 2 for a
-    multiplication with its addition. dense_share: the same over those of a dense FFN of
-    `model.ffn_hidden_size` in place of every MoE layer, as in Yang et al. 2024 (XMoE), figure 4; 0 for a
-    dense model. further: the objective's metrics, such as the accuracy of labels.
+    lm_loss: mean cross entropy of the `tokens` unmasked tokens, in nats. perplexity: exp(lm_loss); infinite
+    where this is no number of double precision. experts_per_token: the mean number of experts that compute a
+    token in an MoE layer. dropped: the share of pairs that the capacity dropped. expert_flops_per_token:
+    floating-point operations of the routed experts for one token, over all layers; 2 for a multiplication
+    with its addition. dense_share: the same over those of a dense FFN of `model.ffn_hidden_size` in place of
+    every MoE layer, as in Yang et al. 2024 (XMoE), figure 4; 0 for a dense model. seconds: wall time of the
+    forward passes. tokens_per_s: all tokens, those without a loss and those of sources included, but no
+    padding. load_LE: computed pairs of each expert by MoE layer. further: the objective's metrics, such as
+    the accuracy of labels.
     """
 
     lm_loss: float
+    perplexity: float
     tokens: int
-    routed_tokens: int
-    layer_tokens: int
-    load_LE: dict[int, list[int]]
-    wanted: int
-    seconds: float
-    expert_flops: float
+    experts_per_token: float
+    dropped: float
+    expert_flops_per_token: float
     dense_share: float
-    further: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def perplexity(self) -> float:
-        """exp(lm_loss); infinite where this is no number of double precision."""
-        try:
-            return math.exp(self.lm_loss)
-        except OverflowError:
-            return math.inf
-
-    @property
-    def pairs(self) -> int:
-        """Computed pairs of a token and an expert, over all layers."""
-        return sum(map(sum, self.load_LE.values()))
-
-    @property
-    def experts_per_token(self) -> float:
-        """The mean number of experts that compute a token in an MoE layer."""
-        return self.pairs / max(self.layer_tokens, 1)
-
-    @property
-    def dropped(self) -> float:
-        """The share of pairs that the capacity dropped."""
-        return 1 - self.pairs / self.wanted if self.wanted else 0.0
+    seconds: float
+    tokens_per_s: float
+    load_LE: dict[int, list[int]]
+    further: dict[str, float]
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain data for JSON, what follows from the fields included."""
-        return {
-            "lm_loss": self.lm_loss,
-            **self.further,
-            "perplexity": self.perplexity,
-            "tokens": self.tokens,
-            "experts_per_token": self.experts_per_token,
-            "dropped": self.dropped,
-            "expert_flops_per_token": self.expert_flops,
-            "dense_share": self.dense_share,
-            "seconds": self.seconds,
-            "tokens_per_s": self.routed_tokens / self.seconds if self.seconds else 0.0,
-            "load": {str(layer): load for layer, load in self.load_LE.items()},
-        }
+        """Return plain data for JSON."""
+        data = asdict(self)
+        load = {str(layer): load_E for layer, load_E in data.pop("load_LE").items()}
+        return {**data.pop("further"), **data, "load": load}
 
 
 def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
@@ -196,22 +166,24 @@ def _reduced(
     total = dict(zip(sums, of_head.tolist(), strict=True))
     loads = {number: load_E.long().tolist() for number, load_E in zip(load_LE, of_layers, strict=True)}
     tokens, routed = max(total["tokens"], 1.0), max(total["routed_tokens"], 1.0)
-    layer_tokens = total.get("layer_tokens", 0.0)
-    flops = 0.0
+    pairs, layer_tokens = sum(map(sum, loads.values())), total.get("layer_tokens", 0.0)
+    wanted, flops = total.get("wanted", 0.0), 0.0
     for kind in kinds(trained.config):
-        pairs = sum(sum(loads.get(number, ())) for number in kind.layers)
-        flops += pairs * flops_of_pair(kind.config) / routed
+        of_kind = sum(sum(loads.get(number, ())) for number in kind.layers)
+        flops += of_kind * flops_of_pair(kind.config) / routed
     dense = layer_tokens / routed * flops_of_dense(trained.config)
+    loss = total["loss"] / tokens
     return Perplexity(
-        lm_loss=total["loss"] / tokens,
+        lm_loss=loss,
+        perplexity=math.exp(loss) if loss < LARGEST_EXPONENT else math.inf,
         tokens=round(total["tokens"]),
-        routed_tokens=round(total["routed_tokens"]),
-        layer_tokens=round(layer_tokens),
-        load_LE=loads,
-        wanted=round(total.get("wanted", 0.0)),
-        seconds=seconds,
-        expert_flops=flops,
+        experts_per_token=pairs / max(layer_tokens, 1),
+        dropped=1 - pairs / wanted if wanted else 0.0,
+        expert_flops_per_token=flops,
         dense_share=flops / dense if dense else 0.0,
+        seconds=seconds,
+        tokens_per_s=total["routed_tokens"] / seconds,
+        load_LE=loads,
         further={name: total[f"{FURTHER}{name}"] / tokens for name in trained.objective.metrics},
     )
 

@@ -1,22 +1,18 @@
-"""Beam search over batches of sequences, from the logits alone, by the rules of transformers' `generate`; and
-with a trained model, whose decoder continues prompts.
-"""
+"""Beam search over batches of sequences, from the logits alone, by the rules of transformers' `generate`."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.generate import Generated, agreement, text_of, without_text
-from megamoe.apps.generation.runner import Runner, runner_of
+from megamoe.apps.generation.generate import without_text
+from megamoe.apps.generation.runner import Runner
 from megamoe.apps.generation.sampling import finite_norms
 from megamoe.errors import UserError
 
-EarlyStopping = Literal["yes", "no", "never"]
 MOST_BEAMS = 10_000
 
 
@@ -26,10 +22,8 @@ class BeamOptions:
 
     beams: hypotheses that are continued, K; 1: greedy. length_penalty: p of the score log P(y) / |y|^p, where
     |y| counts the end token (transformers' convention; 0: none, 1: the mean log probability of a token). It
-    is not that of Wu et al. 2016, equation 14, whose divisor is ((5 + |y|) / 6)^p. early_stopping: when a
-    sequence with K finished hypotheses ends: at once (`yes`), when the best running one would score no better
-    if it ended now (`no`), or when none can get better at any length (`never`). min_length: tokens before the
-    end. n_best: the number of hypotheses to return, at most K.
+    is not that of Wu et al. 2016, equation 14, whose divisor is ((5 + |y|) / 6)^p. n_best: the number of
+    hypotheses to return, at most K.
 
     Raises:
         UserError: for a value out of its range.
@@ -37,8 +31,6 @@ class BeamOptions:
 
     beams: int = 4
     length_penalty: float = 1.0
-    early_stopping: EarlyStopping = "no"
-    min_length: int = 1
     n_best: int = 1
 
     def __post_init__(self) -> None:
@@ -46,11 +38,6 @@ class BeamOptions:
             raise UserError(f"--beams: found {self.beams}, expected 1 to {MOST_BEAMS}; 1 is greedy")
         if not math.isfinite(self.length_penalty) or abs(self.length_penalty) > 100:
             raise UserError(f"--length-penalty: found {self.length_penalty:g}, expected -100 to 100")
-        if self.early_stopping not in get_args(EarlyStopping):
-            known = ", ".join(get_args(EarlyStopping))
-            raise UserError(f"--early-stopping: found {self.early_stopping}, expected {known}")
-        if self.min_length < 0:
-            raise UserError(f"--min-length: found {self.min_length}, expected at least 0")
         if not 1 <= self.n_best <= self.beams:
             raise UserError(
                 f"--n-best: found {self.n_best}, expected 1 to --beams {self.beams}; raise --beams"
@@ -106,17 +93,14 @@ class _Sequence:
         self.finished = sorted(self.finished, key=lambda one: -one.score)[: options.beams]
 
     def has_ended(self, options: BeamOptions) -> bool:
-        """Return whether no further hypothesis is wanted."""
+        """Return whether the best running hypothesis would score no better than K finished, if it ended."""
         if not self.running:
             return True
         if len(self.finished) < options.beams:
             return False
-        if options.early_stopping == "yes" or options.beams == 1:
-            return True
         best = self.running[0]
-        far = options.early_stopping == "never" and options.length_penalty > 0
-        length = self.limit if far else len(best.tokens)
-        return best.log_probability / length**options.length_penalty <= self.finished[-1].score
+        score = best.log_probability / len(best.tokens) ** options.length_penalty
+        return options.beams == 1 or score <= self.finished[-1].score
 
 
 @torch.no_grad()
@@ -132,24 +116,23 @@ def beam_search(
     """Return the best hypotheses of each sequence, the best first; at least one of each.
 
     limits: the most tokens of each sequence, the end token included; at least 1. end: the token that ends a
-    hypothesis. forbidden: tokens that are never written. agree: overwrites a tensor with the first rank's,
-    where several ranks compute the same. Sequences that have ended leave the batch.
+    hypothesis, but not as its first one. forbidden: tokens that are never written. agree: overwrites a tensor
+    with the first rank's, where several ranks compute the same. Sequences that have ended leave the batch.
 
     Raises:
         UserError: if logits are not finite, or if all tokens are forbidden.
     """
     found = [_Sequence(limit) for limit in limits]
-    active, logits_RV, length = found, runner.begin(), 0
+    active, logits_RV, banned = found, runner.begin(), [*forbidden, end]
     while True:
-        banned = [*forbidden, *([end] if length < options.min_length else [])]
         candidates = _best(logits_RV, active, banned, options, agree)
-        length += 1
+        banned = [*forbidden]
         width = len(logits_RV) // len(active)
         going = []
         for place, sequence in enumerate(active):
             sequence.advance(candidates[place], options, end)
             if not (sequence.running or sequence.finished):
-                raise UserError("every token is forbidden or has probability 0; lower --min-length")
+                raise UserError("every token is forbidden or has probability 0")
             if not sequence.has_ended(options):
                 going.append((place, sequence))
         if not going:
@@ -195,39 +178,6 @@ def _best(
         agree(tensor)
     columns = zip(best_BM.tolist(), parent_BM.tolist(), token_BM.tolist(), strict=True)
     return [list(zip(*each, strict=True)) for each in columns]
-
-
-def continued(
-    trained: TrainedModel,
-    prompts: list[list[int]],
-    options: BeamOptions,
-    max_tokens: int,
-    *,
-    batch_size: int = 8,
-    cached: bool = True,
-    joined: bool = False,
-) -> Iterator[Generated]:
-    """Yield the best continuation of each prompt, in order. Collective over all ranks.
-
-    max_tokens, batch_size, cached, joined: as in `generate.generate`. The length penalty counts the new
-    tokens.
-    """
-    end = trained.vocabulary.eod
-    size = batch_size if cached else 1
-    for first in range(0, len(prompts), size):
-        batch = prompts[first : first + size]
-        found = beam_search(
-            runner_of(trained, batch, max_tokens, cached),
-            [max_tokens] * len(batch),
-            options,
-            end=-1 if end is None else end,
-            forbidden=never_written(trained),
-            agree=agreement(trained),
-        )
-        for prompt, (best, *_) in zip(batch, found, strict=True):
-            reason = "end_of_document" if best.tokens[-1] == end else "length"
-            text = text_of(trained, prompt, best.tokens, joined)
-            yield Generated(prompt, best.tokens, text, reason)
 
 
 def never_written(trained: TrainedModel) -> list[int]:

@@ -1,6 +1,6 @@
 """Conversations with a trained model: its chat template, and where an answer ends."""
 
-from collections.abc import Callable, Iterator
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -8,8 +8,9 @@ from typing import Any
 from megamoe.apps.chat.conversation import ASSISTANT, SYSTEM, USER
 from megamoe.apps.chat.prepare import ChatFiles, check_texts, load_chat_card
 from megamoe.apps.chat.templates import ChatTemplate, end_of_turn, load_template
+from megamoe.apps.command import CONTROLS
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.generate import Generated, checked_prompts, tokenizer_of
+from megamoe.apps.generation.generate import checked_prompts, generate, tokenizer_of
 from megamoe.apps.generation.sampling import Sampling
 from megamoe.errors import UserError
 
@@ -59,19 +60,27 @@ def chat_of(trained: TrainedModel, reference: str | None, system: str | None) ->
     return Chat(trained, load_template(reference, tokenizer_of(trained)), system)
 
 
-def converse(
-    chat: Chat, answer: Callable[[list[int]], Generated], max_tokens: int, lines: Iterator[str]
-) -> Iterator[str]:
-    """Yield the answer to each line that is not blank, given those before; what is refused is forgotten."""
+def converse(chat: Chat, sampling: Sampling, options: dict[str, Any]) -> None:
+    """Answer the lines of the standard input, each given those before; what is refused is forgotten.
+
+    options: of `generate`.
+
+    Raises:
+        UserError: on several ranks, of which one alone has the standard input.
+    """
+    if chat.trained.world.size > 1:
+        raise UserError("--chat: lines can be asked for on one rank only; give --prompt TEXT or --file FILE")
+    if sys.stdin.isatty():
+        print("a line is a question; Ctrl-D ends")
     messages: Messages | None = None
-    for line in lines:
+    for line in iter(sys.stdin.readline, ""):
         if not line.strip():
             continue
         asked = chat.ask(line.strip(), messages)
         try:
-            text = answer(chat.prompt(asked, max_tokens)).text.strip()
+            (found,) = generate(chat.trained, [chat.prompt(asked, sampling.max_tokens)], sampling, **options)
+            text = found.text.strip()
+            messages = [*asked, {"role": ASSISTANT, "content": text}]
         except UserError as error:
-            yield f"error: {error}"
-            continue
-        messages = [*asked, {"role": ASSISTANT, "content": text}]
-        yield text
+            text = f"error: {error}"
+        print(f"> {text.translate(CONTROLS)}", flush=True)

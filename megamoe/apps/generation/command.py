@@ -2,7 +2,7 @@
 
 python tools/generate.py runs/demo --prompt "The king"
 python tools/generate.py runs/demo --file prompts.txt --temperature 0.8 --top-p 0.95 --seed 7 --json out.json
-python tools/generate.py runs/demo --prompt "The king" --max-tokens 20 --show-experts --html experts.html
+python tools/generate.py runs/demo --prompt "The king" --max-tokens 20 --show-experts
 python tools/generate.py runs/chat --chat                           # asks for lines, and answers each
 python tools/generate.py runs/chat --chat --prompt "What is a deque?" --temperature 0
 torchrun --nproc-per-node 2 tools/generate.py runs/demo --prompt "The king" parallel.expert=2
@@ -16,7 +16,6 @@ override the saved configuration.
 import argparse
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +53,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--chat", action="store_true", help="prompts are a user's; without any, ask for lines")
     add("--system", metavar="TEXT", help="of --chat: the system's message")
     add("--template", metavar="NAME", help="of --chat: a name, or a file of Jinja")
-    add("--beams", type=int, help="search with so many hypotheses instead of draws")
-    add("--length-penalty", type=float, default=1.0, help="of --beams; default: 1")
     add("--batch-size", type=int, default=8, help="prompts computed together; default: 8")
-    add("--no-cache", action="store_true", help="compute every sequence anew for each token")
     add("--keep-capacity", action="store_true", help="let the routers drop pairs")
     add("--show-experts", action="store_true", help="print each token's experts and weights")
-    add("--html", type=Path, metavar="FILE", help="each token's experts as a page")
     add("--json", type=Path, metavar="FILE", help="the results as JSON")
     return parser
 
@@ -83,18 +78,14 @@ def _check_chat(options: argparse.Namespace) -> None:
     for name in ("system", "template"):
         if getattr(options, name) is not None and not options.chat:
             raise UserError(f"--{name}: is for conversations; add --chat, or leave it out")
-    written = options.html is not None or options.json is not None or options.show_experts
-    if options.chat and (options.beams is not None or (written and not (options.prompt or options.file))):
-        raise UserError(
-            "--chat: has no --beams; and --html, --json and --show-experts need --prompt TEXT or --file FILE"
-        )
+    if options.chat and (options.json or options.show_experts) and not (options.prompt or options.file):
+        raise UserError("--chat: --json and --show-experts need --prompt TEXT or --file FILE")
 
 
 def _run(options: argparse.Namespace) -> None:
     _check_chat(options)
     prompts = _prompts(options)
     check_positive("--batch-size", options.batch_size)
-    check_writable("--html", options.html)
     check_writable("--json", options.json)
     from megamoe.apps.generation.sampling import Sampling
 
@@ -106,14 +97,12 @@ def _run(options: argparse.Namespace) -> None:
         options.seed,
         tuple(options.stop),
     )
-    beams = _beams(options)
     from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.generation.beam_search import continued
-    from megamoe.apps.generation.chat import chat_of
-    from megamoe.apps.generation.generate import encoded, generate
+    from megamoe.apps.generation.chat import chat_of, converse
+    from megamoe.apps.generation.experts import lines_of_experts
+    from megamoe.apps.generation.generate import encoded, generate, token_texts
     from megamoe.apps.generation.runner import prepare
 
-    shows = options.show_experts or options.html is not None
     with session(options.overrides, options.precision) as ranks:
         trained = ranks.open(options.path)
         if options.chat:
@@ -122,85 +111,25 @@ def _run(options: argparse.Namespace) -> None:
             tokens = [chat.prompt(chat.ask(prompt), sampling.max_tokens) for prompt in prompts]
         else:
             tokens = encoded(trained, prompts, sampling.max_tokens)
-        cached, lines = prepare(trained, options.keep_capacity, not options.no_cache)
+        cached, lines = prepare(trained, options.keep_capacity)
         say = print if ranks.world.is_first else lambda *unused, **also_unused: None
         for line in lines:
             say(line)
-        results = []
+        rows = []
         batches: dict[str, Any] = {"batch_size": options.batch_size, "cached": cached}
         batches["joined"] = not options.chat
         if not prompts:
-            _converse(chat, sampling, batches)
+            converse(chat, sampling, batches)
             return
-        if beams is None:
-            generated = generate(trained, tokens, sampling, show_experts=shows, **batches)
-        else:
-            generated = continued(trained, tokens, beams, sampling.max_tokens, **batches)
+        generated = generate(trained, tokens, sampling, show_experts=options.show_experts, **batches)
         for prompt, result in zip(prompts, generated, strict=True):
-            results.append(result)
-            say(f"--- prompt {len(results)} ({len(result.tokens)} tokens, {result.reason})")
-            say(((f"{prompt}\n> " if options.chat else prompt) + result.text).translate(CONTROLS))
-            if options.show_experts:
-                _show(trained, result, say)
-        if ranks.world.is_first:
-            _write(options, trained, prompts, results)
-
-
-def _converse(chat: Any, sampling: Any, batches: dict[str, Any]) -> None:
-    """Answer the lines of the standard input."""
-    from megamoe.apps.generation.chat import converse
-    from megamoe.apps.generation.generate import generate
-
-    if chat.trained.world.size > 1:
-        raise UserError("--chat: lines can be asked for on one rank only; give --prompt TEXT or --file FILE")
-    if sys.stdin.isatty():
-        print("a line is a question; Ctrl-D ends")
-
-    def answer(prompt: list[int]) -> Any:
-        return next(generate(chat.trained, [prompt], sampling, **batches))
-
-    for text in converse(chat, answer, sampling.max_tokens, iter(sys.stdin.readline, "")):
-        print(f"> {text.translate(CONTROLS)}", flush=True)
-
-
-def _beams(options: argparse.Namespace) -> Any:
-    """Return the options of the beam search, or None without --beams."""
-    from megamoe.apps.generation.beam_search import BeamOptions
-
-    if options.beams is None:
-        if options.length_penalty != 1.0:
-            raise UserError("--length-penalty: is for a beam search; add --beams, or leave it out")
-        return None
-    drawn = options.top_k or options.top_p or options.temperature not in (0.0, 1.0)
-    if drawn or options.stop or options.show_experts or options.html is not None:
-        raise UserError(
-            "--beams: a search, which --temperature, --top-k, --top-p, --stop, --show-experts and --html do "
-            "not go with; leave one out"
-        )
-    return BeamOptions(options.beams, options.length_penalty, min_length=0)
-
-
-def _show(trained: Any, result: Any, say: Any) -> None:
-    from megamoe.apps.generation.experts import lines_of_experts
-    from megamoe.apps.generation.generate import token_texts
-
-    for line in lines_of_experts(token_texts(trained, result.prompt + result.tokens), result.experts):
-        say(line)
-
-
-def _write(options: argparse.Namespace, trained: Any, prompts: list[str], results: list[Any]) -> None:
-    from megamoe.apps.generation.experts import page_of
-    from megamoe.apps.generation.generate import token_texts
-
-    if options.html is not None:
-        tables = [
-            (token_texts(trained, result.prompt + result.tokens), result.experts, len(result.prompt))
-            for result in results
-        ]
-        write_text("--html", options.html, page_of(f"Experts of {trained.path}", tables))
-    if options.json is not None:
-        rows = []
-        for prompt, result in zip(prompts, results, strict=True):
             row = dataclasses.asdict(result)
             rows.append({**row, "prompt": prompt, "prompt_tokens": result.prompt})
-        write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")
+            say(f"--- prompt {len(rows)} ({len(result.tokens)} tokens, {result.reason})")
+            say(((f"{prompt}\n> " if options.chat else prompt) + result.text).translate(CONTROLS))
+            if options.show_experts:
+                texts = token_texts(trained, result.prompt + result.tokens)
+                for line in lines_of_experts(texts, result.experts):
+                    say(line)
+        if options.json is not None and ranks.world.is_first:
+            write_text("--json", options.json, json.dumps(rows, indent=1) + "\n")

@@ -1,11 +1,8 @@
-"""The experts of each token while a model generates, for the terminal and as a page."""
+"""The experts of each token while a model generates."""
 
-import html
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from string import Template
 from typing import Any
 
 from torch import Tensor, nn
@@ -71,31 +68,3 @@ def lines_of_experts(texts: list[str], experts: list[Experts]) -> Iterator[str]:
 
 def _pairs(pairs: list[tuple[int, float]]) -> str:
     return " ".join(f"{expert} ({weight:.2f})" for expert, weight in pairs) or "none"
-
-
-def page_of(title: str, tables: list[tuple[list[str], list[Experts], int]]) -> str:
-    """Return a self-contained HTML page: for each prompt a table of tokens, layers and experts.
-
-    tables: the tokens' texts, their experts, and the number of tokens that belong to the prompt.
-    """
-    body = "\n".join(_table(number, *table) for number, table in enumerate(tables, start=1))
-    page = Template(Path(__file__).with_name("experts.html").read_text(encoding="utf-8"))
-    return page.substitute(title=html.escape(title), body=body)
-
-
-def _table(number: int, texts: list[str], experts: list[Experts], prompt: int) -> str:
-    names = list(experts[0]) if experts else []
-    head = "".join(f"<th>layer {html.escape(name)}</th>" for name in names)
-    rows = []
-    for place, (text, by_layer) in enumerate(zip(texts, experts, strict=True)):
-        cells = "".join(f"<td>{''.join(map(_cell, by_layer[name]))}</td>" for name in names)
-        kind = ' class="generated"' if place >= prompt else ""
-        rows.append(f"<tr{kind}><td>{html.escape(repr(text))}</td>{cells}</tr>")
-    table = f"<table><tr><th>token</th>{head}</tr>\n" + "\n".join(rows) + "</table>"
-    return f'<h2>Prompt {number}</h2>\n<div class="table">{table}</div>'
-
-
-def _cell(pair: tuple[int, float]) -> str:
-    expert, weight = pair
-    hue = expert * 137.508 % 360  # the golden angle: neighbours differ
-    return f'<span class="expert" style="border-color: hsl({hue:.0f} 65% 50%)">{expert} ({weight:.2f})</span>'

@@ -213,11 +213,10 @@ def neighbours(trained: TrainedModel, keep_capacity: bool) -> list[str]:
     return list(dict.fromkeys(reasons))
 
 
-def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bool, list[str]]:
+def prepare(trained: TrainedModel, keep_capacity: bool) -> tuple[bool, list[str]]:
     """Make a model ready to generate; return whether it can use a cache, and lines for the user.
 
-    keep_capacity: keep the routers' capacity, which drops pairs by the tokens of the micro batch. cache:
-    whether the user wants one.
+    keep_capacity: keep the routers' capacity, which drops pairs by the tokens of the micro batch.
 
     Raises:
         UserError: if the experts depend on all tokens and tensor parallelism would pad the sequences.
@@ -242,9 +241,9 @@ def prepare(trained: TrainedModel, keep_capacity: bool, cache: bool) -> tuple[bo
         )
     if problem := trained.model.problem_with_cache():
         reasons.append(problem)
-    if reasons and cache:
+    if reasons:
         lines.append(f"generating without key/value cache, prompt by prompt: {'; '.join(reasons)}")
-    return cache and not reasons, lines
+    return not reasons, lines
 
 
 def encoder_decoder_of(trained: TrainedModel) -> EncoderDecoder:

@@ -18,6 +18,8 @@ from megamoe.data.stored import beside
 from megamoe.errors import UserError
 from megamoe.registry import get_part
 
+EXTRA = 50  # tokens of a translation beyond those of its source at most (Vaswani et al. 2017, section 6.1)
+
 
 @dataclass(frozen=True)
 class TranslationDirection:
@@ -98,21 +100,15 @@ def of_lines(
     trained: TrainedModel,
     direction: TranslationDirection,
     lines: list[str],
-    references: list[str] | None,
     too_long: str,
 ) -> Sentences:
     """Return the sentences of a text with one on each line.
 
     Raises:
-        UserError: if all lines are blank, if one is too long, or if there are other numbers of references.
+        UserError: if all lines are blank, or if one is too long.
     """
     if not any(line.strip() for line in lines):
         raise UserError("--input: has no text; expected a sentence on each line")
-    if references is not None and len(references) != len(lines):
-        raise UserError(
-            f"--reference: has {len(references)} lines, --input {len(lines)}; expected a reference for "
-            "each line"
-        )
     tokenizer, end = tokenizer_of(trained), _end(trained)
     found = tokenizer.encode_batch(lines)
     check_tokens(trained, "--input:", [token for tokens in found for token in tokens])
@@ -120,7 +116,7 @@ def of_lines(
         [*direction.source_prefix, *tokens, end] if line.strip() else []
         for line, tokens in zip(lines, found, strict=True)
     ]
-    return _bounded(trained, lines, tokens, references, too_long, "line")
+    return _bounded(trained, lines, tokens, None, too_long, "line")
 
 
 def of_pairs(
@@ -193,49 +189,26 @@ def _bounded(
     return Sentences(texts, tokens, references, len(long))
 
 
-@dataclass(frozen=True)
-class Lengths:
-    """The most tokens of a translation, its end token included.
-
-    longest: whatever the source; None: data.sequence_length. beyond: more than the source has, tag and end
-    included (Vaswani et al. 2017, section 6.1: 50).
-
-    Raises:
-        UserError: for a value out of its range.
-    """
-
-    longest: int | None = None
-    beyond: int = 50
-
-    def __post_init__(self) -> None:
-        if self.longest is not None and self.longest < 1:
-            raise UserError(f"--max-length: found {self.longest}, expected at least 1")
-        if self.beyond < 0:
-            raise UserError(f"--max-extra: found {self.beyond}, expected at least 0")
-
-    def limit(self, source: int, trained: TrainedModel, prefix: int) -> int:
-        """Return the most tokens after the prefix for a source of so many tokens."""
-        most = trained.config.data.sequence_length - prefix
-        return max(1, min(most, self.longest or most, source + self.beyond))
-
-
 def translate(
     trained: TrainedModel,
     direction: TranslationDirection,
     sentences: Sentences,
     search: BeamOptions,
-    lengths: Lengths,
     *,
+    max_length: int | None = None,
     batch_size: int = 32,
     cached: bool = True,
 ) -> list[list[Hypothesis]]:
     """Return the hypotheses of each sentence, the best first; none of a blank one. Collective over all ranks.
 
-    Sources of similar lengths form a batch. cached: see `runner.prepare`, which tells whether a model can;
-    otherwise every source is translated by itself.
+    A translation has at most as many tokens as its source and EXTRA more, both with their ends, at most
+    `max_length`, and at most data.sequence_length. Sources of similar lengths form a batch. cached: see
+    `runner.prepare`, which tells whether a model can; otherwise every source is translated by itself.
     """
     end = _end(trained)
     prefix = [end, *direction.target_prefix]
+    most = trained.config.data.sequence_length - len(direction.target_prefix)
+    most = max(1, min(most, max_length or most))
     found: list[list[Hypothesis]] = [[] for _ in sentences.tokens]
     numbers = [number for number, tokens in enumerate(sentences.tokens) if tokens]
     numbers.sort(key=lambda number: -len(sentences.tokens[number]))
@@ -243,7 +216,7 @@ def translate(
     for first in range(0, len(numbers), size):
         batch = numbers[first : first + size]
         sources = [sentences.tokens[number] for number in batch]
-        limits = [lengths.limit(len(source), trained, len(direction.target_prefix)) for source in sources]
+        limits = [min(most, len(source) + EXTRA) for source in sources]
         runner = runner_of(trained, [prefix] * len(batch), max(limits), cached, sources=sources)
         hypotheses = beam_search(
             runner, limits, search, end=end, forbidden=never_written(trained), agree=agreement(trained)

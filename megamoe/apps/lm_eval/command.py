@@ -33,7 +33,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--limit", type=int, metavar="N", help="only the first N documents of each task")
     add("--batch-size", type=int, default=8, metavar="B", help="of sequences (default: 8)")
     add("--max-length", type=int, metavar="S", help="input tokens; default: data.sequence_length")
-    add("--prefix-token", type=int, metavar="ID", help="before a text; default: end of document")
     add("--keep-capacity", action="store_true", help="let the routers' capacity drop pairs")
     add("--json", type=Path, metavar="FILE", help="write the results and every answer")
     return parser
@@ -49,27 +48,34 @@ def _run(options: argparse.Namespace) -> None:
     os.environ.setdefault("TQDM_DISABLE", "1")
     if not options.online:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
-    from megamoe.apps.lm_eval.run import evaluated, loaded_tasks
+    from megamoe.apps.lm_eval.tasks import loaded_tasks
 
     logging.getLogger().setLevel(logging.ERROR)
     names = [name for name in options.tasks.split(",") if name]
-    tasks = loaded_tasks(names, options.include)
+    manager = loaded_tasks(names, options.include)
+    from lm_eval import simple_evaluate
+    from lm_eval.utils import make_table
 
     from megamoe.apps.evaluation.trained_model import session
+    from megamoe.apps.lm_eval.model import Megamoe
 
     with session(options.overrides, options.precision) as ranks:
         trained = ranks.open(options.path)
         say = print if ranks.world.is_first else lambda *unused: None
         say(f"{trained.path}, step {trained.step}, {trained.precision}")
-        model_options = {
-            "batch_size": options.batch_size,
-            "max_length": options.max_length,
-            "prefix_token_id": options.prefix_token,
-            "keep_capacity": options.keep_capacity,
-        }
-        results, table = evaluated(
-            trained, tasks, model_options, options.num_fewshot, options.limit, report=say
+        model = Megamoe(trained, options.batch_size, options.max_length, options.keep_capacity)
+        for note in model.notes:
+            say(note)
+        found = simple_evaluate(
+            model=model,
+            tasks=names,
+            task_manager=manager,
+            num_fewshot=options.num_fewshot,
+            limit=options.limit,
+            bootstrap_iters=1000,
         )
-        say(table)
+        if found is None:  # where LOCAL_RANK is not 0; the others have the same answers
+            return
+        say(make_table(found))
         if options.json is not None and ranks.world.is_first:
-            write_text("--json", options.json, json.dumps(results, indent=1, default=str) + "\n")
+            write_text("--json", options.json, json.dumps(found, indent=1, default=str) + "\n")

@@ -1,88 +1,83 @@
-"""The model class `megamoe` of lm-evaluation-harness: a checkpoint with any router, without conversion.
+"""A checkpoint as a model of lm-evaluation-harness, with any router, without conversion."""
 
-Importing this file registers the class:
-
-    import lm_eval, megamoe.apps.lm_eval.model
-    lm_eval.simple_evaluate(model="megamoe", model_args={"run": "runs/demo"}, tasks=[...])
-"""
-
-import atexit
-from pathlib import Path
 from typing import Any
 
 from lm_eval import utils
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
-from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs
 
-from megamoe.apps.evaluation.trained_model import Session, TrainedModel
+from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.generate import generate, tokenizer_of
 from megamoe.apps.generation.runner import neighbours, prepare
 from megamoe.apps.generation.sampling import Sampling
-from megamoe.apps.lm_eval.options import sampling_of
-from megamoe.apps.lm_eval.scoring import Question, answers
+from megamoe.apps.lm_eval.scoring import Answer, Question, answers
 from megamoe.errors import UserError
-from megamoe.parallel import launch
 
 MOST_GENERATED = 256  # tokens, where a task does not say; as for the harness' other models
+# Keys of a task's generation_kwargs that `Sampling` has, or that `normalize_gen_kwargs` has used up.
+KNOWN_OPTIONS = {"until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p"}
 
 
-@register_model("megamoe")
+def sampling_of(options: dict[str, Any]) -> Sampling:
+    """Return the options of a generation that a task asks for.
+
+    options: of the harness' `normalize_gen_kwargs`. With `do_sample` and no temperature, the temperature is
+    1, as in transformers.
+
+    Raises:
+        UserError: for an option that is not known, or a value out of its range.
+    """
+    for name, value in options.items():
+        if name not in KNOWN_OPTIONS and value is not None:
+            known = ", ".join(sorted(KNOWN_OPTIONS))
+            raise UserError(f"generation_kwargs: {name} is not supported, expected {known}")
+    temperature = options.get("temperature")
+    if temperature is None:
+        temperature = 1.0 if options.get("do_sample") else 0.0
+    return Sampling(
+        max_tokens=options["max_gen_toks"],
+        temperature=float(temperature),
+        top_k=options.get("top_k") or None,
+        top_p=options.get("top_p"),
+        stop=tuple(text for text in options["until"] if text),
+    )
+
+
 class Megamoe(TemplateLM):
     """A trained decoder, for the harness.
 
     Every rank is given all requests and returns all results, so the harness sees one process (`rank` 0 of
     `world_size` 1). The ranks divide the work among themselves.
 
-    run: a run's folder or a step_* folder, or the opened model. precision: as for `Session`. max_length: of a
-    model's input, in tokens; default: `data.sequence_length`. prefix_token_id: the token before a text
-    without context; default: the end of a document, as in training. keep_capacity: keep the routers'
-    capacity, which drops pairs by the other tokens of a sequence.
+    max_length: of a model's input, in tokens; default: `data.sequence_length`. keep_capacity: keep the
+    routers' capacity, which drops pairs by the other tokens of a sequence. A text without context follows the
+    end of a document, as in training.
 
     Raises:
-        UserError: if the model cannot be opened, has no tokenizer, or an option does not fit it.
+        UserError: if the model has no tokenizer, or an option does not fit it.
     """
 
     def __init__(
         self,
-        run: str | TrainedModel,
-        batch_size: int | str = 8,
-        precision: str | None = None,
+        trained: TrainedModel,
+        batch_size: int = 8,
         max_length: int | None = None,
-        prefix_token_id: int | None = None,
         keep_capacity: bool = False,
-        **unused: Any,
     ) -> None:
         super().__init__()
-        if unnamed := {name for name, value in unused.items() if value is not None} - {"device"}:
-            raise UserError(f"model_args: {min(unnamed)} is not known to the model class megamoe")
-        if isinstance(run, str):
-            atexit.register(launch.stop)
-            run = Session(launch.find_world(), precision=precision).open(Path(run))
-        self.trained = run
+        self.trained = trained
         self.max_length = self._checked_length(max_length)
         # `TemplateLM` keeps the tokenizer of transformers here for chat templates, which ours do not have.
-        self._tokens = tokenizer_of(run)
-        self._prefix = self._tokens.eod if prefix_token_id is None else int(prefix_token_id)
-        if not 0 <= self._prefix < run.vocabulary.size:
-            raise UserError(
-                f"--prefix-token: found {self._prefix}, expected an id below {run.vocabulary.size}"
-            )
-        self._cached, self.notes = prepare(run, keep_capacity, cache=True)
+        self._tokens = tokenizer_of(trained)
+        self._cached, self.notes = prepare(trained, keep_capacity)
         # Whole batches are only for models in which a sequence does not depend on the others of its batch.
-        alone = bool(neighbours(run, keep_capacity))
-        self.batch_size = 1 if alone else _batch_size(batch_size)
+        self.batch_size = 1 if neighbours(trained, keep_capacity) else batch_size
 
     @property
     def eot_token_id(self) -> int:
-        """The id of the end of a document."""
+        """The id of the end of a document, which is also the harness' `prefix_token_id`."""
         return self._tokens.eod
-
-    @property
-    def prefix_token_id(self) -> int:
-        """The id of the token before a text without context."""
-        return self._prefix
 
     @property
     def tokenizer_name(self) -> str:
@@ -95,16 +90,15 @@ class Megamoe(TemplateLM):
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **unused: Any
-    ) -> list[tuple[float, bool]]:
+    ) -> list[Answer]:
         questions = [Question(context, continuation) for _, context, continuation in requests]
         found = self._answers(questions)
         for (texts, _, _), answer in zip(requests, found, strict=True):
             self.cache_hook.add_partial("loglikelihood", texts, answer)
         return found
 
-    def _answers(self, questions: list[Question]) -> list[tuple[float, bool]]:
-        found = answers(self.trained, questions, self.batch_size, self.max_length)
-        return [(answer.log_likelihood, answer.is_greedy) for answer in found]
+    def _answers(self, questions: list[Question]) -> list[Answer]:
+        return answers(self.trained, questions, self.batch_size, self.max_length)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-likelihood of each text, in nats; a long one is cut into windows.
@@ -172,13 +166,3 @@ class Megamoe(TemplateLM):
                 f"{config.data.sequence_length} (data.sequence_length)"
             )
         return length
-
-
-def _batch_size(given: int | str) -> int:
-    try:
-        size = int(given)
-    except ValueError:
-        size = 0
-    if size < 1:
-        raise UserError(f"--batch-size: found {given}, expected a number of at least 1")
-    return size

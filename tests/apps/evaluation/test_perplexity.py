@@ -1,6 +1,7 @@
 """A checkpoint's perplexity: what training reports, at any layout; the experts' FLOPs by hand."""
 
 import contextlib
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -210,7 +211,6 @@ def test_mistakes_are_lines(pool: Pool, run_folder: tuple[Path, float]) -> None:
     ("options", "expected"),
     [
         (["--samples=0"], "error: --samples: found 0, expected at least 1"),
-        (["--samples=-8"], "error: --samples: found -8, expected at least 1"),
         (["--json=missing/out.json"], "error: --json: missing/out.json cannot be written: No such file"),
         (
             ["--sweep=k"],
@@ -254,10 +254,6 @@ def test_a_checkpoint_trained_in_fp8_is_read_without(tmp_path: Path) -> None:
     found = configuration_of(without_fp8(meta), Path("runs/a"), []).model
     assert (found.fp8, found.fp8_format, found.fp8_amax_history) == ("none", None, None)
     assert meta["config"]["model"]["fp8"] == "delayed"
-    assert (
-        configuration_of(without_fp8(meta), Path("runs/a"), ["model.fp8=tensorwise"]).model.fp8
-        == "tensorwise"
-    )
 
 
 def test_plugins_of_a_checkpoint_are_not_run_unasked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,12 +280,6 @@ def test_flops_by_hand() -> None:
     assert flops_of_pair(tiny("moe.expert_activation=gelu")) == 2 * 2 * 16 * 12
 
 
-def test_a_loss_without_bound_has_an_infinite_perplexity() -> None:
-    found = Perplexity(1000.0, 1, 1, 1, {}, 0, 1.0, 0.0, 0.0)
-    assert found.perplexity == float("inf")
-    assert found.experts_per_token == found.dropped == 0
-
-
 def test_the_world_is_left_at_the_end() -> None:
     with session() as ranks:
         assert ranks.world.size == 1
@@ -303,5 +293,5 @@ def test_the_page_has_every_key_of_the_json() -> None:
         "accuracy",
         "squared_error",
     }
-    written = Perplexity(1.0, 2, 3, 4, {1: [1, 2]}, 3, 1.0, 6.0, 0.5).as_data()
-    assert named == {"data", "settings", "samples", *written}
+    fields = {each.name for each in dataclasses.fields(Perplexity)} - {"load_LE", "further"}
+    assert named == {"data", "settings", "samples", "load", *fields}

@@ -18,7 +18,7 @@ WIDE = WORDS**LIMIT  # no hypothesis is ever cut
 
 
 def exhaustive(
-    trained: TrainedModel, source: list[int], penalty: float, shortest: int, forbidden: list[int]
+    trained: TrainedModel, source: list[int], penalty: float, forbidden: list[int]
 ) -> list[tuple[float, list[int]]]:
     """Score every sequence of words that ends, or has LIMIT words, by whole passes; the best first."""
     found: dict[tuple[int, ...], float] = {}
@@ -26,25 +26,21 @@ def exhaustive(
     log_BSV = whole_batch(trained, source, [[END, *words[:-1]] for words in every]).log_softmax(2)
     for words, log_SV in zip(every, log_BSV.tolist(), strict=True):
         length = words.index(END) + 1 if END in words else LIMIT
-        if set(words[:length]) & set(forbidden) or (END in words and length <= shortest):
+        if set(words[:length]) & set(forbidden) or length == 1:
             continue
         total = sum(log_SV[place][words[place]] for place in range(length))
         found[words[:length]] = total / length**penalty
     return sorted(((score, list(words)) for words, score in found.items()), reverse=True)
 
 
-@pytest.mark.parametrize(
-    ("penalty", "shortest", "forbidden"), [(1.0, 1, []), (0.0, 0, []), (2.5, 2, [3]), (-0.5, 0, [1])]
-)
-def test_a_wide_beam_is_an_exhaustive_search(
-    one_rank: None, penalty: float, shortest: int, forbidden: list[int]
-) -> None:
+@pytest.mark.parametrize(("penalty", "forbidden"), [(1.0, []), (0.0, []), (2.5, [3]), (-0.5, [1])])
+def test_a_wide_beam_is_an_exhaustive_search(one_rank: None, penalty: float, forbidden: list[int]) -> None:
     trained = opened(vocabulary=WORDS)
-    options = BeamOptions(WIDE, penalty, "never", shortest, n_best=60)
+    options = BeamOptions(WIDE, penalty, n_best=60)
     runner = runner_of(trained, [[END]] * len(SOURCES), LIMIT, cached=True, sources=SOURCES)
     found = beam_search(runner, [LIMIT, LIMIT], options, end=END, forbidden=forbidden)
     for source, hypotheses in zip(SOURCES, found, strict=True):
-        wanted = exhaustive(trained, source, penalty, shortest, forbidden)[:60]
+        wanted = exhaustive(trained, source, penalty, forbidden)[:60]
         assert [each.score for each in hypotheses] == pytest.approx([score for score, _ in wanted], abs=1e-5)
         assert [each.tokens for each in hypotheses[:5]] == [words for _, words in wanted[:5]]
         assert len({len(each.tokens) for each in hypotheses}) > 1
@@ -86,38 +82,30 @@ def test_beams_find_what_greedy_misses() -> None:
     assert best.score == best.log_probability
 
 
-def test_early_stopping_and_the_limit() -> None:
+def test_the_limit_cuts() -> None:
     ((first,),) = search(Table(GARDEN_PATH), [2], beams=2, length_penalty=0.0)
     assert first.tokens == [2, 3]  # cut at the limit, without an end
-    hurried = Table({"": {"a": 0.5, "$": 0.4, "b": 0.1}, "a": {"$": 0.9, "b": 0.1}, "b": {"a": 1.0}})
-    search(hurried, [8], beams=1, early_stopping="never")
-    patient = Table(hurried.table)
-    search(patient, [8], beams=2, early_stopping="never", length_penalty=3.0)
-    assert len(hurried.sizes) == 2 < len(patient.sizes)
 
 
-# With two beams two hypotheses have finished after the second token: `$` and `a$`, while `ab` goes on.
-LATER = {"a": {"$": 0.5, "b": 0.5}, "ab": {"c": 1.0}}  # `ab` is as good as `a$` now, and better at its end
-SOONER = {"a": {"$": 0.3, "b": 0.7}}  # `ab` is better than `a$` at once
-
-
+# With two beams two hypotheses have finished after the third token: `a$` and `aa$`, while `aab` goes on.
 @pytest.mark.parametrize(
-    ("stopping", "table", "best"),
-    [("yes", SOONER, [0]), ("no", SOONER, [1, 2, 0]), ("no", LATER, [0]), ("never", LATER, [1, 2, 3, 0])],
+    ("table", "best"),
+    [
+        ({"aa": {"$": 0.3, "b": 0.7}}, [1, 1, 2, 0]),  # it is better at once
+        ({"aa": {"$": 0.5, "b": 0.5}, "aab": {"c": 1.0}}, [1, 0]),  # and here only at its end
+    ],
 )
-def test_when_a_search_ends(stopping: str, table: dict[str, dict[str, float]], best: list[int]) -> None:
-    options = {"beams": 2, "early_stopping": stopping, "min_length": 0}
-    ((found,),) = search(Table({"": {"$": 0.5, "a": 0.5}, **table}), [8], **options)
+def test_when_a_search_ends(table: dict[str, dict[str, float]], best: list[int]) -> None:
+    ((found,),) = search(Table({"": {"a": 1.0}, "a": {"$": 0.5, "a": 0.5}, **table}), [8], beams=2)
     assert found.tokens == best
 
 
 def test_what_has_ended_leaves_the_batch() -> None:
-    table = Table({"": {"$": 0.9, "a": 0.1}, "a": {"$": 1.0}})
+    table = Table({"": {"a": 1.0}, "a": {"$": 1.0}, "b": {"a": 1.0}, "ba": {"a": 1.0}, "baa": {"a": 1.0}})
     table.texts = ["", "b", ""]
-    table.table |= {"b": {"a": 1.0}, "ba": {"a": 1.0}, "baa": {"a": 1.0}}
-    found = search(table, [6, 6, 6], beams=1, min_length=0)
-    assert [row[0].tokens for row in found] == [[0], [1, 1, 1, 0], [0]]
-    assert table.sizes == [3, 1, 1, 1]
+    found = search(table, [6, 6, 6], beams=1)
+    assert [row[0].tokens for row in found] == [[1, 0], [1, 1, 1, 0], [1, 0]]
+    assert table.sizes == [3, 3, 1, 1]
 
 
 @pytest.mark.parametrize(
@@ -125,8 +113,6 @@ def test_what_has_ended_leaves_the_batch() -> None:
     [
         ({"beams": 0}, "--beams: found 0"),
         ({"length_penalty": math.nan}, "--length-penalty: found nan"),
-        ({"early_stopping": "soon"}, "--early-stopping: found soon, expected yes, no, never"),
-        ({"min_length": -1}, "--min-length: found -1"),
         ({"n_best": 5}, "--n-best: found 5, expected 1 to --beams 4"),
     ],
 )

@@ -68,7 +68,7 @@ def differences(ranks: Session, path: Path) -> list[float]:
     """How far the cached logits of a batch of prompts are from the oracle's, at each place."""
     found = []
     trained = ranks.open(path)
-    can, _ = prepare(trained, keep_capacity=False, cache=True)
+    can, _ = prepare(trained, keep_capacity=False)
     assert can
     prompts = encoded(trained, PROMPTS[:3], 6)
     runner = CachedRunner(trained, prompts, 6)
@@ -89,7 +89,7 @@ def generated(
 ) -> list[list[Generated]]:
     """Results of all prompts for each batch size; None: without the cache."""
     trained = ranks.open(path, overrides)
-    can, _ = prepare(trained, options.pop("keep_capacity", False), cache=True)
+    can, _ = prepare(trained, options.pop("keep_capacity", False))
     shows = options.pop("show_experts", False)
     sampling = Sampling(max_tokens=6, **options)
     prompts = encoded(trained, PROMPTS, sampling.max_tokens)
@@ -132,7 +132,7 @@ def on_one_rank(folder: Path) -> dict[str, Any]:
 def notes(ranks: Session, folder: Path) -> list[tuple[bool, list[str]]]:
     """Whether models can use a cache, and what the user is told."""
     cases = (("choosing", False), ("learned", True), ("learned", False), ("rotary", True))
-    return [prepare(ranks.open(folder / name), keep, cache=True) for name, keep in cases]
+    return [prepare(ranks.open(folder / name), keep) for name, keep in cases]
 
 
 def refusals(ranks: Session, folder: Path) -> list[str]:
@@ -238,7 +238,7 @@ def on_two_ranks(folder: Path) -> tuple[list[list[Generated]], str]:
     with session() as ranks:
         found = [greedily(ranks, folder, overrides) for overrides in LAYOUTS]
         try:
-            prepare(ranks.open(folder / "choosing", LAYOUTS[1]), False, cache=True)
+            prepare(ranks.open(folder / "choosing", LAYOUTS[1]), False)
         except UserError as error:
             return found, str(error)
     raise AssertionError("nothing was refused")

@@ -6,7 +6,7 @@ import torch
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis
 from megamoe.apps.generation.runner import prepare, runner_of
-from megamoe.apps.generation.translate import Lengths, translate
+from megamoe.apps.generation.translate import translate
 from tests.support.apps.encoder_decoders import DIRECTION, END, SOURCES, opened, sentences, whole_logits
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -35,7 +35,7 @@ STEPS = [
 def test_caches_give_the_logits_of_whole_passes(kind: str) -> None:
     prefix = [END] if "post" in kind else [END, 12]  # with a tag
     trained = opened(*KINDS[kind])
-    can, _ = prepare(trained, keep_capacity=False, cache=True)
+    can, _ = prepare(trained, keep_capacity=False)
     assert can
     sources = SOURCES[:3]
     cached, plain = (runner_of(trained, [prefix] * 3, 8, caches, sources=sources) for caches in (True, False))
@@ -53,13 +53,17 @@ def test_caches_give_the_logits_of_whole_passes(kind: str) -> None:
             found, again = cached.feed(new, parents), plain.feed(new, parents)
 
 
+@pytest.fixture(autouse=True)
+def few_further_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megamoe.apps.generation.translate.EXTRA", 4)
+
+
 def best(trained: TrainedModel, size: int, cached: bool = True) -> list[list[Hypothesis]]:
     return translate(
         trained,
         DIRECTION,
         sentences(SOURCES),
         BeamOptions(beams=3, n_best=3),
-        Lengths(beyond=4),
         batch_size=size,
         cached=cached,
     )
@@ -85,12 +89,12 @@ def test_a_sentence_is_translated_alone_as_in_a_batch(kind: str) -> None:
 def test_what_looks_at_other_tokens_is_computed_by_itself() -> None:
     layers = "moe.layers={encoder: {at: [2]}, decoder: {at: [2]}}"
     trained = opened(layers, CHOOSING, "moe.losses={}")
-    can, lines = prepare(trained, keep_capacity=False, cache=True)
+    can, lines = prepare(trained, keep_capacity=False)
     assert not can
     assert "the selector expert_choice lets a token's experts depend on other tokens" in lines[0]
     assert close(best(trained, 4, cached=False), best(trained, 1, cached=False))
     kept = opened(layers, CAPACITY, "moe.losses={}")
-    can, lines = prepare(kept, keep_capacity=True, cache=True)
+    can, lines = prepare(kept, keep_capacity=True)
     assert not can and "drops pairs by all tokens of a sequence" in lines[0]
     runner = runner_of(kept, [[END]] * 2, 8, cached=False, sources=SOURCES[:2])
     found = runner.begin()
@@ -99,7 +103,5 @@ def test_what_looks_at_other_tokens_is_computed_by_itself() -> None:
 
 
 def test_blank_sentences_stay_blank() -> None:
-    found = translate(
-        opened(), DIRECTION, sentences([[], [4, END], []]), BeamOptions(beams=2), Lengths(longest=3)
-    )
+    found = translate(opened(), DIRECTION, sentences([[], [4, END], []]), BeamOptions(beams=2), max_length=3)
     assert [len(row) for row in found] == [0, 1, 0]

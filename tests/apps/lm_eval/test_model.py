@@ -10,6 +10,7 @@ from megamoe.apps.evaluation.trained_model import session
 from megamoe.apps.generation.generate import generate, tokenizer_of
 from megamoe.apps.generation.sampling import Sampling
 from megamoe.apps.lm_eval.scoring import Question
+from megamoe.errors import UserError
 from tests.apps.lm_eval.test_scoring import THRESHOLD, by_perplexity
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import trained_on_bytes
@@ -74,6 +75,26 @@ def asked(path: Path) -> None:
 @pytest.mark.full
 def test_requests_get_our_own_numbers(pool: Pool, run: Path) -> None:
     pool.run(asked, run, ranks=1)
+
+
+NORMALIZED = {"until": ["\n", ""], "max_gen_toks": 5}  # what the harness always adds
+
+
+@pytest.mark.parametrize(
+    ("options", "temperature"),
+    [
+        ({"do_sample": True, "top_p": 0.9}, 1.0),
+        ({"do_sample": True, "temperature": 0.3}, 0.3),
+        ({"do_sample": False, "top_k": 3}, 0.0),
+    ],
+)
+def test_temperature(options: dict[str, Any], temperature: float) -> None:
+    from megamoe.apps.lm_eval.model import sampling_of
+
+    wanted = Sampling(5, temperature, options.get("top_k"), options.get("top_p"), stop=("\n",))
+    assert sampling_of({**NORMALIZED, **options}) == wanted
+    with pytest.raises(UserError, match="generation_kwargs: num_beams is not supported, expected do_sample"):
+        sampling_of({**NORMALIZED, "num_beams": 3, "min_p": None})
 
 
 def run_tool(path: Path, output: Path, *overrides: str) -> int:

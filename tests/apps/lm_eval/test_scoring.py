@@ -65,7 +65,7 @@ def against_the_oracle(folder: Path, keep_capacity: bool) -> dict[str, float]:
     with session(["train.micro_batch_size=1"]) as ranks:
         for name in ("threshold", "hash", "capacity"):
             trained = ranks.open(folder / name)
-            prepare(trained, keep_capacity, cache=True)
+            prepare(trained, keep_capacity)
             size = 1 if neighbours(trained, keep_capacity) else 3
             asked = [each for each in questions(trained) if each.continuation]
             given = answers(trained, asked, size, LONGEST)
@@ -90,7 +90,7 @@ def all_answers(folder: Path, size: int, *overrides: str) -> list[tuple[float, b
     with session(overrides) as ranks:
         for name in ("threshold", "capacity"):
             trained = ranks.open(folder / name)
-            prepare(trained, keep_capacity=False, cache=True)
+            prepare(trained, keep_capacity=False)
             given += answers(trained, questions(trained), size, LONGEST)
     return given
 
