@@ -78,6 +78,7 @@ COMMANDS = {
         "megamoe.apps.generation.translate_command",
         "Translate text, or the held-out pairs of a corpus, with a checkpoint; BLEU and chrF by sacreBLEU",
     ),
+    "verify": ("megamoe.apps.verify.command", "Compare layouts of a run with one rank, tensor by tensor"),
     "train": ("megamoe.train.command", "Pretrain a Mixture-of-Experts language model"),
 }
 

@@ -56,6 +56,7 @@ DEMO = r"pretrain_gpt_moe\.py --config examples/demo\.yaml"
 RULES = [
     Rule(r"python tools/prepare_data\.py --stdlib --tokenizer train .*", RUN),  # first: the others need it
     Rule(r"python tools/prepare_data\.py (--verify|docs/\*/\*\.md) .*", RUN),
+    Rule(r"python tools/verify\.py --config examples/(demo|own_parts)\.yaml", RUN),
     Rule(r"python tools/(list_parts|show_batch)\.py( --config examples/demo\.yaml --count 1)?", RUN),
     Rule(r"python tools/lab\.py --list", RUN),
     Rule(rf"python {DEMO} --check.*", RUN),

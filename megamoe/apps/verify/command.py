@@ -1,0 +1,66 @@
+"""Compare a run's losses, gradients, weights, moments and metrics under many layouts with those of one rank.
+
+    megamoe verify --config run.yaml [--ranks 8] [section.key=value ...]
+
+The model is made small: a block of each kind, few experts, narrow, mock tokens. Parts, losses, objective
+and optimizer stay. It trains three steps on one rank in fp32. Then it trains in the run's own layout, with
+sizes of at most two, and with each kind of parallelism, ZeRO stage and recomputation. Each of these runs
+saves after the first step, resumes, and saves again. What is compared are the checkpoints, which hold whole
+tensors under any layout, the experts of every token, and the metrics.
+
+What rounding may do is measured: the run on one rank with weights changed in their last place. Where a
+layout differs by more, the command searches for the smallest layout that still differs, and names the first
+tensors.
+
+Ends with 0 if all are equal, with 1 if one differs, with 2 for a mistake.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+
+from megamoe.apps.command import parser_of, run_tool
+
+MOST_TRIES = 12  # of smaller layouts
+WITHOUT_DATA = ("data.mock=true", "data.sources=[]", "data.validation={}", "data.sampling_exponent=null")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare; return the exit code."""
+    parser = parser_of(__doc__)
+    parser.add_argument("--config", required=True, help="the run's YAML")
+    parser.add_argument("--ranks", type=int, default=8, help="the most processes at a time (default: 8)")
+    parser.add_argument(
+        "--keep", type=Path, metavar="FOLDER", help="keep the runs and their checkpoints here"
+    )
+    parser.add_argument("--only", metavar="TEXT", default="", help="only layouts with this in their line")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the YAML")
+    options = parser.parse_intermixed_args(arguments)
+    differ: list[bool] = []
+    code = run_tool(lambda: differ.append(_verify(options)))
+    return code or int(any(differ))
+
+
+def _verify(options: argparse.Namespace) -> bool:
+    from megamoe.apps.command import check_positive
+    from megamoe.apps.verify.session import Session
+    from megamoe.apps.verify.small import shrunk
+    from megamoe.config import load_config
+    from megamoe.errors import UserError
+
+    check_positive("--ranks", options.ranks)
+    try:  # the data may be on another machine
+        config = load_config(options.config, [*options.overrides, *WITHOUT_DATA])
+        shrunk(config)
+    except UserError:
+        config = load_config(options.config, options.overrides)
+    with tempfile.TemporaryDirectory(prefix="megamoe_verify_") as scratch:
+        folder = options.keep or Path(scratch)
+        folder.mkdir(parents=True, exist_ok=True)
+        session = Session(config, folder, options.ranks, options.only, MOST_TRIES)
+        return session.compare_all(print)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

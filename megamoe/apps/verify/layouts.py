@@ -1,0 +1,109 @@
+"""The layouts and features under which a run is compared with one rank."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megamoe.apps.verify.small import Changes, Tree, changed, value_at
+from megamoe.config import PartChoice, RunConfig, parse_config
+from megamoe.parallel.layout import fewest_ranks
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+
+# Megatron-Core's and DeepSpeed's names of the sizes.
+SHORT = {
+    "parallel.pipeline": "PP",
+    "parallel.pipeline_chunks": "chunks",
+    "parallel.context": "CP",
+    "parallel.tensor": "TP",
+    "parallel.expert": "EP",
+    "parallel.expert_tensor": "ETP",
+    "parallel.deepspeed": "ZeRO",
+}
+ALWAYS: list[tuple[int, Changes]] = [  # ranks, and what differs from one
+    (2, {"zero": 1}),
+    (2, {"zero": 2}),
+    (2, {"zero": 3}),
+    (2, {"parallel.expert": 2}),
+    (2, {"parallel.expert_tensor": 2}),
+    (2, {"parallel.tensor": 2}),
+    (2, {"parallel.context": 2}),
+    (2, {"parallel.pipeline": 2}),
+    (1, {"model.recompute": "full"}),
+    (2, {"parallel.expert": 2, "train.in_flight": 2}),
+    (4, {"parallel.expert": 4, "parallel.node_size": 2, "parallel.exchange": {"name": "by_node"}}),
+    (4, {"parallel.tensor": 2, "parallel.sequence": True, "parallel.expert": 2, "zero": 2}),
+    (4, {"parallel.pipeline": 2, "parallel.pipeline_chunks": 2, "parallel.expert": 2, "zero": 1}),
+    (4, {"parallel.context": 2, "parallel.expert": 2, "parallel.expert_tensor": 2}),
+    (8, {"parallel.pipeline": 2, "parallel.tensor": 2, "parallel.sequence": True, "parallel.expert": 2}),
+]
+# ZeRO 3 keeps small parameters whole, which would be all of these models.
+CUT_ALL = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A layout with features. changes: dotted keys of the configuration, and `zero`, the ZeRO stage."""
+
+    ranks: int
+    changes: Changes
+
+    def __str__(self) -> str:
+        """For a reader: `4 ranks, TP 2, SP, EP 2, ZeRO 2`."""
+        words = [f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
+        for key, value in self.changes.items():
+            text = value["name"] if isinstance(value, dict) else value
+            name = SHORT.get(key, "ZeRO" if key == "zero" else key)
+            words.append("SP" if key == "parallel.sequence" else f"{name} {text}")
+        return ", ".join(words)
+
+    def tree(self, small: Tree, folder: Path) -> Tree:
+        """Return the small run in this layout; folder: for its output and its DeepSpeed file."""
+        changes = {key: value for key, value in self.changes.items() if key != "zero"}
+        stage = self.changes.get("zero", 0)
+        file = folder / "deepspeed.json"
+        zero = {"stage": stage, "overlap_comm": False, **(CUT_ALL if stage == 3 else {})}
+        file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": False}}))
+        return changed(small, {**changes, "parallel.deepspeed": str(file), "output": str(folder)})
+
+    def simpler(self) -> list["Variant"]:
+        """Return this one with one thing less each, those with fewer ranks first."""
+        less = [{key: value for key, value in self.changes.items() if key != gone} for gone in self.changes]
+        found = [
+            Variant(max(1, self.ranks // 2), self.changes),
+            *(Variant(self.ranks, each) for each in less),
+        ]
+        return [each for each in found if each != self]
+
+
+def own_variant(config: RunConfig, ranks: int, stage: int, tree: Tree) -> Variant:
+    """Return the run's own layout with sizes of at most two (an exchange by node: four).
+
+    ranks: the most. tree: the small run on one rank, from which it differs.
+    """
+    sizes = {key: min(2, int(getattr(config.parallel, key.partition(".")[2]))) for key in list(SHORT)[:-1]}
+    changes: Changes = {key: size for key, size in sizes.items() if size > 1}
+    if config.parallel.sequence:
+        changes["parallel.sequence"] = True
+    if config.parallel.exchange != PartChoice.default("exchange") and config.parallel.expert > 2:
+        changes |= {"parallel.exchange": config.parallel.exchange.to_dict(), "parallel.expert": 4}
+        changes["parallel.node_size"] = 2
+    kept: dict[str, Any] = {
+        "model.recompute": config.model.recompute,
+        "train.in_flight": config.train.in_flight,
+    }
+    changes |= {key: value for key, value in kept.items() if value != value_at(tree, key)}
+    changes |= {"zero": stage} if stage else {}
+    parallel = {key: value for key, value in changes.items() if key.startswith("parallel.")}
+    fewest = fewest_ranks(parse_config(changed(tree, parallel)).parallel)
+    return Variant(min(max(ranks, fewest), max(2, fewest)), changes)
+
+
+def stage_of(config: RunConfig) -> int:
+    """Return the ZeRO stage of the run's DeepSpeed file."""
+    return resolve_parallel(config, fewest_ranks(config.parallel)).stage

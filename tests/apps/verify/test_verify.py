@@ -1,0 +1,93 @@
+"""`megamoe verify`: the small run has the run's parts, equal layouts are equal, and a fault is named."""
+
+from pathlib import Path
+
+import pytest
+
+from megamoe.apps.verify import command
+from megamoe.apps.verify.layouts import Variant, own_variant
+from megamoe.apps.verify.small import shrunk
+from megamoe.config import load_config, parse_config
+from tests.support.ranks.runs import ROOT
+
+EXAMPLES = ROOT / "examples"
+# The gradient of this loss depends on the rank.
+FAULTY = """
+import os
+from dataclasses import dataclass
+from megamoe.moe.part import Part
+from megamoe.registry import register
+
+@register("loss", "of_rank")
+class OfRank(Part):
+    @dataclass
+    class Config:
+        weight: float = 0.1
+
+    def forward(self, routing, context):
+        return routing.probs_TE.square().mean() * (1 + int(os.environ.get("RANK", "0")))
+"""
+
+
+@pytest.mark.parametrize("name", ["recipes/deepseek_v3", "layers_that_differ", "t5", "presets/moec"])
+def test_the_small_run_has_the_parts_of_the_run(name: str) -> None:
+    config = load_config(EXAMPLES / f"{name}.yaml")
+    tree, lines = shrunk(config)
+    smaller = parse_config(tree)
+    for of_run, of_small in zip(
+        [config.moe, *config.moe.groups], [smaller.moe, *smaller.moe.groups], strict=True
+    ):
+        assert of_small.router == of_run.router
+        assert of_small.losses == of_run.losses
+    assert smaller.optimizer.name == config.optimizer.name
+    assert smaller.train.objective == config.train.objective
+    assert smaller.model.hidden_size < config.model.hidden_size
+    assert smaller.model.vocab_size == 64
+    assert any(line.startswith("width") for line in lines)
+
+
+def test_own_layout_has_every_kind_at_size_two() -> None:
+    overrides = ["parallel.pipeline=16", "parallel.expert=64", "parallel.tensor=4", "parallel.sequence=true"]
+    config = load_config(EXAMPLES / "recipes" / "deepseek_v3.yaml", overrides)
+    tree, _ = shrunk(config)
+    assert str(own_variant(config, 8, 1, tree)) == (
+        "4 ranks, PP 2, TP 2, EP 2, SP, model.recompute full, ZeRO 1"
+    )
+
+
+def test_each_simpler_layout_has_one_thing_less() -> None:
+    simpler = Variant(4, {"parallel.pipeline": 2, "zero": 1}).simpler()
+    assert list(map(str, simpler)) == ["2 ranks, PP 2, ZeRO 1", "4 ranks, ZeRO 1", "4 ranks, PP 2"]
+
+
+def verified(capsys: pytest.CaptureFixture[str], config: Path, *arguments: str) -> tuple[int, list[str]]:
+    code = command.main(["--config", str(config), *arguments])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, lines = verified(capsys, tmp_path / "none.yaml")
+    assert (code, lines) == (2, [])
+
+
+def test_a_faulty_part_is_named_with_the_smallest_layout(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(command, "MOST_TRIES", 3)
+    (tmp_path / "faulty.py").write_text(FAULTY)
+    (tmp_path / "run.yaml").write_text(
+        f"base: {EXAMPLES / 'demo.yaml'}\nplugins: [faulty.py]\nmoe: {{losses: {{of_rank: 0.5}}}}\n"
+    )
+    code, lines = verified(capsys, tmp_path / "run.yaml", "--only", "2 ranks, ZeRO 1")
+    assert code == 1
+    assert [line for line in lines if line.startswith(("equal", "DIFFERS"))] == ["DIFFERS    2 ranks, ZeRO 1"]
+    assert "  smallest: 2 ranks" in lines
+    assert any("gradients" in line and "router.scorer.weight" in line for line in lines)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["demo", "own_parts", "presets/xmoe_threshold", "recipes/deepseek_v3", "t5"])
+def test_all_layouts_are_equal(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    code, lines = verified(capsys, EXAMPLES / f"{name}.yaml")
+    assert (code, lines[-1]) == (0, "all layouts are equal to one rank")
+    assert sum(line.startswith("equal") for line in lines) >= 10
