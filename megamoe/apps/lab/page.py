@@ -149,12 +149,12 @@ def _legend(plan: Plan, results: dict[str, Any]) -> str:
         f"- `{name}`: {plan.study.rows[name].text}" for name in plan.configs if plan.study.rows[name].text
     ]
     told = "Mean ± standard deviation over the seeds"
-    told += "; in brackets the paper's number." if _any(results, "published") else "."
+    told += (
+        "; in brackets the paper's number."
+        if any(row["published"] for row in results["rows"].values())
+        else "."
+    )
     return "\n".join([told, "", *lines] if lines else [told])
-
-
-def _any(results: dict[str, Any], key: str) -> bool:
-    return any(row.get(key) for row in results["rows"].values())
 
 
 def _of_control(results: dict[str, Any]) -> str:
@@ -194,7 +194,6 @@ def _tuning(results: dict[str, Any]) -> str:
     if all(isinstance(value, int | float) for value in tried):
         tried = sorted(tried)
     values = ", ".join(map(str, tried))
-    by = rule["by"] if isinstance(rule["by"], str) else "` or `".join(rule["by"])
     if rule.get("rows") is None:
         told = f"One rule for all rows: `{rule['key']}` is that of {values} whose run of seed {rule['seed']}"
         lowest = "lowest"
@@ -204,7 +203,7 @@ def _tuning(results: dict[str, Any]) -> str:
             f"All rows have one `{rule['key']}`: that of {values} whose runs of {tuned}, seed {rule['seed']},"
         )
         lowest = "lowest mean" if len(rule["rows"]) > 1 else "lowest"
-    told += f" ended with the {lowest} `{by}`, on data that the table does not report"
+    told += f" ended with the {lowest} `{rule['by']}`, on data that the table does not report"
     told += f", except in {', '.join(rule['reported'])}." if rule.get("reported") else "."
     lost = [line for row in results["rows"].values() for line in row.get("tuning_failed", [])]
     if lost:

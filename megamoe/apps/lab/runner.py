@@ -24,7 +24,6 @@ from megamoe.resilience.run_status import HEARTBEAT, LARGEST_HEARTBEAT
 
 LARGEST_RECORD = 1 << 20  # bytes
 POLL_S, PROGRESS_S = 0.1, 30.0
-STAGE_STEPS = 20  # of training, as which a stage counts for the time left
 STARTED, DONE, STOPPED, FAILED = "started", "done", "stopped", "failed"
 MOST_TAIL = 1 << 16  # bytes at the end of a task's output that are searched for its error
 
@@ -74,7 +73,7 @@ class Runner:
         self.slots, self.report, self.launcher = slots, report, launcher
         self.threads = max(1, len(os.sched_getaffinity(0)) // (len(slots) * ranks))
         self.inherited = [] if lock is None else [lock]
-        self.begun, self.total, self.steps = 0.0, 0, 0  # when `run` began, its tasks and their steps
+        self.begun, self.total = 0.0, 0  # when `run` began, and its tasks
 
     def record(self, task: Task) -> TaskRecord:
         """Return what is known of a task.
@@ -118,7 +117,7 @@ class Runner:
         running, tried, failed = list[_Running](), set[str](), set[str]()
         free = list(self.slots)
         told = self.begun = time.monotonic()
-        self.total, self.steps = len(waiting), sum(map(_steps_left, waiting))
+        self.total = len(waiting)
         try:
             while waiting or running:
                 self._drop_blocked(waiting, failed)
@@ -203,22 +202,14 @@ class Runner:
         replace_file(self.folder / f"{task.name}.json", content, synced=True)
 
     def _progress(self, waiting: list[Task], running: list[Task]) -> str:
-        """Return a line: what runs and how far it is, and the time left at the pace so far."""
-        past, left = time.monotonic() - self.begun, sum(map(_steps_left, [*waiting, *running]))
-        done = self.steps - left
-        time_left = f", about {format_duration(past / done * left)} left" if done >= STAGE_STEPS else ""
+        """Return a line: how many tasks have ended, what runs and how far it is."""
         names = ", ".join(
             f"{task.name} step {_steps_of(task)[0]:,} of {task.steps:,}" if task.steps else task.name
             for task in running
         )
         ended = self.total - len(waiting) - len(running)
-        told = f"{ended} of {self.total} tasks, {format_duration(past)}{time_left}"
+        told = f"{ended} of {self.total} tasks, {format_duration(time.monotonic() - self.begun)}"
         return told + (f": {names}" if names else "")
-
-
-def _steps_left(task: Task) -> int:
-    """Return the steps that a run has not done yet; few for a task without a number of steps."""
-    return max(0, (task.steps or STAGE_STEPS) - _steps_of(task)[0])
 
 
 def _steps_of(task: Task) -> tuple[int, int]:

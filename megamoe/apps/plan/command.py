@@ -32,7 +32,6 @@ def main(arguments: list[str] | None = None) -> int:
     add("--gpu", default="h100", help="h100, h200, b200, a100, mi300x, or a JSON file")
     add("--load", type=float, default=1.0, help="rows of the fullest rank over the mean")
     add("--assumptions", metavar="FILE", help="measured rates, as make gpu-check writes them")
-    add("--disk", type=float, default=1.0, help="GB/s that a node writes (1)")
     add("--search", action="store_true", help="rank the layouts that fit, then plan the first")
     add("--simulate", type=int, metavar="N", help="layouts that --search simulates (8)")
     add("--all-blocks", action="store_true", help="simulate every block of a deep model")
@@ -58,8 +57,6 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"--load: found {options.load:g}, expected at least 1, the mean")
     if options.simulate and not options.search:
         raise UserError("--simulate: is for --search alone; add --search, or leave it out")
-    if not 0 < options.disk < 1e6:
-        raise UserError(f"--disk: found {options.disk:g}, expected GB/s above 0")
     check_writable("--json", options.json)
     # A notice for PyTorch's developers: its fake tensors have no data, whose pointers attention compares.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
@@ -74,7 +71,7 @@ def _run(options: argparse.Namespace) -> None:
     from megamoe.config import load_config
 
     config = load_config(options.config, options.overrides)
-    cluster = Cluster(options.nodes, options.gpus_per_node, gpu, options.disk * 1e9, measured)
+    cluster = Cluster(options.nodes, options.gpus_per_node, gpu, measured)
     if options.search:
         found = search(config, cluster, options.load, options.simulate or SIMULATED, options.all_blocks)
         plan, shown = found.plans[0][1], search_record(found)

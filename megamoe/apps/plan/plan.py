@@ -32,14 +32,11 @@ MODEL_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes of so many GPUs each. disk: bytes/s that one node writes. measured: rows in place of those
-    that are assumed.
-    """
+    """Nodes of so many GPUs each. measured: rows in place of those that are assumed."""
 
     nodes: int
     gpus_per_node: int
     gpu: Gpu
-    disk: float = 1e9
     measured: tuple[Rate, ...] = ()
 
     @property

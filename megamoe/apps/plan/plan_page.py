@@ -219,8 +219,7 @@ def _time(plan: Plan) -> list[str]:
 
 
 def _checkpoint(plan: Plan) -> list[str]:
-    seconds = plan.checkpoint_bytes / (plan.cluster.disk * plan.cluster.nodes)
-    return [f"a checkpoint: {plan.checkpoint_bytes / GB:,.1f} GB, written in {seconds:,.0f} s"]
+    return [f"a checkpoint: {plan.checkpoint_bytes / GB:,.1f} GB"]
 
 
 def _assumptions(plan: Plan) -> list[str]:
@@ -252,8 +251,7 @@ def _assumptions(plan: Plan) -> list[str]:
     lines.append("  all ranks are as fast as the first, which is planned")
     lines.append(f"  {RESERVED:.0%} of the memory are for CUDA's context, NCCL and fragmentation")
     lines.append(
-        f"  a checkpoint has the weights and {CHECKPOINT_BYTES} bytes a parameter of optimiser state; "
-        f"each node writes {plan.cluster.disk / GB:g} GB/s"
+        f"  a checkpoint has the weights and {CHECKPOINT_BYTES} bytes a parameter of optimiser state"
     )
     lines.append("  evaluation, checkpoints, start-up, data loading and failures take no time")
     lines += [f"  {line}" for line in plan.changes]

@@ -59,9 +59,9 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     add("--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text")
     add(
         "--other-files",
-        choices=("refuse", "text", "skip"),
+        choices=("refuse", "text"),
         default="refuse",
-        help="with unknown endings, and .md in folders: an error (default), plain text, or left out",
+        help="with unknown endings, and .md in folders: an error (default), or plain text",
     )
     add(
         "--bad-lines",

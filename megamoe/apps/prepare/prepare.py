@@ -64,7 +64,7 @@ class Preparation:
     special: str = ""  # the tokens that it reserves (special.expand)
     key: str = "text"  # the column of tables, the key of JSON lines
     ids_column: str | None = None  # of ready tokens, instead of text
-    other_files: str = "refuse"  # those with unknown endings; or text, or skip
+    other_files: str = "refuse"  # those with unknown endings; or text
     bad_lines: str = "error"  # or skip: JSON lines that are no document
     workers: int = 1
     max_documents: int | None = None
@@ -221,7 +221,7 @@ def _parts(
         facts = [
             *(PARTS_VERSION, tokenizer.fingerprint, tokenizer.eod, tokenizer.vocab_size),
             asdict(preparation.selection(tokenizer)),
-            [(*source.identity(), source.is_left_out) for source in group],
+            [source.identity() for source in group],
         ]
         key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         parts.append(Part(DataFiles(folder / f"{number:05}"), group, key))

@@ -18,7 +18,7 @@ import string
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -49,8 +49,7 @@ class Source:
 
     path: of a local file; of a file behind a `url` only its name is used. groups: the first row group of a
     parquet file and the one after the last. extent: the bytes that they, or the remote file, have. state:
-    of a remote file, what changes with its content. is_left_out: its ending is unknown, and such files are
-    counted alone.
+    of a remote file, what changes with its content.
     """
 
     name: str
@@ -59,7 +58,6 @@ class Source:
     groups: tuple[int, int] | None = None
     extent: int | None = None
     state: str = ""
-    is_left_out: bool = False
 
     @property
     def compression(self) -> str:
@@ -134,7 +132,7 @@ def find_sources(
     library.
 
     unit: bytes; larger parquet files are divided into row groups of at least so many together. other_files:
-    files with unknown endings are plain text, or left out (`skip`), or an error (`refuse`).
+    files with unknown endings are plain text, or an error (`refuse`).
 
     Raises:
         UserError: if an input does not exist, matches nothing, cannot be read, or names a file a second time;
@@ -144,8 +142,10 @@ def find_sources(
         raise UserError("no input: name files, folders, globs or URLs of text, or --stdlib")
     sources: list[Source] = []
     for item in inputs:
-        found = _behind_url(item) if is_url(item) else list(map(_local, _files_of(item)))
-        sources += _with_known_endings(item, found, other_files)
+        found = _behind_url(item) if is_url(item) else [Source(str(path), path) for path in _files_of(item)]
+        if other_files == "refuse":
+            _check_endings(item, found)
+        sources += found
     if stdlib:
         sources += _standard_library()
     seen: set[str] = set()
@@ -157,25 +157,19 @@ def find_sources(
     return [part for source in sources for part in _divided(source, unit)]
 
 
-def _with_known_endings(item: str, sources: list[Source], other_files: str) -> list[Source]:
-    """Return the sources of an input; raise a UserError for unknown endings, or mark these as left out."""
+def _check_endings(item: str, sources: list[Source]) -> None:
+    """Raise a UserError for unknown endings of an input's sources."""
     # A glob such as *.md names its files too.
     ending = Path(item).suffix
     is_named = not Path(item).is_dir() and not glob.has_magic(ending) and (ending or not glob.has_magic(item))
     known = OF_NAMES if is_named else OF_FOLDERS
     unknown = [source for source in sources if source.kind not in known]
-    if unknown and other_files == "refuse":
+    if unknown:
         names = listed([source.name for source in unknown])
         raise UserError(
             f"input {item!r}: {len(unknown)} files with unknown endings ({names}), expected "
-            f"{', '.join(filter(None, known))}; name the wanted files, or add --other-files skip, or text"
+            f"{', '.join(filter(None, known))}; name the wanted files by a glob, or add --other-files text"
         )
-    skip = unknown if other_files == "skip" else []
-    return [replace(source, is_left_out=source in skip) for source in sources]
-
-
-def _local(path: Path) -> Source:
-    return Source(str(path), path)
 
 
 def _behind_url(item: str) -> list[Source]:
@@ -260,7 +254,7 @@ def open_source(
     if source.kind in TABLES:
         of_source = (source.location, source.name, source.groups, source.size)
         return TableReader(*of_source, selection, advance)
-    if selection.ids is not None and source.kind != ".jsonl" and not source.is_left_out:
+    if selection.ids is not None and source.kind != ".jsonl":
         raise UserError(f"{source.name}: --ids-column is for parquet, Arrow and JSON lines only")
     return _FileReader(source, Tap(source, advance), selection)
 
@@ -286,9 +280,6 @@ class _FileReader:
                 missing key; naming the file, if it cannot be read or decompressed.
         """
         source, selection = self._source, self._selection
-        if source.is_left_out:
-            yield Skipped("file with an unknown ending")
-            return
         with decompressed(self._tap.chunks(), source.compression, source.name) as stream:
             if source.kind == ".jsonl":
                 yield from _read_json_lines(source, _lines(source, stream), selection)

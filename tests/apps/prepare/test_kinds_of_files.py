@@ -28,13 +28,11 @@ def test_unknown_endings(tmp_path: Path) -> None:
     for name in ("README.md", "LICENSE", "code.py"):
         (clone / name).write_text("# A")
     (clone / "part.JSONL").write_bytes(LINES)
-    with pytest.raises(UserError, match=r"3 files with unknown endings .*README\.md.*--other-files skip"):
+    with pytest.raises(UserError, match=r"3 files with unknown endings .*README\.md.*--other-files text"):
         run(tmp_path / "out", clone)
     with pytest.raises(UserError, match=r"1 files with unknown endings .*code\.py"):
         run(tmp_path / "out", clone / "code.py")
     assert not list(tmp_path.glob("*out*"))
-    card = run(tmp_path / "skip", clone, other_files="skip")
-    assert (card.documents, card.skipped) == (2, {"file with an unknown ending": 3})
     assert run(tmp_path / "text", clone, other_files="text").documents == 5
     # Named itself, also by a glob, plain text without an ending or with .md is text.
     assert run(tmp_path / "named", clone / "*.md", clone / "LICENSE").documents == 2

@@ -134,7 +134,6 @@ def check_command_tells_mistakes() -> None:
         (("train.global_batch_size=7",), "train.global_batch_size: 7 is not a multiple of 8"),
         (("--search", "model.hidden_size=65536", "model.num_layers=64"), "the smallest needs about"),
         (("--search", "model.vocab_size=null"), "model.vocab_size: not set; --search needs it"),
-        (("--disk", "0"), "--disk: found 0, expected GB/s above 0"),
         (("--json", "/no/such/folder/plan.json"), "--json"),
         (("model.num_layer=3",), "num_layer"),
         (("parallel.expert=3",), "parallel.expert"),
