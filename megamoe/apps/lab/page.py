@@ -10,6 +10,7 @@ from megamoe.io import replace_file
 from megamoe.metrics.formats import format_count
 
 PAGE, RESULTS = "index.md", "results.json"
+IN_BRACKETS = "; in brackets the paper's number"
 Table = list[list[str]]
 SIGNS = {
     "seen": "seen",
@@ -148,12 +149,8 @@ def _legend(plan: Plan, results: dict[str, Any]) -> str:
     lines += [
         f"- `{name}`: {plan.study.rows[name].text}" for name in plan.configs if plan.study.rows[name].text
     ]
-    told = "Mean ± standard deviation over the seeds"
-    told += (
-        "; in brackets the paper's number."
-        if any(row["published"] for row in results["rows"].values())
-        else "."
-    )
+    has_published = any(row["published"] for row in results["rows"].values())
+    told = f"Mean ± standard deviation over the seeds{IN_BRACKETS * has_published}."
     return "\n".join([told, "", *lines] if lines else [told])
 
 

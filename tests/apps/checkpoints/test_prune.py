@@ -71,7 +71,7 @@ def test_the_newest_stay_and_deletions_are_reported(run: Path, place: str) -> No
     assert output[0] == f"deleted {run / 'checkpoints' / 'step_00000001'} (old): {sizes[1]:,} bytes"
     assert output[-1].startswith(f"freed {sizes[1] + sizes[2] + sizes[3]:,} bytes")
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000004", "step_00000005"]
-    assert pruned(run / place, 2) == ["freed 0 bytes (0 B)"]
+    assert pruned(run / place, 2) == ["freed 0 bytes (0.0 MB)"]
 
 
 def test_what_latest_names_stays_and_so_does_the_newest(run: Path) -> None:

@@ -248,10 +248,6 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             "measures.loss: a stage needs one of path, metric, and consistency",
         ),
         (
-            {"measures": {"loss": {"stage": "routing", "metric": "val/lm_loss"}}},
-            "measures.loss: stage 'routing' does not fine-tune",
-        ),
-        (
             {"stages": {"routing": {"rows": ["three"], "analyze": {"analyses": ["load"]}}}},
             "stages.routing.rows: found 'three', expected one, two, two_again",
         ),
@@ -259,10 +255,6 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
         (
             {"claims": [{"text": "x", "test": "loss(one) < loss(three)"}]},
             "claims[0].test: row: found 'three', expected",
-        ),
-        (
-            {"claims": [{"text": "x", "test": "size(one) < 1"}]},
-            "claims[0].test: measure: found 'size', expected",
         ),
         (
             {"measures": {"loss": {"stage": "routing", "consistency": 100}}},
@@ -276,10 +268,6 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             {"curves": {"ic": {"stage": "routing", "consistency": 100}}},
             "curves.ic: expected metric, or consistency and a stage that fine-tunes",
         ),
-        (
-            {"curves": {"ic": {"metric": "val/lm_loss", "stage": "routing"}}},
-            "curves.ic: expected metric, or consistency and a stage that fine-tunes",
-        ),
         ({"rows": {"One": {}}}, "rows.One"),
         ({"rows": {"one": {"set": {"moe": {"experts": 3}}}}}, "row one: moe: unknown key 'experts'"),
         ({"sizes": {"cpu": {"seeds": [1], "time": "x"}}}, "--size: "),
@@ -288,19 +276,9 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             {"set": {"name": "../x"}},
             "set.name: the lab sets name: a run has the name of its row; leave it out",
         ),
-        ({"set": {"output": "/proc"}}, "set.output: the lab sets output: name a folder with --output"),
-        ({"rows": {"one": {"base": "run.yaml", "set": {"seed": 3}}}}, "rows.one.set.seed: the lab sets seed"),
-        (of_size(set={"output": "/proc"}), "sizes.smoke.set.output: the lab sets output"),
         (of_size(tuning={"key": "seed", "values": [1, 2]}), "sizes.smoke.tuning.key: the lab sets seed"),
         (of_size(tuning={"key": "a", "values": []}), "sizes.smoke.tuning.values: expected"),
-        (of_size(tuning={"key": "a", "values": [1, 1]}), "sizes.smoke.tuning.values: found [1, 1]"),
         (of_size(seeds=[1, 1]), "sizes.smoke.seeds: found [1, 1], expected each once"),
-        (of_size(rows=[]), "sizes.smoke.rows"),
-        ({"rows": {}}, "rows: "),
-        ({"stages": {"routing": {"rows": [], "analyze": {"analyses": ["load"]}}}}, "stages.routing.rows"),
-        ({"stages": {"routing": {"analyze": {"analyses": []}}}}, "stages.routing.analyze.analyses"),
-        ({"measures": {"loss": {"stage": [], "path": "a"}}}, "measures.loss.stage"),
-        (swept("moe.router.selector.k", []), "stages.swept.evaluate.sweep"),
         (swept("moe.experts", [1]), "stages.swept.evaluate.sweep: row one: command line: moe: unknown key"),
         (swept("optimizer.lr", [1]), "stages.swept.evaluate.sweep: optimizer.lr changes no evaluation"),
         (
@@ -312,7 +290,6 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
             "rows.one.finetune: no stage fine-tunes this row; leave it out",
         ),
         ({"claims": [{"text": "x", "test": "loss(one) / 0 < 1"}]}, "claims[0].test: 'loss(one) / 0"),
-        ({"claims": [{"text": "x", "test": "1 / (2 - 2) < loss(one)"}]}, "1 / (2 - 2) divides by zero"),
         (
             {"rows": {"one": {"base": "run.yaml", "set": {"model": {"num_attention_heads": 3}}}}},
             "row one: model.hidden_size: 16 does not divide by model.num_attention_heads 3",

@@ -12,8 +12,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.data.card import DataFiles, load_card
+from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
-from tests.support.data.datatrove_inputs import contents, environment, make_lines, run_pipeline
 
 pytest.importorskip("datatrove", reason="the extra datatrove is not installed")
 ROOT = Path(__file__).resolve().parents[3]
@@ -21,6 +21,14 @@ sys.path.append(str(ROOT / "examples/data"))  # where token_steps.py is
 PAGE = (ROOT / "docs/change/architecture.md").read_text().split()
 WORDS = sorted({word for word in PAGE if word.isalpha() and word.isascii() and len(word) > 3})
 COMMON = ["the", "of", "and", "to", "in", "that", "for", "as", "was", "with", "be", "by"]
+
+
+def contents(prefix: Path) -> list[bytes]:
+    """The files of a dataset, which is verified."""
+    verify_in_full(str(prefix))
+    return [
+        Path(f"{prefix}{ending}").read_bytes() for ending in (".bin", ".idx", ".counts.npy", ".card.json")
+    ]
 
 
 def write_tasks(prefix: Path, texts: list[str], tasks: int) -> None:
@@ -92,9 +100,8 @@ def command_of(folder: Path, name: str, *options: str) -> list[str]:
 
 
 def run_example(folder: Path, name: str, *options: str) -> None:
-    done = subprocess.run(
-        command_of(folder, name, *options), env=environment(), capture_output=True, text=True, timeout=600
-    )
+    command = command_of(folder, name, *options)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
 
 
@@ -114,31 +121,3 @@ def test_the_example_on_a_pool_of_processes(tmp_path: Path) -> None:
     assert card.documents == 60
     indexed = IndexedDataset(str(tmp_path / "w1"))
     assert len(indexed) == 60
-
-
-@pytest.mark.full
-def test_the_number_of_workers_does_not_matter(tmp_path: Path) -> None:
-    make_lines(tmp_path / "in")
-    run_pipeline(tmp_path, "local", "workers=1", name="one")
-    run_pipeline(tmp_path, "local", "workers=3", name="three")
-    assert contents(tmp_path / "one") == contents(tmp_path / "three")
-    card = load_card(str(tmp_path / "one"))
-    assert card is not None and (card.documents, card.empty_documents) == (133, 7)
-    assert [step.counts.get("documents") for step in card.steps] == [140, 133]
-
-
-@pytest.mark.full
-def test_two_nodes_of_ray_give_the_bytes_of_a_pool(tmp_path: Path) -> None:
-    """Ray's own utility for clusters: two nodes on this machine."""
-    pytest.importorskip("ray", reason="Ray is not installed")
-    from ray.cluster_utils import Cluster
-
-    make_lines(tmp_path / "in")
-    run_pipeline(tmp_path, "local")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        cluster.add_node(num_cpus=1)
-        run_pipeline(tmp_path, "ray", f"address={cluster.address}")
-    finally:
-        cluster.shutdown()
-    assert contents(tmp_path / "ray") == contents(tmp_path / "local")
