@@ -90,7 +90,6 @@ RULES = [
     Rule(r"python tools/convert_hf\.py export runs/demo exported --like .*",
          "tests/apps/hf/test_commands.py"),
     Rule(r"python tools/checkpoint\.py average .* --ema", "tests/train/test_weight_mean.py"),
-    Rule(r"python tools/checkpoint\.py average .*", "tests/apps/checkpoints/test_average.py"),
     Rule(r"python tools/checkpoint\.py verify runs/demo runs/other/.*", "tests/apps/checkpoints"),
     Rule(r"python tools/count_parameters\.py examples/papers .*", "tests/test_papers.py"),
     Rule(r"(python|torchrun .*) ?tools/finetune\.py .*", "tests/apps/finetune/test_finetune.py"),

@@ -226,16 +226,9 @@ def test_threads_share_the_cores_that_the_lab_may_use(
         ({"control": "three"}, "control: found 'three', expected one, two, two_again"),
         ({"compare": ["loss"]}, "compare: needs control"),
         ({"control": "two", "compare": ["size"]}, "compare: found 'size', expected loss"),
-        ({"control": "two", "compare": ["loss", "loss"]}, "compare: found .*, expected each once"),
-        ({"remarks": "one text"}, "remarks: expected a list"),
     ],
 )
 def test_mistakes_of_remarks_and_control(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message) as raised:
         load_plan(written(tmp_path, **changes), "smoke", None, [])
     assert "\n" not in str(raised.value)
-
-
-def test_the_control_of_a_study() -> None:
-    plan = load_plan(ROOT / "examples/studies/tournament.yaml", "smoke", None, [])
-    assert plan.study.control == "top_2" and plan.study.compared == ["perplexity", "imbalance", "dead"]

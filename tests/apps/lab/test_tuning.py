@@ -213,12 +213,6 @@ def test_a_metric_that_the_runs_do_not_record(
     assert capsys.readouterr().err.endswith(line)
 
 
-def test_an_unknown_row_of_the_tuning(lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    study(tmp_path, tuned_rows=["one", "tow"])
-    assert lab({}) == 2
-    assert "tuned_rows: found 'tow', expected one, two" in capsys.readouterr().err
-
-
 def test_a_tuning_run_that_stopped_decides_nothing(
     lab: Lab, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

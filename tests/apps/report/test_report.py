@@ -279,11 +279,6 @@ def test_a_run_that_is_not_finished_says_so(tmp_path: Path, rows: int) -> None:
     assert not rows or "finished, 2 of 2 steps" in write_report(folder).read_text(encoding="utf-8")
 
 
-def test_a_run_without_a_record_yet_has_a_report(tmp_path: Path) -> None:
-    (tmp_path / "config.yaml").write_text("name: run\n")
-    assert "No step is recorded yet" in write_report(tmp_path).read_text(encoding="utf-8")
-
-
 def test_the_comparison_is_aligned_and_right(tmp_path: Path) -> None:
     moe = make_run(tmp_path / "moe", moe_rows(), parameters_total=24_318_976, parameters_active=9_117_184)
     dense = make_run(tmp_path / "dense-baseline", dense_rows())
