@@ -2,8 +2,8 @@
 
 Each task writes one part, named by its rank. So the result depends on the number of tasks, which divides the
 input, and not on the executor, its workers or restarts: a task that was killed writes its part again, and a
-merge goes on where it stopped. Needs the extra `datatrove`. Copy this file beside your pipeline; jobs on other
-machines find it by PYTHONPATH.
+merge goes on where it stopped. Needs the extra `datatrove`. Copy this file beside your pipeline; jobs find it
+by PYTHONPATH.
 """
 
 import hashlib
