@@ -423,7 +423,7 @@ def test_consistency_of_windows() -> None:
     for first in (0, 2):
         load_RLE = load_RSLE[:, first : first + 2].sum(1)
         layers = [np.corrcoef(load_RLE[:, layer]).mean() for layer in range(2)]
-        expected.append((first + 2, pytest.approx(np.mean(layers))))  # type: ignore[arg-type]
+        expected.append((first + 2, pytest.approx(np.mean(layers))))
     assert consistency(runs, 2) == expected
     ((step, whole),) = consistency(runs, 100)  # more than there are: one window of all steps
     assert step == 5 and whole not in [value for _, value in expected]
