@@ -51,6 +51,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """`--most-seconds`: of `make test-slowest`. `--most-ranks`: of `make test-core`."""
     parser.addoption("--most-seconds", type=float, help="fail if a test takes longer, its fixtures included")
     parser.addoption("--most-ranks", type=int, default=64, help="skip the tests that need more ranks")
+    parser.addoption("--rewrite-messages", action="store_true", help="write tests/snapshots/refusals anew")
 
 
 class SlowTests:
@@ -109,6 +110,25 @@ def _early_ranks(request: pytest.FixtureRequest) -> None:
         from tests.support.ranks.pool import Pool
 
         Pool().prepare()
+
+
+@pytest.fixture
+def expect_message(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Compare a message, or several, each in one line, with that of a row of a table of refusals.
+
+    A row whose message is [] is accepted. Rewriting makes no refused row accepted, nor the reverse.
+    """
+
+    def expect(case: Any, message: str | list[str]) -> None:
+        expected = case.row.get("message")
+        assert bool(message) == (expected != []), message or "accepted"
+        assert "\n" not in "".join(message)
+        if message != expected and request.config.getoption("--rewrite-messages"):
+            case.rewrite(message)
+        else:
+            assert message == expected, f"if meant: pytest {request.path} --rewrite-messages"
+
+    return expect
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,6 @@ Everything runs in this process: `load_config`, the checks before the ranks star
 """
 
 import os
-import re
 import time
 from collections.abc import Callable
 from itertools import pairwise
@@ -15,7 +14,7 @@ import pytest
 from megamoe.config import dump_yaml, load_config
 from megamoe.errors import UserError
 from megamoe.validation import memory
-from tests.support.tiny import BASE, tiny
+from tests.support.tiny import BASE
 
 ROOT = Path(__file__).parents[1]
 AT_ONCE_S = 10  # on a busy machine; each takes a few ms
@@ -84,52 +83,6 @@ def test_yaml_1_2_values_stay_what_they_are(tmp_path: Path) -> None:
     assert found == ("2024-01-01", 16, 1000, 1e-4, "1:30")
     path.write_text(dump_yaml(config))
     assert load_config(path) == config
-
-
-ABSURD = (
-    "seed=4294967296",
-    "seed=1000000000000000000000000",
-    "model.num_layers=1000000000",
-    "model.hidden_size=1000000000000",
-    "model.vocab_size=1000000000000",
-    "model.norm_eps=1e-300",
-    "model.init_std=1e308",
-    "moe.num_experts=1000000000000",
-    "moe.layers.every=1000000000000",
-    "moe.losses.z_loss=1e308",
-    "moe.router.selector.k=1000000000000000000000",
-    "moe.router.score_function.temperature=1e-300",
-    "moe.router.selector={name: sinkhorn, iterations: 1000000000}",
-    "moe.router.capacity={name: per_expert, factor: 1e300}",
-    "data.sequence_length=1000000000000",
-    "data.workers=100000",
-    "data.split=[1e308, 1, 1]",
-    "optimizer.lr=1e308",
-    "optimizer.min_lr=1e308",
-    "optimizer.eps=1e-300",
-    "optimizer.weight_decay=1e308",
-    "optimizer.grad_clip=1e308",
-    "optimizer.warmup_steps=1000000000000",
-    "train.steps=1000000000000",
-    "train.micro_batch_size=1000000000000",
-    "train.global_batch_size=1000000000000",
-    "train.hang_minutes=1e300",
-    "train.hang_minutes=1e-12",
-    "train.exit_after_minutes=1e300",
-    "parallel.timeout_minutes=1e300",
-    "parallel.timeout_minutes=1e-12",
-    "parallel.tensor=1000000000000",
-    "evaluation.batches=1000000000000",
-    "checkpoint.keep=1000000000000",
-)
-
-
-@pytest.mark.parametrize("override", ABSURD)
-def test_a_number_out_of_range_is_reported_with_its_bound(override: str) -> None:
-    message = refused(lambda: tiny(override))
-    assert f": {override.split('=')[0].rpartition('.')[0]}" in message
-    reported = re.search(r"at (most|least) [\d.e-]|below \d|from 0.01 to \d", message)
-    assert reported, message
 
 
 @pytest.mark.parametrize("name", ["a pipe", "/dev/zero", "a folder", "too long", "/proc/self/mem", "large"])
