@@ -1,5 +1,6 @@
 """`moe.groups`: what each layer's configuration is, and which groups are refused."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from megamoe.model.size import block_flops, model_flops, model_size
 from megamoe.model.stage import stage_sizes
 from megamoe.registry import register_preset
 from megamoe.validation.run import section_problems
+from tests.support.refusals import Case, cases
 from tests.support.tiny import VOCABULARY, tiny, tiny_model
 
 MODEL: dict[str, Any] = {
@@ -110,66 +112,14 @@ def test_an_encoder_decoder_names_the_layers_of_each_stack() -> None:
     assert experts_by_layer(config) == [4, 8, 8, 8, 4]
 
 
-REFUSALS: dict[str, tuple[list[Any], dict[str, Any], str]] = {
-    "no mapping": ([3], {}, "moe.groups[0]: expected a mapping"),
-    "no layers": ([{"num_experts": 4}], {}, "moe.groups[0]: has no layers"),
-    "empty": ([{"layers": [1]}], {}, "moe.groups[0]: replaces nothing"),
-    "a misspelt key": ([{"layers": [1], "num_expert": 4}], {}, "moe.groups[0]: unknown key"),
-    "other layers": ([{"layers": "second 2", "num_experts": 4}], {}, "moe.groups[0].layers: expected"),
-    "no preset": ([{"layers": [1], "router": "hasch"}], {}, "moe.groups[0].router: "),
-    "no part": ([{"layers": [1], "router": {"selector": "top"}}], {}, "moe.groups[0].router.selector: "),
-    "groups inside": ([{"layers": [1], "groups": []}], {}, "moe.groups[0].router: a group can have no"),
-    "a record": (
-        [{"layers": [1], "router": {"replay": "x"}}],
-        {},
-        "moe.groups[0].router.replay: a record is of the whole model",
-    ),
-    "named twice": (
-        [{"layers": [1, 2], "num_experts": 4}, {"layers": {"every": 2}, "num_experts": 4}],
-        {},
-        "moe.groups[1].layers: block 2 is named twice, here and in moe.groups[0].layers",
-    ),
-    "twice in one": (
-        [{"layers": [2, 2], "num_experts": 4}],
-        {},
-        "moe.groups[0].layers: block 2 is named twice",
-    ),
-    "no such block": ([{"layers": [7], "num_experts": 4}], {}, "block 7 does not exist"),
-    "a dense block": (
-        [{"layers": [3], "num_experts": 4}],
-        {"layers": {"every": 2}},
-        "moe.groups[0].layers: block 3 has no MoE layer; those with an MoE layer (moe.layers): 2, 4, 6",
-    ),
-    "too many": ([{"layers": "last 7", "num_experts": 4}], {}, "last 7, but there are 6 MoE layers"),
-    "none": ([{"layers": [], "num_experts": 4}], {}, "moe.groups[0].layers: has no MoE layer"),
-    "a dense model": ([{"layers": [1], "num_experts": 4}], {"layers": "none"}, "moe.groups: found groups"),
-    "stacks": (
-        [{"layers": {"encoder": [1]}, "num_experts": 4}],
-        {},
-        "moe.groups[0].layers.encoder: model.architecture decoder has one stack",
-    ),
-    "its parts": (
-        [{"layers": [2], "num_experts": 2}],
-        {},
-        "moe.groups[0].router.selector: top_k: k is 3, but there are only 2 experts (moe.groups[0].num_ex",
-    ),
-    "its own numbers": (
-        [{"layers": [2], "num_shared_experts": 0, "shared_expert_mode": "gated"}],
-        {},
-        "moe.groups[0].shared_expert_mode: found gated, but moe.groups[0].num_shared_experts is 0",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSALS)
-def test_nonsense_is_refused_with_its_key(case: str) -> None:
-    groups, moe, expected = REFUSALS[case]
+@pytest.mark.parametrize("case", cases("layer_kinds"))
+def test_nonsense_is_refused_with_its_key(case: Case, expect_message: Callable[..., None]) -> None:
     try:
-        problems = [str(problem) for problem in section_problems(run_with(*groups, **moe), 1, None)]
+        config = run_with(*case["groups"], **case.row.get("moe", {}))
+        problems = [str(problem) for problem in section_problems(config, 1, None)]
     except UserError as error:
         problems = [str(error)]
-    assert any(expected in problem for problem in problems), problems
-    assert all("\n" not in problem for problem in problems)
+    expect_message(case, problems)
 
 
 def test_expert_parallelism_divides_the_experts_of_every_group() -> None:

@@ -5,7 +5,7 @@ What needs them runs on stand-ins in a process of its own: see check_fakes.py. I
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +20,7 @@ from megamoe.model.linears import ColumnLinear, RowLinear
 from megamoe.model.modules import choose_modules, fp8_options
 from megamoe.train import resolved, saver, trainer
 from tests.support.in_subprocess import ROOT, names_of_checks, verdicts_of
+from tests.support.refusals import Case, cases, refusal
 from tests.support.tiny import check_on, tiny
 
 CHECKS = names_of_checks("tests/support/model/check_fakes.py", "tests/support/model/runs_on_fakes.py")
@@ -51,40 +52,11 @@ def nothing_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         find.cache_clear()
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        (
-            "model.backend=transformer_engine",
-            "model.backend: found transformer_engine, but Transformer Engine is not installed; install "
-            "transformer_engine[pytorch] on a machine with CUDA, or set model.backend: torch",
-        ),
-        (
-            "model.norm_kernel=apex",
-            "model.norm_kernel: found apex, but NVIDIA's Apex with its compiled norms is not installed; set "
-            "model.norm_kernel: auto",
-        ),
-        (
-            "model.fp8=delayed",
-            "model.fp8: found delayed, which needs Transformer Engine, but Transformer Engine is not "
-            "installed; set model.fp8: none",
-        ),
-        (
-            "model.gpu_kernels=triton",
-            "model.gpu_kernels: found triton, but there is no CUDA device; set model.gpu_kernels: plain",
-        ),
-        ("model.fp8_format=e4m3", "model.fp8_format: found e4m3, but model.fp8 is none; leave it out"),
-        (
-            "model.fp8_amax_history=16",
-            "model.fp8_amax_history: found 16, but model.fp8 is none; only delayed scaling has a history, "
-            "leave it out",
-        ),
-    ],
-)
-def test_what_is_not_here_is_refused_by_name(nothing_installed: None, override: str, message: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_on(tiny(override), 1)
-    assert str(refused.value) == message
+@pytest.mark.parametrize("case", cases("backends"))
+def test_what_is_not_here_is_refused_by_name(
+    nothing_installed: None, case: Case, expect_message: Callable[..., None]
+) -> None:
+    expect_message(case, refusal(case.row))
 
 
 def test_triton_is_refused_where_it_is_not_installed(

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from megamoe.config.mup import without_mup
-from megamoe.errors import UserError
 from megamoe.optim.optimizers import parameter_groups
 from megamoe.optim.parameter_groups import width_powers
-from tests.support.tiny import VOCABULARY, check_on, tiny, tiny_model
+from tests.support.tiny import VOCABULARY, tiny, tiny_model
 
 BASE, WIDTH = 16, 4  # the base model's hidden size, and how many times wider this one is
 TOKENS = torch.randint(VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(5))
@@ -127,41 +126,3 @@ def test_rates_of_a_router_do_not_depend_on_how_many_experts_there_are(experts: 
         for name, shape in names.items():
             found = width_powers(f"decoder.layers.0.mlp.{name}", torch.empty(shape), BASE * WIDTH)
             assert found == expected, name
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (("model.mup={base: 24}",), r"model\.mup\.base: 24 does not divide model\.hidden_size 64; name .*"),
-        (("model.mup={base: 128}",), r"model\.mup\.base: 128 does not divide model\.hidden_size 64; .*"),
-        (
-            (MUP, "moe.expert_ffn_hidden_size=50"),
-            r"moe\.expert_ffn_hidden_size: 50 does not divide by 4: model\.mup\.base 16 makes the model 4 .*",
-        ),
-        (
-            (MUP, "moe.latent_size=34"),
-            r"moe\.latent_size: 34 does not divide by 4: model\.mup\.base 16 makes the model 4 .*",
-        ),
-        (
-            (MUP, "model.num_attention_heads=2"),
-            r"model\.num_attention_heads: 2 heads of 32 columns make no whole number of heads of 32 in .*",
-        ),
-        (
-            (MUP, "model.scale_embeddings=true"),
-            r"model\.scale_embeddings: found True, but model\.mup needs .*",
-        ),
-        ((MUP, "model.init_scale=0.1"), r"model\.init_scale: found 0\.1, but model\.mup needs none: .*"),
-        (
-            (MUP, "optimizer.name=adam", "optimizer.weight_decay=0.1"),
-            r"optimizer\.name: found adam, whose weight decay is a part of the gradient, .*",
-        ),
-        (
-            (MUP, "model.architecture=encoder", "train.objective=masked"),
-            r"model\.architecture: found encoder, but model\.mup needs decoder",
-        ),
-    ],
-)
-def test_what_does_not_fit_is_refused_in_one_line(overrides: tuple[str, ...], line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_on(tiny(*WIDE, *overrides), 1)
-    assert re.fullmatch(line, str(refused.value)), str(refused.value)

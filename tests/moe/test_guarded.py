@@ -1,6 +1,5 @@
 """Mistakes in a plugin's parts are one line with the part's name; right results are what they were."""
 
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
 from megamoe.moe import guarded
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.recompute import recomputed
@@ -17,6 +15,7 @@ from megamoe.moe.routing import Pairs
 from megamoe.registry import load_plugin
 from megamoe.train.step_sums import part_metrics
 from tests.support.moe.build import make_hidden, make_layer, moe_config
+from tests.support.refusals import Case, cases, told
 
 EXPERTS, TOKENS = 8, 16
 PLUGIN = """
@@ -85,185 +84,6 @@ RIGHT = {
     "loss": "return p.square().mean()",
     "method": "",
 }
-SCORES = f"expected float32 [{TOKENS}, {EXPERTS}] (tokens, experts)"
-MISTAKES = [
-    (
-        "scorer",
-        "return scores_TE[:, :4]",
-        f"own_scorer' (mine.py): forward returned float32 [16, 4], {SCORES}",
-    ),
-    ("scorer", "return scores_TE.T", f"own_scorer' (mine.py): forward returned float32 [8, 16], {SCORES}"),
-    ("scorer", "pass", f"own_scorer' (mine.py): forward returned None, {SCORES}"),
-    ("scorer", "return scores_TE.tolist()", f"own_scorer' (mine.py): forward returned a list, {SCORES}"),
-    ("scorer", "return scores_TE.bfloat16()", f"forward returned bfloat16 [16, 8], {SCORES}"),
-    ("scorer", "return scores_TE, {}, 1", f"forward returned a tuple of 3, {SCORES}"),
-    (
-        "scorer",
-        "return scores_TE, 1",
-        "returned an int beside the scores, expected a dict of tensors by name",
-    ),
-    (
-        "scorer",
-        "return scores_TE, {'a_T': 3}",
-        "forward returned an int as the extra 'a_T', expected a tensor",
-    ),
-    (
-        "scorer",
-        "return scores_TE, {'a_T': scores_TE[0]}",
-        "forward returned float32 [8] as the extra 'a_T', expected a row for each of 16 tokens",
-    ),
-    (
-        "scorer",
-        "return self.no_such",
-        "scorer 'own_scorer': forward failed at line 17 of mine.py: AttributeErr",
-    ),
-    (
-        "residual",
-        "return scores_TE[0]",
-        f"residual 'own_residual' (mine.py): forward returned float32 [8], {SCORES}",
-    ),
-    (
-        "mask",
-        "return right_TE.float()",
-        f"mask 'own_mask' (mine.py): forward returned float32 [16, 8], {SCORES.replace('float32', 'bool')}",
-    ),
-    (
-        "score_function",
-        "return scores_TE.sum(1)",
-        f"score function 'own_function' (mine.py): forward returned float32 [16], {SCORES}",
-    ),
-    ("selector", "pass", "selector 'own_selector' (mine.py): forward returned None, expected Pairs, as"),
-    (
-        "selector",
-        "return expert_TK",
-        "forward returned int64 [16, 2], expected Pairs, as Pairs.of_choices makes",
-    ),
-    (
-        "selector",
-        "return Pairs.of_choices(expert_TK, weight_TK[:, :1])",
-        "of mine.py: ValueError: Pairs.of_choices: weight_TK is [16, 1], expected [16, 2] as of expert_TK",
-    ),
-    (
-        "selector",
-        "return Pairs.of_choices(expert_TK, weight_TK, weight_TK[:, :1] > 0)",
-        "of mine.py: ValueError: Pairs.of_choices: valid_TK is [16, 1], expected [16, 2] as of expert_TK",
-    ),
-    (
-        "selector",
-        "return Pairs.of_choices(expert_TK.float(), weight_TK)",
-        "forward returned float32 [32] as expert_N, expected int64 [32] (pairs)",
-    ),
-    (
-        "selector",
-        "return Pairs.of_choices(expert_TK + 8, weight_TK)",
-        "experts from 8 to 15, expected 0 to 7",
-    ),
-    (
-        "selector",
-        "return Pairs.of_choices(expert_TK - 8, weight_TK)",
-        "experts from -8 to -1, expected 0 to 7",
-    ),
-    (
-        "selector",
-        "return Pairs.of_choices(expert_TK[:, :1].repeat(1, 2), weight_TK)",
-        "returned 16 pairs a second time, expected an expert at most once for each token",
-    ),
-    (
-        "selector",
-        "return Pairs.of_choices(expert_TK[:10], weight_TK[:10])",
-        "returned choices of 10 tokens, expected of 16",
-    ),
-    (
-        "selector",
-        "return Pairs.of_choices(expert_TK[:10], weight_TK[:10], weight_TK[:10] > 0)",
-        "returned choices of 10 tokens, expected of 16",
-    ),
-    (
-        "selector",
-        "a = Pairs.of_choices(expert_TK, weight_TK); a.token_N = a.token_N.flip(0); return a",
-        "returned pairs in another order, expected those of the first token first",
-    ),
-    (
-        "capacity",
-        "return scored",
-        "capacity 'own_capacity' (mine.py): forward returned a Scored, expected bool [",
-    ),
-    (
-        "capacity",
-        "return CapacitySlots(pairs.token_N[:1], 4)",
-        "returned int64 [1] as place_N, expected int64 [",
-    ),
-    (
-        "loss",
-        "return float(p.detach().mean())",
-        "own_loss' (mine.py): forward returned a float, expected float32 []",
-    ),
-    ("loss", "pass", "loss 'own_loss' (mine.py): forward returned None, expected float32 [] (a scalar)"),
-    ("loss", "return p.mean(), 1", "forward returned a tuple of 2, expected float32 [] (a scalar)"),
-    ("loss", "return p.mean(0)", "forward returned float32 [8], expected float32 [] (a scalar)"),
-    ("loss", "return p.mean().reshape(1)", "forward returned float32 [1], expected float32 [] (a scalar)"),
-    (
-        "loss",
-        "return routing.wanted_counts_E().float().var()",
-        "loss 'own_loss' (mine.py): forward returned a value without gradient, which changes nothing, expect",
-    ),
-    ("loss", "return p.detach().mean()", "forward returned a value without gradient, which changes nothing"),
-    (
-        "method",
-        "def forward(self, routing): pass",
-        "loss 'own_loss' (mine.py): forward failed: TypeError: Loss.f",
-    ),
-    (
-        "method",
-        "def metrics(self): return [1]",
-        "metrics returned a list, expected a dict of scalar tensors by",
-    ),
-    (
-        "method",
-        "def metrics(self): return {'a': 1.0}",
-        "metrics returned a float as 'a', expected a tensor of shape",
-    ),
-    (
-        "method",
-        "def metrics(self): return {'a': torch.ones(3)}",
-        "metrics returned float32 [3] as 'a', expected a",
-    ),
-    (
-        "method",
-        "def metrics(self): return {'a': self.b}",
-        "loss 'own_loss': metrics failed at line 55 of mine.py: A",
-    ),
-    (
-        "method",
-        "def after_step(self, load_E): pass",
-        "(mine.py): after_step failed: TypeError: Loss.after_step() ta",
-    ),
-    (
-        "method",
-        "def after_step(self, load_E, context): 1 / 0",
-        "after_step failed at line 55 of mine.py: ZeroDivis",
-    ),
-    (
-        "method",
-        "def constraints(self): return 3",
-        "constraints returned an int, expected a list of (parameter, fun",
-    ),
-    (
-        "method",
-        "def constraints(self): return [1]",
-        "constraints returned an int in its list, expected a list of (",
-    ),
-    (
-        "method",
-        "def constraints(self): return [(torch.nn.Parameter(torch.ones(2)), lambda weight: weight[0])]",
-        "loss 'own_loss' (mine.py): a projection returned float32 [], expected float32 [2]",
-    ),
-    (
-        "method",
-        "def __init__(self, config, dims): self.w = 1",
-        "loss 'own_loss' (mine.py): its __init__ does not call super().__init__(config, dims); call it first",
-    ),
-]
 
 
 @pytest.fixture
@@ -291,16 +111,19 @@ class Model:
         return [(1, self.layer)]
 
 
-@pytest.mark.parametrize(("where", "body", "line"), MISTAKES, ids=lambda value: value[:60])
-def test_a_mistake_is_one_line(make: Callable[..., MoELayer], where: str, body: str, line: str) -> None:
-    with pytest.raises(UserError, match=re.escape(line)) as refused:
-        layer = make(**{where: body})
+@pytest.mark.parametrize("case", cases("own_parts"))
+def test_a_mistake_is_one_line(
+    make: Callable[..., MoELayer], case: Case, expect_message: Callable[..., None], tmp_path: Path
+) -> None:
+    def use() -> None:
+        layer = make(**{case["where"]: case["body"]})
         layer(make_hidden(TOKENS))
         part_metrics(Model(layer))
         layer.after_step(torch.ones(EXPERTS, dtype=torch.int64))
         for parameter, projection in layer.constraints():
             projection(parameter.detach())
-    assert "\n" not in str(refused.value) and "mine.py" in str(refused.value)
+
+    expect_message(case, told(use, tmp_path))
 
 
 def gradients(layer: MoELayer, again: bool) -> dict[str, Tensor]:

@@ -7,13 +7,11 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.routing_record.record import Rows
-from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import Selector, StepContext
 from megamoe.moe.routing import Pairs, Scored, count
 from tests.moe.test_registered import every_part, layers_with, step
 from tests.support.moe.build import make_layer, make_part, make_scored, moe_config
-from tests.support.tiny import check_on, tiny
 
 
 class Recording:
@@ -101,11 +99,3 @@ def test_other_choices_are_weighted_by_the_present_probabilities() -> None:
         assert pairs.expert_N.tolist() == [0, 1, 3], name
         assert pairs.choice_N.tolist() == [0, 1, 0], name
         assert pairs.weight_N.tolist() == pytest.approx(expected), name
-
-
-def test_what_cannot_be_replayed_is_refused_at_the_start() -> None:
-    with pytest.raises(UserError, match=r"^moe.router.replay: a: weights of selector top_k with these"):
-        check_on(tiny("moe.router.replay=a", "moe.router.selector={name: top_k, k: 2, second: random}"), 1)
-    with pytest.raises(UserError, match=r"^log.routing: found 'a', but the model has no MoE layer"):
-        check_on(tiny("log.routing=a", "moe.layers=none"), 1)
-    check_on(tiny("moe.router.replay=a", "log.routing=b"), 1)

@@ -14,7 +14,7 @@ from megamoe.data.tokenizers import ByteTokenizer, word_starts
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.objectives.masked import Masked
-from tests.support.tiny import check_on, tiny
+from tests.support.tiny import tiny
 
 WORDS, LENGTH, EOD = 100, 64, 0
 VOCABULARY = Vocabulary(WORDS, EOD, None).with_added(1)
@@ -174,33 +174,6 @@ def test_a_reserved_mask_is_used_and_reserved_tokens_are_left_alone() -> None:
     assert (found == made.mask_id).sum() > 10 and made.mask_id == 2
     assert torch.equal(found[tokens <= 2], tokens[tokens <= 2])
     assert not ((found <= 1) & (tokens > 2)).any()
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (
-            ["train.objective=masked"],
-            "train.objective: masked trains model.architecture encoder, found decoder",
-        ),
-        (
-            ["model.architecture=encoder"],
-            "causal trains model.architecture decoder, found encoder; .*: classification, masked",
-        ),
-        (
-            [*ENCODER, "train.objective={name: masked, random: 0.3}"],
-            "mask 0.8 and random 0.3 are more than 1 together",
-        ),
-        ([*ENCODER, "train.objective={name: masked, probability: 0}"], "probability: found 0, expected"),
-        ([*ENCODER, "model.encoder_layers=2"], "model.encoder_layers: 2 is for an encoder_decoder"),
-        ([*ENCODER, "moe.layers={decoder: {every: 1}}"], "moe.layers.decoder: .* has one stack"),
-        ([*ENCODER, "moe.losses={grpo: 0.1}"], "moe.losses.grpo: needs the loss of each next token"),
-        (["model.head_transform=true"], "model.head_transform: true is for an encoder"),
-    ],
-)
-def test_refusals(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_on(tiny(*overrides), 1)
 
 
 def test_whole_words_need_a_tokenizer() -> None:

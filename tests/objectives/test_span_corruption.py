@@ -11,7 +11,7 @@ from megamoe.data.special import SpecialTokens
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.objectives.span_corruption import SpanCorruption
-from tests.support.tiny import check_on, tiny
+from tests.support.tiny import tiny
 
 WORDS, EOD = 50, 7
 BOTH = ("model.architecture=encoder_decoder", "train.objective=span_corruption", "moe.layers=none")
@@ -124,19 +124,3 @@ def test_reserved_sentinels_are_used_if_there_are_enough() -> None:
         assert SpanCorruption.added_ids(options, config, data) == added
         made = SpanCorruption(options, config, data.with_added(added))
         assert tuple(made.sentinels) == expected
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.document_aware=true"], "set data.document_aware to false"),
-        (["train.objective={name: span_corruption, density: 0.7}"], "targets of 9 tokens of 8"),
-        (["model.num_query_groups=1"], "cross attention has no query groups"),
-        (["moe.layers={every: 1}"], "has two stacks"),
-        (["moe.layers={encoder: {at: [3]}}"], "moe.layers.encoder.at: block 3 does not exist, .* 2"),
-        (["moe.layers={encoder: {at: [1]}}", "log.routing=x"], "log.routing: .* one stack"),
-    ],
-)
-def test_refusals(overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_on(tiny(*BOTH, *overrides), 1)

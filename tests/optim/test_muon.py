@@ -21,7 +21,7 @@ from megamoe.parallel.zero.matrix_exchange import MatrixExchange, SplitWeight
 from megamoe.validation.deepspeed import deepspeed_problems
 from tests.optim.test_kinds import loss_of, losses_of
 from tests.support.ranks.runs import ds_config
-from tests.support.tiny import check_on, tiny, tiny_engine, tiny_gpt
+from tests.support.tiny import tiny, tiny_engine, tiny_gpt
 
 LR, CLIP, STEPS, DECAY = 0.01, 0.05, 10, 0.5
 BASE = (f"optimizer.weight_decay={DECAY}", f"optimizer.grad_clip={CLIP}", "optimizer.eps=0.001")
@@ -291,25 +291,6 @@ def test_what_is_no_matrix_is_refused(one_rank: None, overrides: tuple[str, ...]
     with pytest.raises(UserError) as refused:
         tiny_engine(config)
     assert re.fullmatch(line, str(refused.value)), str(refused.value)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        (
-            ("optimizer.muon.steps=3",),
-            "optimizer.muon is for optimizer.name: muon, found adamw; leave it out",
-        ),
-        (
-            ("optimizer.name=adam", "optimizer.groups=[{pattern: a, algorithm: adamw}]"),
-            "optimizer.groups.0.algorithm is for optimizer.name: muon, found adam; leave it out",
-        ),
-    ],
-)
-def test_keys_of_muon_need_muon(overrides: tuple[str, ...], line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_on(tiny(*overrides), 1)
-    assert str(refused.value).replace(": is for", " is for") == line
 
 
 @pytest.mark.parametrize(

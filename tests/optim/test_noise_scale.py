@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from pathlib import Path
 
 import pytest
@@ -10,11 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megamoe.errors import UserError
 from megamoe.optim.noise_scale import NoiseScale, estimates, part_of
 from megamoe.train.loop import train
 from megamoe.train.step_record import StepRecord
-from tests.support.tiny import check_on, restored_process, tiny
+from tests.support.tiny import restored_process, tiny
 
 
 def test_the_parts() -> None:
@@ -79,23 +77,3 @@ def test_a_run_logs_the_steps_that_are_due(tmp_path: Path) -> None:
         found = {key for key in row if "noise_scale" in key}
         assert found == (keys if row["step"] in (2, 4) else set())
         assert all(not math.isnan(float(row[key])) for key in found)
-
-
-@pytest.mark.parametrize(
-    ("overrides", "line"),
-    [
-        ((), r"log\.noise_scale_every: found 5, but a step has one micro batch: .*"),
-        (
-            ("train.global_batch_size=4", "train.in_flight=2"),
-            r"log\.noise_scale_every: found 5 beside train\.in_flight 2, .*",
-        ),
-        (
-            ("train.global_batch_size=4", "parallel.tensor=2"),
-            r"log\.noise_scale_every: found 5 beside parallel\.tensor 2, .*",
-        ),
-    ],
-)
-def test_bad_input(overrides: tuple[str, ...], line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        check_on(tiny("log.noise_scale_every=5", *overrides), 2 if "parallel.tensor=2" in overrides else 1)
-    assert re.search(line, str(refused.value)), str(refused.value)

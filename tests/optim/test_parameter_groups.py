@@ -116,28 +116,6 @@ def test_a_frozen_parameter_is_not_trained(one_rank: None) -> None:
         parameter_groups(tiny_gpt(config), config.optimizer)
 
 
-@pytest.mark.parametrize(
-    ("value", "line"),
-    [
-        ("[{pattern: '('}]", r"groups\.0\.pattern: expected a regular .*: unclosed group \(found '\('\)"),
-        ("[{pattern: '(?=a)'}]", r"groups\.0\.pattern: expected a regular expression: look-around, .*"),
-        ("[{pattern: '(a{1000}){1000}'}]", r"groups\.0\.pattern: .* exceeds size limit .*"),
-        ("[{pattern: ''}]", r"groups\.0\.pattern: expected a regular expression of 1 to 200 characters .*"),
-        (f"[{{pattern: {'a' * 201}}}]", r"groups\.0\.pattern: expected a regular .* 1 to 200 characters .*"),
-        ("[{pattern: 7}]", r"groups\.0\.pattern: expected text, found 7"),
-        ("[{lr_scale: 1}]", r"groups\.0\.pattern: this key is required"),
-        ("[{pattern: a, lr_scale: -1}]", r"groups\.0\.lr_scale: expected a number of at least 0.*"),
-        ("[{pattern: a, weight_decay: .nan}]", r"groups\.0\.weight_decay: .*"),
-        ("[{pattern: a, lr: 1}]", r"groups\.0: unknown key 'lr'.*"),
-    ],
-)
-def test_wrong_groups_are_refused_in_one_line(value: str, line: str) -> None:
-    with pytest.raises(UserError) as refused:
-        tiny(f"optimizer.groups={value}")
-    message = str(refused.value)
-    assert re.fullmatch(f"command line: optimizer.{line}", message), message
-
-
 def test_no_pattern_takes_long(one_rank: None) -> None:
     """Backtracking would go through 2^n ways to cut a name into words."""
     hostile = r"^(\w+\.?)+!$"

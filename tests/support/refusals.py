@@ -5,6 +5,7 @@ A row has an input and a `message`, which `pytest FILE --rewrite-messages` write
 section `moe`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,12 +38,15 @@ class Case:
         """Write the message into the table."""
         rows = _read(self.table)
         rows[self.name]["message"] = message
-        text = yaml.safe_dump(rows, sort_keys=False, width=110, allow_unicode=True, default_flow_style=None)
+        style: Any = {"sort_keys": False, "width": 110, "allow_unicode": True}
+        text = yaml.dump(rows, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), **style)
         (FOLDER / f"{self.table}.yaml").write_text(text)
 
 
 def _read(table: str) -> dict[str, dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = yaml.safe_load((FOLDER / f"{table}.yaml").read_text())
+    rows: dict[str, dict[str, Any]] = yaml.load(
+        (FOLDER / f"{table}.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    )
     return rows
 
 
@@ -53,13 +57,24 @@ def cases(table: str, group: str = "") -> list[Any]:
 
 
 def refusal(row: dict[str, Any]) -> str | list[str]:
-    """The message that the row's input gets; a list if the checks of a run tell several."""
-    try:
+    """The message that the row's input gets; a list if the checks of a run tell several, or none."""
+    problems: list[str] = []
+
+    def check() -> None:
         if "moe" in row:
             check_parts(parse_config({"moe": row["moe"]}).moe, row.get("expert_parallel", 1))
-            return []
+            return
         config, ranks = tiny(*row["overrides"]), row.get("ranks", 1)
-        problems = [str(each) for each in validate(config, ranks, resolve_parallel(config, ranks))]
+        problems.extend(str(each) for each in validate(config, ranks, resolve_parallel(config, ranks)))
+
+    return told(check) or (problems[0] if len(problems) == 1 else problems)
+
+
+def told(action: Callable[[], object], folder: Path | None = None) -> str | list[str]:
+    """The message of the UserError, or its lines, with FOLDER for `folder`; [] if nothing is refused."""
+    try:
+        action()
     except UserError as error:
-        return str(error)
-    return problems[0] if len(problems) == 1 else problems
+        lines = [str(UserError(line)).replace(str(folder), "FOLDER") for line in error.args]
+        return lines[0] if len(lines) == 1 else lines
+    return []

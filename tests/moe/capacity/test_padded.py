@@ -7,13 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.rows import sum_rows
 from megamoe.moe.dispatch.dispatcher import rows_of_slots
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.routing import CapacitySlots
-from megamoe.moe.validation import check_parts
 from tests.support.moe.build import make_hidden, make_layer, make_pairs, moe_config, observed
 
 TOKENS = 24
@@ -90,9 +88,3 @@ def test_kernels_do_not_add_up_the_empty_places() -> None:
         (rows, *_), hidden_TH = rows_of_slots(torch.ones(tokens, 4), routing, Kernels())  # type: ignore[arg-type]
         assert rows.ends_T is not None and rows.ends_T.tolist() == ends_T
         assert sum_rows(hidden_TH[rows.token_N], rows, Kernels())[:tokens].eq(1).all()
-
-
-def test_a_mask_of_the_whole_step_is_refused() -> None:
-    router = {**TOP_2, "masks": ["expert_dropout"], "capacity": {"name": "per_expert", "pad": True}}
-    with pytest.raises(UserError, match=r"^moe\.router\.capacity.*set pad: false, or remove the mask$"):
-        check_parts(moe_config(num_experts=16, router=router), 1)

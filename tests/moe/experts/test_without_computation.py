@@ -1,14 +1,12 @@
 """Experts without computation: their outputs, who counts them, and what does not go with them."""
 
 import math
-import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from megamoe.config import parse_config
 from megamoe.config.layer_kinds import kinds, routed_by_layer
 from megamoe.model.size import model_size
 from megamoe.moe.part import StepContext
@@ -158,58 +156,6 @@ def test_the_capacity_of_both_kinds_by_hand() -> None:
     layer(make_hidden(TOKENS))
     most = math.ceil(0.5 * 0.75 * K * TOKENS / (0.75 * E + Z))
     assert observed(layer).load_E.max() == most < observed(layer).wanted_E[:E].max()
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "capacity": (
-        {"router": {"capacity": {"name": "per_expert"}}},
-        "moe.router.capacity: per_expert: a capacity of 5 experts that compute nothing .*; set tau",
-    ),
-    "capacity of a device": (
-        {"router": {"capacity": {"name": "device", "devices": 1}}},
-        "takes all 9 experts to be alike, but 5 of them .* choose another moe.router.capacity",
-    ),
-    "balance loss": (
-        {"losses": {"switch_balance": 0.1}},
-        "moe.losses.switch_balance: takes all 9 experts to be alike, .* leave it out, take the loss heterog",
-    ),
-    "bias": (
-        {"router": {"score_function": {"name": "softmax", "bias_update": 0.1}}},
-        "the bias would give 5 experts that compute nothing .*; set mean_experts to the mean number",
-    ),
-    "selector": (
-        {"router": {"score_function": "sigmoid", "selector": "balanced"}},
-        "choose another moe.router.selector",
-    ),
-    "mask": ({"router": {"masks": [{"name": "group_limit", "num_groups": 3, "keep": 1}]}}, "leave it out"),
-    "a mean above k": (
-        {"router": {"score_function": {"name": "softmax", "bias_update": 0.1, "mean_experts": 2}}},
-        "mean_experts is 2, expected more than 0 and less than 2, the k",
-    ),
-    "loss without them": (
-        {"zero_experts": {}, "losses": {"heterogeneous_balance": 0.1}},
-        "every expert computes; set moe.zero_experts, or take the loss switch_balance",
-    ),
-    "mean without them": (
-        {
-            "zero_experts": {},
-            "router": {"score_function": {"name": "softmax", "bias_update": 0.1, "mean_experts": 1}},
-        },
-        "mean_experts is 1, but every expert computes; set moe.zero_experts, or leave it out",
-    ),
-    "tau without them": (
-        {"zero_experts": {}, "router": {"capacity": {"name": "per_expert", "tau": 0.5}}},
-        "tau is 0.5, but every expert computes; leave it out",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_is_refused(case: str) -> None:
-    tree, expected = REFUSED[case]
-    moe = parse_config({"moe": {"num_experts": E, "zero_experts": KINDS, **tree}}).moe
-    (problem, *_) = part_problems(moe, 1)
-    assert re.search(expected, f"{problem.key}: {problem.message}")
 
 
 def test_a_balance_loss_is_let_pass_where_the_mean_is_held() -> None:

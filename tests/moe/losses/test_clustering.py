@@ -7,16 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
-from megamoe.moe.validation import check_parts
 from tests.support.moe.build import (
     assert_alike,
-    gradient_of,
     loss_of,
     make_hidden,
-    make_layer,
     make_routing,
-    moe_config,
     train_on,
 )
 
@@ -110,25 +105,3 @@ def test_training_on_it_gathers_neighbours() -> None:
     tree = {"num_experts": 8, "loss": {"cluster_size": 4}}
     values = train_on("clustering", tree, make_hidden(64), lr=0.5)
     assert values[-1] < 0.9 * values[0]
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        {"name": "entropy_prune", "num_groups": 4, "bound": 0.0},
-        {"name": "entropy_prune", "num_groups": 2, "bound": 0.0},
-        {"name": "expert_dropout", "cluster_size": 4, "rate": 0.75},
-        {"name": "group_limit", "num_groups": 16, "keep": 1},
-    ],
-    ids=str,
-)
-def test_one_expert_of_a_cluster_is_refused(mask: dict[str, Any]) -> None:
-    selector = {"k": 1, "weights": "raw"}
-    router = {"masks": [mask], "score_function": "sigmoid", "selector": selector}
-    options = {"clustering": {"weight": 1.0, "cluster_size": 4, "mu": 1.0}}
-    config = moe_config(num_experts=16, router=router, losses=options)
-    with pytest.raises(UserError, match=f"clustering: the mask {mask['name']} leaves one expert"):
-        check_parts(config, 1)
-    layer = make_layer(config)
-    (layer(make_hidden(24)) * 0).sum().backward()
-    assert not gradient_of(layer.router.scorer.weight).any()  # it has no gradient indeed

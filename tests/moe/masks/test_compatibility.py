@@ -52,20 +52,6 @@ def test_how_many_experts_a_token_may_have(masks: list[dict[str, Any]], most: in
     assert most_candidates(moe_config(num_experts=16, router={"masks": masks})) == most
 
 
-@pytest.mark.parametrize("mask", [LIMIT, DROPOUT], ids=lambda r: r["name"])
-@pytest.mark.parametrize(
-    "router",
-    [
-        {"selector": {"name": "hierarchical_top_k", "groups": 3, "k": 3}, **LEVELS},
-        {"selector": {"name": "entropy_aware", "min_k": 9, "max_k": 9}},
-    ],
-    ids=["hierarchical", "entropy"],
-)
-def test_no_fewer_than_the_selector_wants(mask: dict[str, Any], router: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=f"{mask['name']}: .* leaves 8 .*, but the selector's k is 9"):
-        check(mask, **router)
-
-
 def test_a_sum_over_more_experts_than_a_group_has_is_refused() -> None:
     """Two groups of two chosen: 4 / 1 experts to be summed, of the 2 in a group."""
     limit = {"name": "group_limit", "num_groups": 8, "keep": 1, "score": "sum"}
@@ -91,57 +77,6 @@ def test_which_masks_have_one_mask_for_all_tokens() -> None:
         assert bool((mask_TE == mask_TE[0]).all()) == part.step_wide
     both = moe_config(num_experts=16, router={"masks": [DROPOUT, LIMIT]})
     assert not all_are_step_wide(both) and all_are_step_wide(moe_config())
-
-
-@pytest.mark.parametrize("late", [DROPOUT, HOME], ids=lambda r: r["name"])
-@pytest.mark.parametrize("early", [LIMIT, PRUNE], ids=lambda r: r["name"])
-def test_a_mask_for_all_tokens_stands_before_those_by_token(
-    early: dict[str, Any], late: dict[str, Any]
-) -> None:
-    check(late, early, LIMIT)
-    one, other = early["name"], late["name"]
-    with pytest.raises(
-        UserError, match=f"^moe.router.masks.1: {other}: takes .* after {one} might .*; put it before {one}$"
-    ):
-        check(early, late)
-
-
-def test_two_masks_for_all_tokens_leave_every_rank_some() -> None:
-    check(DROPOUT, HOME)
-    check(HOME, DROPOUT)
-    check({**DROPOUT, "level": "global", "rate": 0.0}, HOME)
-    of_the_run = {"name": "gating_dropout"}
-    check(DROPOUT, of_the_run, ranks=4)
-    with pytest.raises(UserError, match="expert_dropout: level global may drop all .*; set level: cluster"):
-        check({**DROPOUT, "level": "global"}, HOME)
-    message = "cluster_size is 4, but gating_dropout keeps tokens among the 2 experts of one of 8 ranks"
-    for masks in ([DROPOUT, {**HOME, "ranks": 8}], [{**HOME, "ranks": 8}, DROPOUT]):
-        with pytest.raises(UserError, match=message):
-            check(*masks)
-
-
-@pytest.mark.parametrize("twice", [DROPOUT, HOME], ids=lambda r: r["name"])
-def test_the_same_draw_twice_is_refused(twice: dict[str, Any]) -> None:
-    name = twice["name"]
-    with pytest.raises(UserError, match=f"{name} stands twice in moe.router.masks, .*; keep one"):
-        check(twice, twice)
-    check(twice, LIMIT, LIMIT)
-
-
-@pytest.mark.parametrize(
-    "mask",
-    [
-        {"name": "group_limit", "num_groups": 16, "keep": 1},
-        {"name": "entropy_prune", "bound": 0.0},
-        {"name": "expert_dropout", "cluster_size": 16, "rate": 0.95},
-    ],
-    ids=lambda r: r["name"],
-)
-def test_a_softmax_over_one_expert_is_refused(mask: dict[str, Any]) -> None:
-    one = {"k": 1, "weights": "raw"}
-    with pytest.raises(UserError, match=f"{mask['name']}: leaves one expert .*set score_function: .*sigmoid"):
-        check(mask, selector=one)
-    check(mask, selector=one, score_function="sigmoid")
 
 
 def test_over_all_experts_one_candidate_has_a_gradient() -> None:

@@ -6,9 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
-from megamoe.moe.validation import check_parts
 from tests.support.moe.build import (
     make_context,
     make_hidden,
@@ -126,15 +124,3 @@ def test_it_holds_the_number_of_experts_at_k() -> None:
         loss.after_step(LOAD, StepContext(step=step))
     mean = sum(widths[100:]) / len(widths[100:])
     assert widths[0] > 7 and 2.5 < mean < 6
-
-
-@pytest.mark.parametrize(
-    ("tree", "words"),
-    [
-        ({"losses": {"drop_rate_balance": 0.01}}, "drop rate is always 0"),
-        ({"losses": {"relu_sparsity": 1e-8}}, "end a choice"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(tree: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        check_parts(moe_config(num_experts=8, **tree), 1)

@@ -7,10 +7,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
 from megamoe.moe.part import StepContext
-from megamoe.moe.validation import check_parts
 from megamoe.zoo.losses.output_orthogonality import SMALLEST
 from tests.support.moe.build import (
     HIDDEN,
@@ -126,36 +124,3 @@ def test_coupling_draws_rows_nearer_to_their_own_than_to_others() -> None:
         [float((first - second).norm() / (2 * row.norm())) for row in (first, second)], rel=1e-5
     )
     assert rows_EH.shape[1] == HIDDEN
-
-
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "one expert of a token": (
-        {"router": {"selector": {"k": 1, "weights": "raw"}}, "losses": {"output_orthogonality": 0.1}},
-        "a token has one expert, which has no other to differ from; leave the loss out",
-    ),
-    "fixed shares": (
-        {
-            "router": {"capacity": {"name": "per_expert", "factor": 1.0, "pad": True}},
-            "losses": {"output_orthogonality": 0.1},
-        },
-        "set capacity.pad to false",
-    ),
-    "hidden rows": ({"losses": {"expert_router_coupling": 0.1}}, "rows: true"),
-    "one expert": (
-        {"num_experts": 1, "router": {**ROWS, "selector": {"k": 1, "weights": "raw"}},
-         "losses": {"expert_router_coupling": 0.1}},
-        "there is one expert that computes, and no other to compare",
-    ),
-    "sub-layers": (
-        {"expert_sublayers": 2, "router": ROWS, "losses": {"expert_router_coupling": 0.1}},
-        "an expert has 2 first weights (moe.expert_sublayers)",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_nonsense_is_refused(case: str) -> None:
-    tree, expected = REFUSED[case]
-    with pytest.raises(UserError) as refused:
-        check_parts(moe_config(**tree), 1)
-    assert expected in str(refused.value) and "\n" not in str(refused.value)

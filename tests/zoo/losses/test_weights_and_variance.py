@@ -3,8 +3,6 @@
 import pytest
 import torch
 
-from megamoe.errors import UserError
-from megamoe.moe.validation import check_parts
 from tests.support.moe.build import (
     assert_alike,
     gradient_of,
@@ -29,11 +27,6 @@ def test_similarity_by_hand_and_by_formula() -> None:
     assert observed(layer).losses["similarity"].item() == 43
     sign_EE = torch.ones(2, 2)  # of G - I; the gradient is (S + S^T) W
     torch.testing.assert_close(gradient_of(weight_EH), 2 * sign_EE @ weight_EH.detach())
-
-
-def test_similarity_needs_the_products() -> None:
-    with pytest.raises(UserError, match="rows: true"):
-        check_parts(moe_config(losses={"similarity": 0.1}), 1)
 
 
 def test_variance_of_all_scores_by_hand_and_by_formula() -> None:
@@ -67,15 +60,3 @@ def test_variance_of_the_chosen_scores_by_hand_and_by_formula() -> None:
     share_TE = best_TE / best_TE.sum(1, keepdim=True)
     (other(hidden_TH).sum() - share_TE.var(dim=0, correction=0).mean()).backward()
     torch.testing.assert_close(found, gradient_of(other.router.get_parameter("scorer.weight")))
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        ({"selector": {"name": "top_k", "k": 2, "weights": "one"}}, "have no gradient"),
-        ({"selector": {"name": "top_k", "k": 1, "weights": "renormalised"}}, "whose weight is 1"),
-    ],
-)
-def test_weights_that_teach_nothing_are_refused(router: dict[str, object], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_parts(moe_config(router=router, losses={"score_variance": 0.1}), 1)

@@ -7,9 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
-from megamoe.moe.validation import check_parts
 from tests.support.moe.build import (
     make_hidden,
     make_layer,
@@ -91,51 +89,10 @@ def test_in_a_router_every_group_keeps_an_expert() -> None:
     assert routing.probs_TE.isfinite().all()
 
 
-@pytest.mark.parametrize(
-    ("num_groups", "router"),
-    [
-        (1, {"selector": {"k": 2}}),
-        (2, {"selector": {"k": 3, "weights": "kept_softmax"}}),
-        (2, {"selector": {"name": "sample", "k": 4, "weights": "renormalised"}}),
-        (1, {"selector": {"name": "entropy_aware", "weights": "renormalised"}}),
-        (2, {"selector": "hierarchical_top_k", "scorer": "hierarchical"}),
-    ],
-    ids=str,
-)
-def test_bound_0_leaves_weights_that_sum_to_1_too_few(num_groups: int, router: dict[str, Any]) -> None:
-    def check(**options: Any) -> None:
-        prune_hard = {"name": "entropy_prune", "num_groups": num_groups, "bound": 0.0, **options}
-        check_parts(
-            moe_config(
-                num_experts=16, router={"masks": [prune_hard], "score_function": score_function, **router}
-            ),
-            1,
-        )
-
-    # With a softmax over a single expert, that is refused first.
-    score_function = "sigmoid" if num_groups == 1 else "softmax"
-    message = f"entropy_prune: bound 0 leaves {num_groups} experts, one of each group, .*; set bound above 0"
-    with pytest.raises(UserError, match=message):
-        check()
-    check(bound=0.1)
-    check(num_groups=4)
-
-
 @pytest.mark.parametrize(("bound", "kept"), [(0.0, 1), (0.5, 1), (1.0, 2), (1.5, 4)])
 def test_the_first_of_equal_experts_are_kept(bound: float, kept: int) -> None:
     """ln 2 = 0.69, ln 4 = 1.39, ln 5 = 1.6; 64 experts are more than those that are looked at first."""
     assert prune(torch.zeros(1, 64), bound=bound).nonzero()[:, 1].tolist() == list(range(kept))
-
-
-def test_bound_0_with_plain_weights() -> None:
-    prune_hard = {"name": "entropy_prune", "bound": 0.0}
-    config = moe_config(
-        num_experts=16,
-        router={"masks": [prune_hard], "score_function": "sigmoid", "selector": {"k": 2, "weights": "raw"}},
-    )
-    check_parts(config, 1)
-    pairs = make_layer(config).router(make_hidden(30), StepContext()).pairs
-    assert pairs.token_N.tolist() == list(range(30))  # one expert each, though k is 2
 
 
 @pytest.mark.parametrize("score_function", ["softmax", "sigmoid"])

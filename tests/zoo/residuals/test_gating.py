@@ -8,11 +8,9 @@ from torch import Tensor
 
 from megamoe.config import parse_config
 from megamoe.config.layer_kinds import scores_before
-from megamoe.errors import UserError
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.part import StepContext
 from megamoe.moe.recompute import recomputed
-from megamoe.moe.validation import check_parts
 from tests.support.moe.build import FFN, HIDDEN, make_hidden, make_part, moe_config
 
 EXPERTS = 4
@@ -127,17 +125,3 @@ def test_each_stack_of_an_encoder_decoder_begins_anew_and_multi_token_prediction
     tree = {"model": decoder, "moe": {"layers": {"every": 1}, "router": {"residual": "gating"}}}
     assert scores_before(parse_config(tree)) == {2: 1, 3: 2, 4: 3}
     assert scores_before(parse_config({"model": decoder, "moe": {"layers": {"every": 1}}})) == {}
-
-
-@pytest.mark.parametrize(
-    ("router", "message"),
-    [
-        ({"scorer": "hash", "selector": "table"}, "whatever the scores; set residual: none"),
-        ({"scorer": "noisy"}, "without the residual"),
-        ({"scorer": "hierarchical", "selector": "hierarchical_top_k"}, "log p plus scores is no log p"),
-    ],
-    ids=["table", "noisy", "hierarchical"],
-)
-def test_nonsense_is_refused_with_the_reason(router: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        check_parts(moe_config(num_experts=16, router={"residual": "gating", **router}), 1)

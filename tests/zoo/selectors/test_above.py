@@ -2,12 +2,9 @@
 
 from typing import Any
 
-import pytest
 import torch
 
-from megamoe.errors import UserError
-from megamoe.moe.validation import check_parts
-from tests.support.moe.build import make_router, make_scored, moe_config, route_scores, select
+from tests.support.moe.build import make_router, make_scored, route_scores, select
 
 PROBS = torch.tensor([[0.0, 3.0, 0.5, 0.0], [0.0, 0.0, 0.0, 0.0], [1.0, 2.0, 3.0, 4.0]])
 
@@ -29,22 +26,3 @@ def test_positive_scores_are_chosen_with_their_scores_as_weights() -> None:
     pairs = route_scores(router, torch.tensor([[2.0, -1.0, 3.0], [-1.0, -2.0, 0.0]])).pairs
     assert pairs.token_N.tolist() == [0, 0] and pairs.expert_N.tolist() == [2, 0]
     assert pairs.weight_N.tolist() == [3.0, 2.0]
-
-
-@pytest.mark.parametrize(
-    ("router", "words"),
-    [
-        ({"score_function": "softmax", "selector": "above"}, "value: 0 would choose every expert"),
-        (
-            {
-                "score_function": {"name": "sigmoid", "bias_update": 0.1},
-                "selector": {"name": "above", "value": 0.5},
-            },
-            "bias",
-        ),
-        ({"selector": {"name": "above", "value": 0.1, "at_least": 9}}, "only 8 experts"),
-    ],
-)
-def test_what_makes_no_sense_is_refused(router: dict[str, Any], words: str) -> None:
-    with pytest.raises(UserError, match=words):
-        check_parts(moe_config(num_experts=8, router=router), 1)

@@ -1,13 +1,10 @@
 """sparse_mixer: draws, weights and gradients, against the softmax that they estimate."""
 
-import pytest
 import torch
 from torch import Tensor
 
-from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
-from megamoe.moe.validation import check_parts
-from tests.support.moe.build import gradient_of, make_scored, moe_config, select
+from tests.support.moe.build import gradient_of, make_scored, select
 
 SCORES = torch.tensor([2.0, 1.9, 1.0, -1.0])  # with epsilon 0.1, the bound is 0.2: the first two are near
 
@@ -52,12 +49,3 @@ def test_the_gradient_is_that_of_q() -> None:
 def test_choices_are_distinct() -> None:
     expert_TK, _ = drawn(64, torch.zeros(64, 4), k=4)
     assert all(sorted(row) == [0, 1, 2, 3] for row in expert_TK.tolist())
-
-
-def test_masks_and_other_score_functions_are_refused() -> None:
-    for router in (
-        {"score_function": "sigmoid"},
-        {"masks": [{"name": "group_limit", "num_groups": 4, "keep": 2}]},
-    ):
-        with pytest.raises(UserError, match="sparse_mixer"):
-            check_parts(moe_config(num_experts=8, router={**router, "selector": "sparse_mixer"}), 1)

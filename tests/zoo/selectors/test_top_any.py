@@ -1,12 +1,9 @@
 """top_any: thresholds that are learned, and a straight-through gradient."""
 
-import pytest
 import torch
 
-from megamoe.errors import UserError
 from megamoe.moe.part import StepContext
-from megamoe.moe.validation import check_parts
-from tests.support.moe.build import gradient_of, make_part, make_scored, moe_config
+from tests.support.moe.build import gradient_of, make_part, make_scored
 
 PROBS = torch.tensor([[0.9, 0.6, 0.2], [0.3, 0.4, 0.1]])
 
@@ -27,8 +24,3 @@ def test_the_gradient_goes_straight_through_to_p_and_thresholds() -> None:
     (pairs.weight_N * torch.tensor([1.0, 2.0, 8.0])).sum().backward()
     assert gradient_of(probs_TE).tolist() == [[0.5, 1.0, 0.0], [0.0, 8.0, 0.0]]
     torch.testing.assert_close(gradient_of(selector.threshold), torch.tensor([-0.125, -2.25, 0.0]))
-
-
-def test_a_softmax_is_refused() -> None:
-    with pytest.raises(UserError, match="a threshold of its own"):
-        check_parts(moe_config(router={"selector": "top_any"}), 1)
