@@ -83,6 +83,18 @@ def config_by_layer(config: RunConfig) -> dict[int, RunConfig]:
     return {number: kind.config for kind in kinds(config) for number in kind.layers}
 
 
+def with_weights_of_layer(moe: MoEConfig, num_layers: int) -> MoEConfig:
+    """Return the section of a layer, with the weights of losses of which the mean over the layers counts
+    divided by their number.
+    """
+    losses = dict(moe.losses)
+    for name, choice in losses.items():
+        if getattr(choice.options, "over_layers", "sum") == "mean":
+            options = replace(choice.options, weight=choice.options.weight / num_layers)
+            losses[name] = replace(choice, options=options)
+    return replace(moe, losses=losses)
+
+
 def scores_before(config: RunConfig) -> dict[int, int]:
     """Return which MoE layer's scores each one's residual reads, by their block numbers.
 

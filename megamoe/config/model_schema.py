@@ -220,8 +220,10 @@ class ModelConfig(Section):
     """for labels: a linear layer and tanh on the pooled state, as BERT has them"""
     multi_token_prediction: MultiTokenConfig = field(default_factory=MultiTokenConfig)
     init_std: Deviation = 0.02
-    """standard deviation of the initial weights; divided by sqrt(2 num_layers) for weights that write into
-    the residual stream
+    """standard deviation of the initial weights; see `init_depth_scaling`"""
+    init_depth_scaling: Literal["outputs", "none"] = "outputs"
+    """of the weights that write into the residual stream; outputs: init_std / sqrt(2 num_layers) as in GPT-2;
+    none: init_std, as in DeepSeek's models and OLMoE. `init_scale` replaces both
     """
     init_scale: Deviation | None = None
     """s: draw the initial weights from a truncated normal with standard deviation sqrt(s / fan_in) instead"""

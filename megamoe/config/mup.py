@@ -53,6 +53,15 @@ class Scaling:
         return 1 / math.sqrt(self.width)
 
 
+def output_std(model: ModelConfig, num_layers: int) -> float:
+    """Return the initial std of the weights that write into the residual stream of so many blocks."""
+    scaling = Scaling.of(model)
+    std = model.init_std * scaling.hidden_std
+    if model.init_depth_scaling == "none":
+        return std
+    return std / math.sqrt(2 * (num_layers if model.mup is None else scaling.residual_layers))
+
+
 def attention_scale(model: ModelConfig) -> float | None:
     """Return the factor of attention logits; None: head size^-0.5. A given one is that of the base model."""
     if model.mup is None or model.mup.base_head_size is None:

@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,8 +14,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from torch import Tensor, nn
 
 from megamoe.config import shapes
-from megamoe.config.layer_kinds import config_by_layer, scores_before
-from megamoe.config.mup import Scaling, attention_scale, residual_scale
+from megamoe.config.layer_kinds import config_by_layer, scores_before, with_weights_of_layer
+from megamoe.config.mup import Scaling, attention_scale, output_std, residual_scale
 from megamoe.config.schema import ModelConfig, MoEConfig, RunConfig
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts.ffn import LIMIT, OFFSET
@@ -61,7 +60,8 @@ class BlockMaker:
         """Return Megatron-Core's configuration of a stack of so many blocks."""
         model, parallel, modules = self.config.model, self.config.parallel, self.modules
         kind = BlockConfig if model.latent is None else LatentBlockConfig
-        options: dict[str, Any] = {**position_options(model, modules), **latent_options(model), **self.init}
+        options: dict[str, Any] = {**position_options(model, modules), **latent_options(model)}
+        options |= {**_init_options(model, num_layers), **self.init}
         return kind(
             **options,
             kernels=self.kernels,
@@ -98,7 +98,6 @@ class BlockMaker:
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
             **fp8_options(model),
-            **_init_options(model),
         )
 
     def specs(
@@ -126,7 +125,8 @@ class BlockMaker:
             layer = stack.first - 1 + number
             shape = self._layer_shape(config, layer, of_source, transformer.num_layers)
             shape = replace(shape, before=before.get(layer))
-            build = functools.partial(self.make_moe_layer, config.moe, shape)
+            moe_config = with_weights_of_layer(config.moe, len(of_layer))
+            build = functools.partial(self.make_moe_layer, moe_config, shape)
             moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.recomputed}
             if number in moe_blocks:
                 spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
@@ -183,16 +183,15 @@ class BlockMaker:
 
     def _layer_shape(self, config: RunConfig, layer: int, of_source: bool, num_layers: int) -> LayerShape:
         """Return the sizes of an MoE layer; config: its own, see `LayerKind.config`."""
-        model, scaling = config.model, Scaling.of(config.model)
-        layers = num_layers if model.mup is None else scaling.residual_layers
+        model = config.model
         return LayerShape(
             hidden_size=model.hidden_size,
             ffn_size=shapes.expert_ffn_size(config),
             layer=layer,
             activation=shapes.expert_activation(config),
             init_std=model.init_std,
-            output_std=model.init_std * scaling.hidden_std / math.sqrt(2 * layers),
-            width=scaling.width,
+            output_std=output_std(model, num_layers),
+            width=Scaling.of(model).width,
             seed=config.seed,
             init_scale=model.init_scale,
             vocab_size=self.vocab_size,
@@ -207,17 +206,12 @@ class BlockMaker:
         )
 
 
-def _init_options(model: ModelConfig) -> dict[str, Any]:
-    """Return Megatron-Core's options of the initial weights, which `init_methods` may replace."""
-    if model.mup is None:
-        return {"init_method_std": model.init_std}
-    scaling = Scaling.of(model)
-    std = model.init_std * scaling.hidden_std
-    into_residual = functools.partial(nn.init.normal_, std=std / math.sqrt(2 * scaling.residual_layers))
+def _init_options(model: ModelConfig, num_layers: int) -> dict[str, Any]:
+    """Return Megatron-Core's options of the initial weights, which `init_methods` replaces."""
     return {
-        "init_method_std": std,
+        "init_method_std": model.init_std * Scaling.of(model).hidden_std,
         "embedding_init_method_std": model.init_std,
-        "output_layer_init_method": into_residual,
+        "output_layer_init_method": functools.partial(nn.init.normal_, std=output_std(model, num_layers)),
     }
 
 

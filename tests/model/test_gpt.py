@@ -323,9 +323,22 @@ def test_the_seed_decides_the_weights(one_rank: None) -> None:
     assert not any(torch.equal(first[name], other[name]) for name in drawn)
 
 
-def test_spread_of_the_weights_at_the_start(one_rank: None) -> None:
-    """Weights that write into the residual are initialised smaller: std / sqrt(2 * layers), here 2 blocks."""
+@pytest.mark.parametrize(
+    ("scaling", "std", "of_writers"),
+    [
+        ((), 0.1, 0.05),
+        (("model.init_depth_scaling=none",), 0.1, 0.1),
+        (("model.init_depth_scaling=none", "model.mup={base: 32}"), 0.05, 0.05),
+    ],
+)
+def test_spread_of_the_weights_at_the_start(
+    one_rank: None, scaling: tuple[str, ...], std: float, of_writers: float
+) -> None:
+    """Weights that write into the residual start with std / sqrt(2 * layers), here 2 blocks, or with std; by
+    muP embeddings start with std, and the router with std / m, here 4.
+    """
     config = tiny(
+        *scaling,
         "model.hidden_size=128",
         "model.ffn_hidden_size=256",
         "model.init_std=0.1",
@@ -339,7 +352,11 @@ def test_spread_of_the_weights_at_the_start(one_rank: None) -> None:
         if parameter.dim() == 1:
             assert torch.equal(parameter, torch.ones_like(parameter)), name
             continue
-        expected = 0.05 if name.endswith(writers) else 0.1
+        expected = of_writers if name.endswith(writers) else std
+        if "model.mup={base: 32}" in scaling:
+            expected = {"word_embeddings.weight": 0.1, "scorer.weight": 0.025}.get(
+                ".".join(name.split(".")[-2:]), expected
+            )
         assert float(parameter.detach().std()) == pytest.approx(expected, rel=0.1), name
         seen |= {writer for writer in writers if name.endswith(writer)}
     assert seen == set(writers)

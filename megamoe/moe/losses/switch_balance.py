@@ -37,6 +37,9 @@ class SwitchBalance(Part):
     numbers of pairs. It depends on how a batch is cut. In evaluation f is of this rank's micro batch, because
     ranks may evaluate different numbers of batches.
 
+    With `sum_of_f: k` the loss is k at perfect balance. docs/route/parts.md#weights-of-losses says which
+    published weight needs it.
+
     Source: Fedus et al. 2021 (Switch) eq. 4-6; Yang et al. 2024 (XMoE) A.2; DeepSeek-V3 eq. 17-20 (sequence);
     Qiu et al. 2025 (global batch).
     """
@@ -48,7 +51,9 @@ class SwitchBalance(Part):
         """weight: factor in the total loss. scope: see the class; DeepSeek-V3 uses `sequence` with weight
         1e-4. first_choice: count only each token's first choice. running: accumulate f of the global batch
         over the micro batches of a step. restricted: in the scope `sequence`, count the wanted pairs.
-        probs: whether P takes every p_i, or only the p_i of tokens whose first choice is i.
+        probs: whether P takes every p_i, or only the p_i of tokens whose first choice is i. over_layers:
+        the MoE layers' losses are added, or their mean is. sum_of_f: f sums to 1, or to k, the
+        number of experts of a token, as in transformers.
         """
 
         weight: float = 0.01
@@ -57,14 +62,22 @@ class SwitchBalance(Part):
         running: bool = False
         restricted: bool = False
         probs: Literal["all", "first_choice"] = "all"
+        over_layers: Literal["sum", "mean"] = "sum"
+        sum_of_f: Literal[1, "k"] = 1
 
         def __post_init__(self) -> None:
             if self.running and self.scope != "global_batch":
                 raise ValueError(f"running: true needs scope: global_batch, found {self.scope!r}")
             if self.restricted and self.scope != "sequence":
                 raise ValueError(f"restricted: true needs scope: sequence, found {self.scope!r}")
+            if self.first_choice and self.sum_of_f == "k":
+                raise ValueError("sum_of_f: k needs first_choice: false: of first choices f sums to 1")
             if self.probs == "first_choice" and self.scope == "sequence":
                 raise ValueError("probs: first_choice is not defined for scope: sequence; set probs: all")
+
+    @classmethod
+    def requires(cls, options: Config) -> dict[str, str]:
+        return {} if options.sum_of_f == 1 else {"fixed_count": "so that there is a k that f sums to"}
 
     @classmethod
     def check(cls, options: Config, moe: MoEConfig, expert_parallel: int) -> None:
@@ -84,6 +97,10 @@ class SwitchBalance(Part):
 
     def forward(self, routing: Routing, context: StepContext) -> Tensor:
         """Return a scalar, fp32; 0 if there are no tokens."""
+        loss = self._of_pairs(routing, context)
+        return loss if self.config.sum_of_f == 1 else loss * self.dims.num_choices
+
+    def _of_pairs(self, routing: Routing, context: StepContext) -> Tensor:
         if self.config.scope == "sequence":
             return self._over_sequences(routing, context)
         counts_E = wanted_counts(routing, self.config.first_choice)

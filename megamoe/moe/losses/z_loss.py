@@ -1,6 +1,7 @@
 """`z_loss`: penalises large scores."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from torch import Tensor
 
@@ -22,9 +23,10 @@ class ZLoss(Part):
 
     @dataclass
     class Config:
-        """weight: factor in the total loss."""
+        """weight: factor in the total loss. over_layers: the layers' losses are added, or their mean is."""
 
         weight: float = 1e-3
+        over_layers: Literal["sum", "mean"] = "sum"
 
     @classmethod
     def refuses(cls, options: Config) -> dict[str, str]:

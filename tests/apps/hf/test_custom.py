@@ -392,7 +392,7 @@ def test_the_auxiliary_loss_is_that_of_transformers(k: int, tmp_path: Path) -> N
     assert [tuple(each.shape) for each in output.router_logits] == [(2 * LENGTH, 8)] * 2
     expected = load_balancing_loss_func(output.router_logits, 8, k, mask_BS)
     torch.testing.assert_close(output.aux_loss, expected)
-    torch.testing.assert_close(output.loss, plain.loss + 0.25 * expected)
+    torch.testing.assert_close(output.loss, plain.loss + 0.25 * 2 / k * expected)  # two layers
     routers = [layer.router for name, layer in model.named_modules() if name.endswith("mlp.layer")]
     (gradient,) = torch.autograd.grad(expected, routers[0].scorer.weight, retain_graph=True)
     for reentrant in (None, False, True):

@@ -17,7 +17,7 @@ from megamoe.apps.hf.keys import (
 )
 from megamoe.apps.hf.rules import BLOCK, COLUMNS, GATED, ROWS, WHOLE, TensorMapping, halves, query_key_value
 from megamoe.config import RunConfig
-from megamoe.config.shapes import has_input_bias, head_size
+from megamoe.config.shapes import has_input_bias, head_size, moe_layer_numbers
 from megamoe.parallel.chunks import Sharding
 
 HF_LAYER = "model.layers.{b}."
@@ -351,18 +351,25 @@ UNUSED_WINDOW = (
 
 
 def loss_weight(default: float) -> Entry:
-    """The weight of the balance loss; default: the class's."""
+    """The weight of the balance loss, which counts as in transformers (sum_of_f, over_layers); default: the
+    class's.
+    """
     name = "router_aux_loss_coef"
 
     def read(given: Json) -> Json:
         weight = float(given[name])
         if not weight >= 0:
             raise unsupported(name, given[name], ["a number of at least 0"])
-        return {BALANCE: weight} if weight else {"moe.losses": {}}
+        loss = {"weight": weight, "over_layers": "mean", "sum_of_f": "k"}
+        return {BALANCE: loss} if weight else {"moe.losses": {}}
 
     def write(config: RunConfig) -> Json:
-        found = config.moe.losses.get(BALANCE.rpartition(".")[2])
-        return {name: float(found.options.weight) if found else 0.0}
+        loss = config.moe.losses.get(BALANCE.rpartition(".")[2])
+        if loss is None:
+            return {name: 0.0}
+        layers = 1 if loss.options.over_layers == "mean" else len(moe_layer_numbers(config))
+        k = 1 if loss.options.sum_of_f == "k" else getattr(config.moe.router.selector.options, "k", 1)
+        return {name: float(loss.options.weight) * layers / k}
 
     return Entry({name: default}, read, write)
 
