@@ -113,7 +113,7 @@ $(PY) pretrain_gpt_moe.py --config examples/catalogues/$(1).yaml checkpoint.resu
 endef
 
 # The evaluations of the X-MoE and MoEC papers in small: masked language models of 22 languages, tuned in English with
-# routers and experts as pretrained and evaluated in the 21 others; and translation from English into German. Then a
+# routers and experts as pretrained (but the baseline's) and evaluated in the 21 others; and translation from English into German. Then a
 # report of the runs. Two runs at a time, with a thread each, are faster than one
 # with two. What is complete is not repeated.
 PAPERS_TUNED := x_moe_dense_small x_moe_switch_small x_moe_small
@@ -137,7 +137,8 @@ $(PAPERS_ALL:%=paper-%): export OMP_NUM_THREADS := 1
 
 $(PAPERS_TUNED:%=paper-%): paper-%:
 	$(call paper_run,$*)
-	$(PY) tools/finetune.py --task examples/tasks/papers_labels.yaml --checkpoint runs/$*
+	$(PY) tools/finetune.py --task examples/tasks/papers_labels.yaml --checkpoint runs/$* \
+	  $(if $(findstring switch,$*),task.frozen=[])
 
 $(PAPERS_TRANSLATED:%=paper-%): paper-%:
 	$(call paper_run,$*)

@@ -65,15 +65,12 @@ def test_a_small_recipe_routes_like_its_large_one() -> None:
             assert [mask.name for mask in routers[0].masks] == [mask.name for mask in routers[1].masks]
 
 
-@pytest.mark.usefixtures("restored_process")
-@pytest.mark.parametrize(
-    "path",
-    [pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.full) for path in SMALL],
-    ids=lambda path: path.stem,
-)
-def test_small_recipe_trains(path: Path, tmp_path: Path) -> None:
-    """Two steps on mock data; recipes of pairs learn spans instead, which need the same model."""
-    overrides = [
+def trained(path: Path, tmp_path: Path, *overrides: str, cluster_size: int = 0) -> list[float]:
+    """Train a small recipe on mock data; recipes of pairs learn spans instead, which need the same model.
+
+    cluster_size: of the clustering loss, one that the configuration refuses. Returns the loss of each step.
+    """
+    settings = [
         *UNREAD,
         "data.sources=[]",
         "data.mock=true",
@@ -92,9 +89,33 @@ def test_small_recipe_trains(path: Path, tmp_path: Path) -> None:
         f"output={tmp_path}",
     ]
     if load_config(path, UNREAD).train.objective.name == "translation":
-        overrides.append("train.objective={name: span_corruption}")
-    assert train(load_config(path, overrides)) == ExitCode.FINISHED
+        settings.append("train.objective={name: span_corruption}")
+    config = load_config(path, [*settings, *overrides])
+    if cluster_size:
+        config.moe.losses["clustering"].options.cluster_size = cluster_size
+    assert train(config) == ExitCode.FINISHED
     rows = [json.loads(line) for line in (tmp_path / path.stem / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
+    return [row["train/lm_loss"] for row in rows if "train/lm_loss" in row]
+
+
+@pytest.mark.usefixtures("restored_process")
+@pytest.mark.full
+@pytest.mark.parametrize("task", ["wmt14", "glue"])
+def test_moec_with_clusters_of_one_expert_is_its_baseline(task: str, tmp_path: Path) -> None:
+    """ "MoEC is equivalent to MoE baseline" then (Xie et al. 2022, table 2), to the bit."""
+    more = ("train.steps=20", "model.hidden_dropout=0.1", "log.every=1")
+    moec = trained(PAPERS / f"moec_{task}_no_dropout_small.yaml", tmp_path, *more, cluster_size=1)
+    baseline = trained(PAPERS / f"moec_{task}_x_moe_small.yaml", tmp_path, *more)
+    assert moec == baseline and len(set(moec)) == 20
+
+
+@pytest.mark.usefixtures("restored_process")
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=() if path.stem in QUICK else pytest.mark.full) for path in SMALL],
+    ids=lambda path: path.stem,
+)
+def test_small_recipe_trains(path: Path, tmp_path: Path) -> None:
+    losses = trained(path, tmp_path)
     assert len(losses) == 2
     assert all(4 < loss < 9 for loss in losses)  # ln 512 = 6.2

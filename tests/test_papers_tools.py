@@ -1,11 +1,14 @@
 """tools/count_parameters.py: its table, and its mistakes in one line."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.support.tiny import tool
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
 def output(name: str, capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -27,6 +30,15 @@ def test_counts_beside_the_published_ones(tmp_path: Path, capsys: pytest.Capture
     assert rows[1].split() == [*expected, f"{100 * (total / 5000 - 1):+.2f}", "%"]
 
 
+@pytest.mark.parametrize("folder", ["papers", "recipes"])
+def test_every_list_of_published_numbers_is_taken(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    published = EXAMPLES / folder / "published.json"
+    rows = output("count_parameters", capsys, EXAMPLES / folder, "--published", published).splitlines()
+    compared = {row.split()[0] for row in rows if row.endswith("%")}
+    assert compared == json.loads(published.read_text()).keys()
+    assert not [row for row in rows if folder == "recipes" and "deepseek_v3" in row and "+0.00 %" not in row]
+
+
 @pytest.mark.parametrize(
     ("published", "arguments", "message"),
     [
@@ -34,6 +46,7 @@ def test_counts_beside_the_published_ones(tmp_path: Path, capsys: pytest.Capture
         ("[]", (), "expected a mapping of names"),
         ('{"one": {"total": 0}}', (), "'one': expected total, a whole number"),
         ('{"one": {"total": 3, "weight": 2}}', (), "of the others only unit"),
+        ('{"one": {"total": 3, "counted_with": 2}}', (), "counted_with: expected a list of overrides"),
         ('{"two": {"total": 3}}', ("--vocab-size", 8), "'two' is not among the configurations"),
         ("{}", (), "model.vocab_size is not set; give --vocab-size"),
         ("{}", ("--vocab-size", 0), "--vocab-size: found 0, expected at least 1"),

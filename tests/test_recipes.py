@@ -30,7 +30,7 @@ def test_every_recipe_names_a_source_and_its_numbers() -> None:
         assert " et al. 20" in comment or "DeepSeek-AI 2024" in comment, path
         assert PUBLISHED[path.stem]["source"], path
         differences = load_config(path).differences
-        assert differences[0] == "mock data stand for the corpus; name yours in data.sources", path
+        assert "mock data stand for the corpus; name yours in data.sources" in differences, path
         assert len(differences) > 1, path
         assert len(plan_command(path.stem)) > 1, path
 

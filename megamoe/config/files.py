@@ -6,7 +6,8 @@
       router: {score_function: sigmoid}
 
 Paths of bases are relative to the file that names them; files of plugins are searched there first. Mappings
-are merged key by key, and every other value replaces that of the base. Three things are replaced whole:
+are merged key by key, `differences` are added to those of the base, and every other value replaces that of
+the base. Three things are replaced whole:
 `moe.layers`, a list, and a part or preset whose `name` or `preset` the file gives anew. A part without a name
 is the default one of its stage.
 """
@@ -112,6 +113,8 @@ def merge(base: dict[str, Any], mine: dict[str, Any], keys: tuple[str, ...] = ()
             and not _replaces(before, value, place, merged)
         ):
             merged[key] = merge(before, value, tuple(place))
+        elif place == ["differences"] and isinstance(before, list) and isinstance(value, list):
+            merged[key] = [*before, *(text for text in value if text not in before)]
         else:
             merged[key] = copy.deepcopy(value)
     return merged

@@ -94,3 +94,10 @@ def _inner_dataclass(hint: Any) -> Any:
     if dataclasses.is_dataclass(hint):
         return hint
     return next(filter(None, map(_inner_dataclass, get_args(hint))), None)
+
+
+def differences_told(differences: list[str]) -> list[str]:
+    """Return the lines of a configuration's `differences`; none without any."""
+    return ["differences from the published model:", *(f"  {each}" for each in differences)] * bool(
+        differences
+    )

@@ -437,8 +437,8 @@ class RunConfig(Section):
     plugins: list[str] = field(default_factory=list)
     """files, modules or entry points that add parts"""
     differences: list[str] = field(default_factory=list)
-    """what differs from the published model that the run is named after; has no effect on training, and
-    `tools/plan.py` prints it
+    """what differs from the published model that the run is named after, or what that leaves open: texts that
+    begin with the key, behind those of the base; without effect; `--check` and `tools/plan.py` print them
     """
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

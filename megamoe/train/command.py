@@ -58,6 +58,7 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
 
     with importing():
         from megamoe.config import load_config
+        from megamoe.config.messages import differences_told
         from megamoe.parallel.launch import find_world
         from megamoe.parallel.layout import fewest_ranks
         from megamoe.train.resolved import examine
@@ -82,6 +83,7 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
     sizes = "".join(f"{name} {of}, " for name, of in staged.items() if of > 1) + sizes
     kind = f"ZeRO {plan.stage}, {plan.precision}, {run.steps:,} steps"
     print(f"valid: {options.config} on {size} rank{'s' * (size > 1)} ({sizes}), {kind}")
+    print(*differences_told(config.differences), sep="\n", end="\n" * bool(config.differences))
     return ExitCode.FINISHED
 
 

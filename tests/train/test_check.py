@@ -95,6 +95,16 @@ def test_a_run_that_can_start(
     assert sorted(tmp_path.iterdir()) == before
 
 
+def test_differences_are_told(pretrain: Tool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Those of a base, and then the file's own."""
+    text = (tmp_path / "run.yaml").read_text().replace("differences: []", 'differences: ["b: 2", "c: 3"]')
+    (tmp_path / "base.yaml").write_text(text)
+    (tmp_path / "run.yaml").write_text('base: base.yaml\ndifferences: ["c: 3", "a: 1"]')
+    assert pretrain("--check") == 0
+    told = ["differences from the published model:", "  b: 2", "  c: 3", "  a: 1"]
+    assert capsys.readouterr().out.splitlines()[1:] == told
+
+
 def test_the_ranks_of_the_launcher_count(
     keys: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -61,7 +61,7 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     failed = [line for row in results["rows"].values() for line in row["failed"]]
     if failed:
         parts += ["## Failed runs", "\n".join(f"- {line}" for line in failed)]
-    parts += ["## How it was made", _tuning(results), study.differs, _sizes(results)]
+    parts += ["## How it was made", _tuning(results), study.differs, _differences(plan), _sizes(results)]
     libraries = ", ".join(f"{name} {found}" for name, found in made["libraries"].items())
     parts.append(
         f"{made['date']}, megamoe {made['megamoe']}, Python {made['python']}, {libraries}. "
@@ -159,6 +159,21 @@ def _of_control(results: dict[str, Any]) -> str:
         f"A row's number minus that of {results['control']['row']}, paired by seed: the mean, and in "
         "brackets its 95 % interval (Student's t). Each interval misses the true mean in 5 % of cases, so "
         "among many some leave out 0 by chance."
+    )
+
+
+def _differences(plan: Plan) -> str:
+    """Return the rows' `differences` from their papers, each with the rows that have it."""
+    rows_of: dict[str, list[str]] = {}
+    for row, tree in plan.configs.items():
+        for text in tree.get("differences", []):
+            rows_of.setdefault(text, []).append(row)
+    lines = [
+        f"- {text}" + (f" ({', '.join(rows)})" if len(rows) < len(plan.configs) else "")
+        for text, rows in rows_of.items()
+    ]
+    return "\n".join(
+        ["From the published models, the configurations differ in this:", "", *lines] if lines else []
     )
 
 

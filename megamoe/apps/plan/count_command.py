@@ -1,6 +1,7 @@
 """Count the parameters of models from their configurations, and compare them with published numbers.
 
 python tools/count_parameters.py examples/papers --published examples/papers/published.json
+python tools/count_parameters.py examples/recipes --published examples/recipes/published.json
 python tools/count_parameters.py examples/demo.yaml --vocab-size 4096
 
 No weights are built and no data is read. A model without `model.vocab_size` needs --vocab-size. A folder
@@ -16,7 +17,8 @@ from megamoe.apps.command import aligned, check_positive, json_of, parser_of, ru
 from megamoe.errors import UserError
 
 MOST_BYTES = 1 << 20  # of a file of published numbers
-KEYS = ("total", "unit", "without_embedding", "explained", "source")
+KEYS = ("total", "unit", "without_embedding", "explained", "source", "counted_with")
+OF_TESTS = ("in_checkpoint", "buffers", "active", "active_unit", "without_input_embedding")
 HEADER = ("model", "total", "active", "routed experts", "outside embeddings", "published", "difference")
 
 
@@ -56,7 +58,8 @@ def _row(path: Path, vocab_size: int | None, published: dict[str, dict[str, Any]
     from megamoe.model.size import embedding_size, model_size
 
     # Patterns of datasets are not looked up: the data need not be there.
-    config = load_config(path, ["data.sources=[unread]", "data.validation={}"])
+    more = published.get(path.stem, {}).get("counted_with", [])
+    config = load_config(path, ["data.sources=[unread]", "data.validation={}", *more])
     vocab_size = config.model.vocab_size or vocab_size
     if vocab_size is None:
         raise UserError(f"{path}: model.vocab_size is not set; give --vocab-size, or set it")
@@ -77,9 +80,12 @@ def _published(path: Path) -> dict[str, dict[str, Any]]:
         raise UserError(f"--published: {path}: expected a mapping of names")
     for name, entry in found.items():
         total = entry.get("total") if isinstance(entry, dict) else None
-        if not isinstance(total, int) or total < 1 or set(entry) - set(KEYS):
+        if not isinstance(total, int) or total < 1 or set(entry) - {*KEYS, *OF_TESTS}:
             raise UserError(
                 f"--published: {path}: {name!r}: expected total, a whole number of parameters, and of the "
-                f"others only {', '.join(KEYS[1:])}"
+                f"others only {', '.join((*KEYS[1:], *OF_TESTS))}"
             )
+        more = entry.get("counted_with", [])
+        if not isinstance(more, list) or not all(isinstance(override, str) for override in more):
+            raise UserError(f"--published: {path}: {name!r}: counted_with: expected a list of overrides")
     return found

@@ -9,6 +9,7 @@ from megamoe.apps.plan.counter import CollectiveTotal
 from megamoe.apps.plan.hardware import Topology
 from megamoe.apps.plan.memory import ACTIVATIONS, BATCH, GRADIENTS, OPTIMIZER, PARAMETERS, TEMPORARY
 from megamoe.apps.plan.plan import CHECKPOINT_BYTES, RESERVED, Plan
+from megamoe.config.messages import differences_told
 
 GB = 1e9
 LINKS = ("bytes", "inside", "between")  # of a row of collectives
@@ -18,7 +19,16 @@ CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, ACTIVATIONS, TEMPORARY)
 
 def page(plan: Plan) -> str:
     """Return the page of `tools/plan.py`."""
-    blocks = (_head, _differences, _stages, _memory, _collectives, _time, _checkpoint, _assumptions)
+    blocks = (
+        _head,
+        lambda plan: differences_told(plan.config.differences),
+        _stages,
+        _memory,
+        _collectives,
+        _time,
+        _checkpoint,
+        _assumptions,
+    )
     return "\n\n".join("\n".join(lines) for block in blocks if (lines := block(plan)))
 
 
@@ -43,11 +53,6 @@ def _head(plan: Plan) -> list[str]:
 def _recomputed(plan: Plan) -> str:
     chosen = plan.config.model.recompute
     return chosen if isinstance(chosen, str) else ", ".join(chosen) or "none"
-
-
-def _differences(plan: Plan) -> list[str]:
-    lines = [f"  {line}" for line in plan.config.differences]
-    return ["differences from the published model:", *lines] if lines else []
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:

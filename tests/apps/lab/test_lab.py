@@ -53,7 +53,7 @@ STUDY: dict[str, Any] = {
     "rows": {
         "one": {"base": "run.yaml", "set": {"moe": {"router": {"selector": {"k": 1, "weights": "raw"}}}}},
         "two": {"base": "run.yaml", "published": {"loss": 4.0}},
-        "two_again": {"base": "run.yaml"},
+        "two_again": {"base": "run.yaml", "set": {"differences": ["moe: two experts"]}},
     },
     "stages": {"routing": {"analyze": {"analyses": ["required"]}}},
     "measures": {
@@ -106,6 +106,7 @@ def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.Capture
     assert rows["two"]["measures"]["flops"]["mean"] == pytest.approx(of_token, rel=0.15)
     page = (output / "page/index.md").read_text()
     assert "| two | " in page and "[4]" in page and "| seen |" in page and "not complete" not in page
+    assert "\n- moe: two experts (two_again)\n" in page
     assert [*results["configurations"]] == ["one-1", "one-2", "two-1", "two-2"]
     assert call("lab", arguments) == 0
     assert " tasks" not in capfd.readouterr().out
