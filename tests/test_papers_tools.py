@@ -45,7 +45,6 @@ def test_every_list_of_published_numbers_is_taken(folder: str, capsys: pytest.Ca
         ("{", (), "expected JSON"),
         ("[]", (), "expected a mapping of names"),
         ('{"one": {"total": 0}}', (), "'one': expected total, a whole number"),
-        ('{"one": {"total": 3, "weight": 2}}', (), "of the others only unit"),
         ('{"one": {"total": 3, "counted_with": 2}}', (), "counted_with: expected a list of overrides"),
         ('{"two": {"total": 3}}', ("--vocab-size", 8), "'two' is not among the configurations"),
         ("{}", (), "model.vocab_size is not set; give --vocab-size"),

@@ -31,21 +31,18 @@ from megamoe.config.shapes import head_size
 class Scaling:
     """The factors of a model.
 
-    width: m. depth: on what blocks add to the residual stream. residual_layers: the L of the initial std of
-    weights that write into the residual stream, std / sqrt(2 L).
+    width: m. depth: on what blocks add to the residual stream.
     """
 
     width: float
     depth: float
-    residual_layers: int
 
     @classmethod
     def of(cls, model: ModelConfig) -> "Scaling":
         """Return the factors that `model.mup` asks for; without it, all are 1."""
         if model.mup is None:
-            return cls(1.0, 1.0, model.num_layers)
-        layers = model.mup.base_layers or model.num_layers
-        return cls(model.hidden_size / model.mup.base, layers / model.num_layers, layers)
+            return cls(1.0, 1.0)
+        return cls(model.hidden_size / model.mup.base, _base_layers(model) / model.num_layers)
 
     @property
     def hidden_std(self) -> float:
@@ -53,13 +50,17 @@ class Scaling:
         return 1 / math.sqrt(self.width)
 
 
+def _base_layers(model: ModelConfig) -> int:
+    """Return the blocks of muP's base model."""
+    return (model.mup and model.mup.base_layers) or model.num_layers
+
+
 def output_std(model: ModelConfig, num_layers: int) -> float:
-    """Return the initial std of the weights that write into the residual stream of so many blocks."""
-    scaling = Scaling.of(model)
-    std = model.init_std * scaling.hidden_std
+    """Return the initial std of weights that write into the residual stream of a stack of so many blocks."""
+    std = model.init_std * Scaling.of(model).hidden_std
     if model.init_depth_scaling == "none":
         return std
-    return std / math.sqrt(2 * (num_layers if model.mup is None else scaling.residual_layers))
+    return std / math.sqrt(2 * (_base_layers(model) if model.mup else num_layers))
 
 
 def attention_scale(model: ModelConfig) -> float | None:

@@ -140,7 +140,7 @@ add_preset(
     "MiniMax 2025, MiniMax-M2: 8 of 256 experts, none shared; the loss's weight is of its configuration",
     score_function={"name": "sigmoid", "bias_update": 0.001},
     selector={"name": "top_k", "k": 8, "weights": "renormalised"},
-    losses={"switch_balance": 0.001},
+    losses={"switch_balance": {"weight": 0.001, "over_layers": "mean", "sum_of_f": "k"}},
 )
 add_preset(
     "nemotron_latent",

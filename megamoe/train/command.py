@@ -83,7 +83,8 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
     sizes = "".join(f"{name} {of}, " for name, of in staged.items() if of > 1) + sizes
     kind = f"ZeRO {plan.stage}, {plan.precision}, {run.steps:,} steps"
     print(f"valid: {options.config} on {size} rank{'s' * (size > 1)} ({sizes}), {kind}")
-    print(*differences_told(config.differences), sep="\n", end="\n" * bool(config.differences))
+    for line in differences_told(config.differences):
+        print(line)
     return ExitCode.FINISHED
 
 

@@ -35,7 +35,7 @@ add_preset(
     "Liu et al. 2024, GRIN (Phi-3.5-MoE): two experts; the loss's weight is the default of transformers' "
     "configuration class, while the released model has 0, and a jitter of the tokens that is absent here",
     selector={"name": "sparse_mixer", "k": 2, "epsilon": 0.01},
-    losses={"switch_balance": 0.001},
+    losses={"switch_balance": {"weight": 0.001, "over_layers": "mean", "sum_of_f": "k"}},
 )
 add_preset(
     "moe_plus_plus",

@@ -19,16 +19,7 @@ CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, ACTIVATIONS, TEMPORARY)
 
 def page(plan: Plan) -> str:
     """Return the page of `tools/plan.py`."""
-    blocks = (
-        _head,
-        lambda plan: differences_told(plan.config.differences),
-        _stages,
-        _memory,
-        _collectives,
-        _time,
-        _checkpoint,
-        _assumptions,
-    )
+    blocks = (_head, _differences, _stages, _memory, _collectives, _time, _checkpoint, _assumptions)
     return "\n\n".join("\n".join(lines) for block in blocks if (lines := block(plan)))
 
 
@@ -53,6 +44,10 @@ def _head(plan: Plan) -> list[str]:
 def _recomputed(plan: Plan) -> str:
     chosen = plan.config.model.recompute
     return chosen if isinstance(chosen, str) else ", ".join(chosen) or "none"
+
+
+def _differences(plan: Plan) -> list[str]:
+    return differences_told(plan.config.differences)
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:
