@@ -167,15 +167,6 @@ FAULTS = (
         ("tests/train/test_weight_mean.py",),
     ),
     Fault(
-        "noise-scale-shares",
-        "a micro batch's own gradient is its share of the step's times their number",
-        "run/optimizers.md",
-        "megamoe/optim/noise_scale.py",
-        "self._squares[part] * micro_batches, whole",
-        "self._squares[part], whole",
-        ("tests/optim/test_noise_scale.py",),
-    ),
-    Fault(
         "checksums",
         "no flipped byte of a checkpoint goes unnoticed",
         "run/checkpoints.md",

@@ -23,7 +23,7 @@ EVERYTHING = (
 LOSSES = ("switch_balance", "z_loss", "importance")
 RUNS = {
     "everything": EVERYTHING,
-    "dense": ("moe.layers=none", "log.noise_scale_every=1", "train.global_batch_size=4"),
+    "dense": ("moe.layers=none",),
     "several losses": (f"moe.losses={{{', '.join(f'{name}: 0.01' for name in LOSSES)}}}",),
     "threshold": ("moe.router={selector: {name: threshold, threshold: 0.2}}", "moe.losses={z_loss: 0.01}"),
     "noise": ("moe.router={scorer: noisy, selector: {name: top_k, k: 2}}", "moe.losses={load: 0.01}"),
@@ -35,7 +35,6 @@ WORDS = {  # that stand for the <names> of a pattern
     "quantile": {"min", "p25", "median", "p75", "max"},
     "extreme": {"most", "least"},
     "n": set("1234"),
-    "module": {"dense"},
     "block": {"01", "02", "03"},
 }
 # Only of fp16, of a skipped step, of several ranks, of labels, and of parts of one's own.

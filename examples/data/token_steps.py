@@ -16,11 +16,11 @@ from typing import Any
 from datatrove.io import DataFolder, get_datafolder
 from datatrove.pipeline.base import PipelineStep
 
+from megamoe.apps.prepare.index_writer import token_dtype
 from megamoe.apps.prepare.parts import FOLDER, RECORDS, Part, join_parts, unfinished
 from megamoe.apps.prepare.prepare import in_batches, loaded, publish
 from megamoe.apps.prepare.write import TextCounts, locked_folder, reference_of, write_card, write_tokens
 from megamoe.data.card import DataCard, DataFiles, SourceCard, StepCard
-from megamoe.data.index_file import token_dtype
 from megamoe.errors import UserError
 
 VERSION = 2  # part of a part's key

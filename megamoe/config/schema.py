@@ -408,8 +408,6 @@ class LogConfig(Section):
     """steps between measurements of the largest attention logit of each head
     (docs/run/optimizers.md#qk-clip); 0: never
     """
-    noise_scale_every: NonNegativeInt = 0
-    """steps between measures of the gradient noise scale (docs/run/optimizers.md#the-batch-size); 0: never"""
     timers: bool = False
     """measure the time of routing, dispatch, experts and combine"""
     peak_tflops: PositiveFloat | None = None

@@ -1,4 +1,4 @@
-"""The `.idx` file of Megatron-Core's indexed datasets: writing, reading, checking it.
+"""The `.idx` file of Megatron-Core's indexed datasets: reading and checking it.
 
 Layout, little-endian: 9 bytes magic, uint64 version, uint8 dtype code, uint64 number of sequences n, uint64
 number of document boundaries m; int32 lengths [n] in tokens, int64 pointers [n] in bytes into the .bin, int64
@@ -9,7 +9,7 @@ The memory that is used here does not grow with the file, or with a number in it
 
 import os
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,7 +24,6 @@ VERSION = 1
 # Megatron-Core's codes of the dtypes that can hold token ids.
 TOKEN_DTYPES = {1: "uint8", 2: "int8", 3: "int16", 4: "int32", 5: "int64", 8: "uint16"}
 MOST_SEQUENCES = 2**31 - 1  # Megatron-Core numbers them in int32
-MOST_TOKENS = 2**31 - 1  # of a sequence; its length is an int32
 CHUNK = 1 << 18  # sequences that are checked at a time
 REMEDY = "put the right file back or prepare the data again"
 
@@ -79,51 +78,6 @@ def read_header(idx: Path) -> tuple[IndexHeader, int]:
     return header, last_pointer + last_length * header.token_bytes
 
 
-def token_dtype(vocab_size: int) -> type[np.number]:
-    """Return the dtype of the tokens in a .bin, as Megatron-Core chooses it (`DType.optimal_dtype`)."""
-    return np.uint16 if vocab_size < 65500 else np.int32
-
-
-def write_index(idx: Path, dtype: type[np.number], lengths: Iterable[np.ndarray]) -> None:
-    """Write the index of documents of one sequence each, as Megatron-Core's `IndexedDatasetBuilder` does.
-
-    Args:
-        dtype: of the tokens.
-        lengths: the documents' lengths in tokens, int [N] at a time; they are not kept.
-
-    Raises:
-        UserError: if a document, or their number, is too large for the format.
-    """
-    code = {name: code for code, name in TOKEN_DTYPES.items()}[np.dtype(dtype).name]
-    count = 0
-    with open(idx, "wb") as out:
-        out.write(bytes(HEADER.size))
-        for lengths_N in lengths:
-            if lengths_N.size and lengths_N.max() > MOST_TOKENS:
-                raise UserError(f"a document has {lengths_N.max()} tokens; expected at most 2^31 - 1")
-            out.write(lengths_N.astype("<i4").tobytes())
-            count += len(lengths_N)
-        if count > MOST_SEQUENCES:
-            raise UserError(f"{count} documents; expected at most 2^31 - 1: write several datasets")
-        out.seek(0)
-        out.write(HEADER.pack(MAGIC, VERSION, code, count, count + 1))
-        out.seek(0, os.SEEK_END)
-        end = 0
-        for lengths_N in read_lengths(idx, count):
-            ends_N = np.cumsum(lengths_N, dtype="<i8") * np.dtype(dtype).itemsize + end
-            out.write(np.concatenate(([end], ends_N[:-1])).astype("<i8").tobytes())
-            end = int(ends_N[-1])
-        for first in range(0, count + 1, CHUNK):
-            out.write(np.arange(first, min(first + CHUNK, count + 1), dtype="<i8").tobytes())
-
-
-def read_lengths(idx: Path, count: int | None = None) -> Iterator[np.ndarray]:
-    """Yield the lengths of the sequences, int32 [N] at a time; count: their number, if known."""
-    if count is None:
-        count = read_header(idx)[0].num_sequences
-    yield from _chunks(idx, HEADER.size, count, "<i4", f"data index {str(idx)!r} is")
-
-
 def tokens_before(idx: Path, sequence: int) -> int:
     """Return the tokens before a sequence; of the number of sequences: all tokens. Reads a few bytes."""
     header, end = read_header(idx)
@@ -159,8 +113,8 @@ def check_arithmetic(idx: Path, bin_size: int) -> tuple[IndexHeader, int]:
 def _check_sequences(idx: Path, header: IndexHeader, bin_size: int, broken: str) -> int:
     """Check lengths and pointers; return the byte at which the last sequence ends."""
     end, first = 0, 0
-    lengths = _chunks(idx, HEADER.size, header.num_sequences, "<i4", broken)
-    pointers = _chunks(idx, header.pointers_at, header.num_sequences, "<i8", broken)
+    lengths = chunks(idx, HEADER.size, header.num_sequences, "<i4", broken)
+    pointers = chunks(idx, header.pointers_at, header.num_sequences, "<i8", broken)
     for lengths_N, pointers_N in zip(lengths, pointers, strict=True):
         if lengths_N.min() < 0:
             wrong = int(np.argmax(lengths_N < 0))
@@ -182,7 +136,7 @@ def _check_sequences(idx: Path, header: IndexHeader, bin_size: int, broken: str)
 
 def _check_boundaries(idx: Path, header: IndexHeader, broken: str) -> None:
     last: int | None = None
-    for boundaries_N in _chunks(idx, header.boundaries_at, header.num_boundaries, "<i8", broken):
+    for boundaries_N in chunks(idx, header.boundaries_at, header.num_boundaries, "<i8", broken):
         if last is None and boundaries_N[0] != 0:
             raise UserError(f"{broken} the first document begins at sequence {boundaries_N[0]}; {REMEDY}")
         if boundaries_N[0] < (last or 0) or np.any(boundaries_N[1:] < boundaries_N[:-1]):
@@ -194,7 +148,7 @@ def _check_boundaries(idx: Path, header: IndexHeader, broken: str) -> None:
         )
 
 
-def _chunks(idx: Path, place: int, count: int, dtype: str, broken: str) -> Iterator[np.ndarray]:
+def chunks(idx: Path, place: int, count: int, dtype: str, broken: str) -> Iterator[np.ndarray]:
     """Yield the `count` numbers from byte `place` on, at most CHUNK at a time."""
     try:
         with open_plain(idx) as file:

@@ -20,7 +20,6 @@ from megamoe.data.index_file import REMEDY, check_arithmetic, read_header
 from megamoe.data.ranks import once_per_machine, rank
 from megamoe.errors import UserError
 from megamoe.io import open_plain, read_json, real, reason, replace_file
-from megamoe.object_storage import is_url
 
 CHUNK_BYTES = 1 << 22
 # A file may change twice within one tick of its file system's clock, so a recent file is read again.
@@ -156,7 +155,6 @@ def _fill(file: Any, buffer: memoryview) -> int:
 
 MOST_THREADS = 8
 TOLD_FROM_BYTES = 4e9  # some seconds of reading
-MOST_TOKEN_IDS = 2**63
 
 
 def verify_sources(data: DataConfig, paths: Iterable[str], vocab_size: int) -> dict[str, str]:
@@ -178,7 +176,7 @@ def verify_sources(data: DataConfig, paths: Iterable[str], vocab_size: int) -> d
         with ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
             try:
                 done = [
-                    pool.submit(_verify, path, vocab_size, known[path], data.verify == "full", stop)
+                    pool.submit(verify_files, path, vocab_size, known[path], data.verify == "full", stop)
                     for path in unique
                 ]
                 return [future.result() for future in done]
@@ -210,7 +208,7 @@ def _warn_of_long_reading(known: dict[str, ScanCache]) -> None:
         print(f"data: {size / 1e9:.0f} GB are read to verify them, once (data.verify)", flush=True)
 
 
-def _verify(
+def verify_files(
     prefix: str, vocab_size: int, known: ScanCache, reads_bin: bool, stop: threading.Event | None = None
 ) -> str:
     """Compare the files with each other and with the card; return the SHA-256 of the .idx."""
@@ -229,7 +227,7 @@ def _verify(
     if idx["tokens"] * header.token_bytes != size:
         raise UserError(f"data file {str(files.bin)!r} has {size} bytes for {idx['tokens']} tokens; {REMEDY}")
     if reads_bin and not is_stored(files.bin):  # its blocks are verified when they are fetched
-        _verify_bin(files.bin, card, header.dtype, vocab_size, known, stop)
+        verify_bin(files.bin, card, header.dtype, vocab_size, known, stop)
     elif card is not None and (card.largest_token or 0) >= vocab_size:
         raise _outside(files.bin, f"{card.largest_token} (by its card)", vocab_size)
     return str(idx["sha256"])
@@ -240,7 +238,7 @@ def _find_in_index(idx: Path, bin_size: int, stop: threading.Event | None) -> Re
     return {**scan(idx, stop=stop), "tokens": tokens}
 
 
-def _verify_bin(
+def verify_bin(
     path: Path,
     card: DataCard | None,
     dtype: str,
@@ -286,28 +284,3 @@ def _first_outside(path: Path, dtype: str, vocab_size: int) -> str:
                 return f"{tokens_N[wrong_N[0]]} (token {place}, byte {place * tokens_N.itemsize})"
             first += tokens_N.size
     return "that was there before"
-
-
-def verify_in_full(prefix: str) -> str:
-    """Verify a whole dataset without the cache; return a line that says what was verified.
-
-    Raises:
-        UserError: naming the file and what is wrong with it.
-    """
-    if is_url(prefix):
-        raise UserError(
-            f"data {prefix!r}: only data on a disk is read whole; a run checks each block that it fetches"
-        )
-    files, card = DataFiles(Path(prefix)), load_card(prefix)
-    check_files(prefix, card)
-    vocab_size = card.tokenizer.vocab_size if card else MOST_TOKEN_IDS
-    _verify(prefix, vocab_size, ScanCache(None), reads_bin=False)
-    header, _ = read_header(files.idx)
-    largest = _verify_bin(files.bin, card, header.dtype, vocab_size, ScanCache(None), None)
-    if card is not None and card.largest_token not in (None, largest):
-        raise UserError(
-            f"data card {str(files.card)!r} says that the largest token id is {card.largest_token}, it is "
-            f"{largest}; prepare the data again"
-        )
-    by = "sizes, SHA-256" if card else "no card, so no SHA-256 to compare with; sizes"
-    return f"{prefix}: {by}, index and token ids (up to {largest}) are right"

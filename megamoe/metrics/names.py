@@ -64,13 +64,6 @@ WEIGHTED_LOSS = TRAINING.add(
     "weight x the auxiliary loss, mean over micro batches, summed over layers",
 )
 GRAD_NORM = TRAINING.add("train/grad_norm", "1", "L2 norm of the gradient before clipping")
-NOISE_SCALE = TRAINING.add(
-    "train/noise_scale/<module>",
-    "sequences",
-    "tr(S) / |G|^2 of the `dense`, `router` and `experts` weights (McCandlish et al. 2018), both means over "
-    "the measured steps of the launch with a decay of 0.9; `Infinity` where |G|^2 is not above 0",
-    "every `log.noise_scale_every` steps",
-)
 LR = TRAINING.add("train/lr", "1", "learning rate of the step")
 BATCH_SIZE = TRAINING.add("train/batch_size", "sequences", "sequences of the global batch")
 LOSS_SCALE = TRAINING.add("train/loss_scale", "1", "the loss scale of the step", "fp16")

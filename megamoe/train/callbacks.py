@@ -12,7 +12,6 @@ from megamoe.parallel.consensus import raise_any_error_fast
 from megamoe.parallel.launch import World
 from megamoe.registry import failure_of, get_part, is_ours, naming_failures
 from megamoe.resilience.heartbeat import tick
-from megamoe.train.step_record import StepRecord
 
 
 class TrainingRun(Protocol):
@@ -75,18 +74,6 @@ class Callback:
 
     def on_train_end(self, trainer: TrainingRun) -> None:
         """Called after the last step and save, at a planned stop or a signal too, but not after an error."""
-
-
-class Observer(Protocol):
-    """Measures steps from inside: what users' callbacks cannot, which see a step when it is over.
-
-    begin: before the passes of a step, counted from 1. finish: after them, when a step without a problem has
-    moved the weights; returns metrics by their names in metrics.jsonl. Every rank calls both.
-    """
-
-    def begin(self, step: int) -> None: ...
-
-    def finish(self, record: StepRecord) -> dict[str, Any]: ...
 
 
 def is_due(step: int, every: int) -> bool:

@@ -29,7 +29,6 @@ from megamoe.resilience.stragglers import Stragglers
 from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.callbacks import is_due
 from megamoe.train.run_folder import prepare_run_folder
-from megamoe.train.step import num_rollouts
 from megamoe.train.step_record import StepRecord
 from megamoe.train.summary import muon_rows, summary_record, summary_rows
 from megamoe.train.trainer import Trainer
@@ -143,7 +142,7 @@ class Loop:
         trainer.saver.begin_uploads()
         record = summary_record(trainer.run)
         prepare_run_folder(folder, self.config, record, this_launch)
-        rows = summary_rows(trainer.run, trainer.world, num_rollouts(trainer.model), first_step, done)
+        rows = summary_rows(trainer.run, trainer.world, first_step, done)
         rows["ranks"] += muon_rows(trainer.engine.muon_costs())
         print_summary(rows)
         resumed_step = first_step if folder.continues else None
@@ -209,7 +208,7 @@ class Loop:
     def _is_recorded(self, step: int, record: StepRecord) -> bool:
         """Return whether a step is recorded by itself: at its turn, measured, or skipped."""
         log = self.config.log
-        measured = (log.noise_scale_every, log.attention_logits_every, log.gradient_shares_every)
+        measured = (log.attention_logits_every, log.gradient_shares_every)
         return record.problem is not None or any(is_due(step, every) for every in (log.every, *measured))
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:

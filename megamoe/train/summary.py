@@ -5,20 +5,16 @@ from typing import Any
 from megamoe.config import RunConfig, shapes
 from megamoe.config.layer_kinds import kinds
 from megamoe.config.mup import Scaling
-from megamoe.config.schema import Activation, GroupConfig, ModelConfig, MoEConfig, OptimizerConfig
+from megamoe.config.schema import GroupConfig, ModelConfig, MoEConfig, OptimizerConfig
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.backends import backend_rows
 from megamoe.model.size import ModelSize, model_size
 from megamoe.model.stage import block_ranges, stage_sizes
-from megamoe.moe.dispatch.choice import mean_nodes
-from megamoe.moe.experts.activations import num_halves
 from megamoe.moe.router import mean_choices
 from megamoe.optim.parameter_groups import weight_decay
 from megamoe.optim.schedule import warmup_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic, stage_traffic
-from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.parallel.zero.matrix_exchange import MuonCosts
 from megamoe.registry import get_part, is_ours
 from megamoe.train.resolved import ResolvedRun
@@ -49,18 +45,17 @@ def summary_record(run: ResolvedRun) -> dict[str, Any]:
     }
 
 
-def summary_rows(run: ResolvedRun, world: World, rollouts: int, first_step: int, samples: int) -> Rows:
+def summary_rows(run: ResolvedRun, world: World, first_step: int, samples: int) -> Rows:
     """Return the rows of the start-up table.
 
-    rollouts: how many times each sequence is routed, see `num_rollouts`. first_step: the last completed step;
-    samples: those of the completed steps.
+    first_step: the last completed step; samples: those of the completed steps.
     """
     config = run.config
     size = model_size(config, run.vocabulary.size)
     return {
         "run": [*_run_rows(run, first_step, samples), *_moment_rows(config.optimizer, world)],
         "model": _model_rows(config, run.vocabulary, size),
-        "ranks": _rank_rows(run, world, rollouts),
+        "ranks": _rank_rows(run, world),
         "backends": list(backend_rows(config, run.kernels, run.plan.precision).items()),
     }
 
@@ -200,28 +195,22 @@ def _activations(config: RunConfig) -> str:
     return dense if not {*found} - {dense} else f"{dense}, of experts {', '.join(found)}"
 
 
-def _rank_rows(run: ResolvedRun, world: World, rollouts: int) -> list[tuple[str, object]]:
+def _rank_rows(run: ResolvedRun, world: World) -> list[tuple[str, object]]:
     config, plan = run.config, run.plan
     largest = max(stage_sizes(config, run.vocabulary.size), key=lambda each: each.total)
     states = states_of(config, plan, largest)
-    sent = _sent(config, plan, rollouts)
-    activations = activation_bytes(config, run.vocabulary.size, plan, rollouts)
     parts = [("weights", states.weights), ("gradients", states.gradients), ("optimiser", states.optimizer)]
     shown = ", ".join(f"{name} {in_bytes(held)}" for name, held in parts if held)
     offloaded = {"on the CPU": states.cpu, "on disk": states.nvme}
-    elsewhere = "".join(f"{in_bytes(held)} more {place}, " for place, held in offloaded.items() if held)
+    elsewhere = "".join(f", {in_bytes(held)} more {place}" for place, held in offloaded.items() if held)
     of_states = f"{in_bytes(states.total)} of model states ({shown})"
-    rows: list[tuple[str, object]] = [
+    return [
         ("world", _world(plan.layout, config.parallel.sequence)),
         ("device", f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}"),
         *_exchange_rows(config, plan.layout),
         *_stage_rows(config, run.vocabulary.size, run.schedule.accumulation_at(0)),
-        *_in_flight_rows(config, plan.layout, activations),
-        ("memory per rank", f"{of_states}, {elsewhere}and about {in_bytes(activations)} of activations"),
+        ("memory per rank", f"{of_states}{elsewhere}, and the activations"),
     ]
-    if sent:
-        rows.append(("sent per micro batch", f"{in_bytes(sent)} by each rank in its blocks, with even loads"))
-    return rows
 
 
 def _exchange_rows(config: RunConfig, layout: Layout) -> list[tuple[str, object]]:
@@ -237,16 +226,6 @@ def _exchange_rows(config: RunConfig, layout: Layout) -> list[tuple[str, object]
     return [("exchange", ", ".join(said))] if said and layout.expert_ranks > 1 else []
 
 
-def _in_flight_rows(config: RunConfig, layout: Layout, activations: float) -> list[tuple[str, object]]:
-    """Return the row about two micro batches in flight: what they cost, and what it hides."""
-    if config.train.in_flight == 1:
-        return []
-    cost = f"two micro batches at a time, whose activations need about {in_bytes(activations / 2)} more"
-    if layout.expert == 1 or not shapes.moe_layer_numbers(config):
-        return [("in flight", f"{cost} and hide nothing: no rows are exchanged; set train.in_flight to 1")]
-    return [("in flight", f"{cost}; one computes while the other's rows travel")]
-
-
 def _stage_rows(config: RunConfig, vocab_size: int, micro_batches: int) -> list[tuple[str, object]]:
     """Return the row about pipeline stages: their blocks, and the share of time in which they wait."""
     stages, chunks = config.parallel.pipeline, config.parallel.pipeline_chunks
@@ -259,36 +238,6 @@ def _stage_rows(config: RunConfig, vocab_size: int, micro_batches: int) -> list[
     return [("stages", f"{counts} blocks, {order}, idle {idle:.0%} of the time if all stages are equal{few}")]
 
 
-def _sent(config: RunConfig, plan: ParallelPlan, rollouts: int) -> float:
-    """Return the bytes that a rank sends in a micro batch's forward and backward pass, with even loads."""
-    model, sequence = config.model, config.parallel.sequence
-    tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
-    width = 4 if plan.precision == "fp32" else 2
-    layout, stages = plan.layout, plan.layout.pipeline
-    pairs = (2 * shapes.num_blocks(config) - len(shapes.moe_block_numbers(config))) / stages
-    options: dict[str, Any] = {"tokens": tokens, "width": width}
-    hidden = {**options, "hidden_size": model.hidden_size, "sequence": sequence}
-    sent = pairs * cut_pair_traffic(layout, **hidden)
-    sent += config.parallel.pipeline_chunks * stage_traffic(layout, **hidden)
-    sizes = {"query_size": shapes.query_size(model), "key_size": shapes.key_size(model)}
-    sent += shapes.num_blocks(config) / stages * context_traffic(layout, **options, **sizes)
-    for kind in kinds(config):
-        moe = kind.moe
-        if not kind.layers:
-            continue
-        layer = moe_traffic(
-            layout,
-            **hidden,
-            pairs=tokens * mean_choices(moe),
-            num_experts=moe.num_experts,
-            row_size=shapes.expert_hidden_size(kind.config),
-            nodes_of_token=mean_nodes(moe, layout.nodes, mean_choices(moe)),
-            fp8=config.parallel.exchange_dtype == "fp8",
-        )
-        sent += len(kind.layers) / stages * layer.total
-    return sent
-
-
 def _world(layout: Layout, sequence: bool) -> str:
     sizes = {"pipeline": layout.pipeline, "data": layout.data, "context": layout.context}
     parts = [f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data"]
@@ -298,58 +247,3 @@ def _world(layout: Layout, sequence: bool) -> str:
     if layout.expert_tensor > 1:
         parts.append(f"expert tensor {layout.expert_tensor}")
     return f"{layout.ranks} ({', '.join(parts)})"
-
-
-def activation_bytes(config: RunConfig, vocab_size: int, plan: ParallelPlan, rollouts: int = 1) -> float:
-    """Estimate the bytes that backward needs.
-
-    They are about 14 hidden vectors per block, the FFN's inner ones, and three times the logits in fp32.
-    Tensor parallelism divides all but 10 / 34 of the first; with sequence parallelism those too (Korthikanti
-    et al. 2022, section 4).
-    """
-    model = config.model
-    tokens = config.train.micro_batch_size * config.data.sequence_length * rollouts
-    width, ranks = 4 if plan.precision == "fp32" else 2, plan.layout.tensor
-    if "block" in shapes.recomputed_modules(model):  # the blocks' inputs, and one block's values in backward
-        inputs = shapes.num_blocks(config) * model.hidden_size / (ranks if config.parallel.sequence else 1)
-        kept = inputs + _block_width(config) / shapes.num_blocks(config)
-    else:
-        kept = _block_width(config)
-    logits = 12 * vocab_size / ranks if model.num_labels is None else 0.0
-    # The first of p stages has 1 / p of the blocks, and keeps the values of p micro batches.
-    # Of two micro batches in flight, both are kept.
-    return float(config.train.in_flight * tokens * (width * kept + logits) / config.parallel.context)
-
-
-def _block_width(config: RunConfig) -> float:
-    """Return the values per token that all blocks keep together."""
-    model = config.model
-    dense = shapes.num_blocks(config) - len(shapes.moe_block_numbers(config))
-    inner: float = _ffn_width(model.activation) * dense * shapes.ffn_size(model)
-    again = shapes.recomputed_modules(model)
-    for kind in kinds(config):
-        if kind.layers and "moe_layer" not in again:
-            inner += len(kind.layers) * _layer_width(kind.config)
-    ranks = config.parallel.tensor
-    undivided = 0 if config.parallel.sequence else 10 / 34
-    share = undivided + (1 - undivided) / ranks
-    vectors = 14 - (2 if "norms" in again else 0)
-    return vectors * share * shapes.num_blocks(config) * model.hidden_size + inner / ranks
-
-
-def _layer_width(config: RunConfig) -> float:
-    """Return the values per token that an MoE layer keeps; config: of its kind."""
-    moe, again, size = config.moe, shapes.recomputed_modules(config.model), shapes.expert_ffn_size(config)
-    shared = 0 if "shared_experts" in again else shapes.shared_ffn_size(moe, size) / size
-    chosen = mean_choices(moe) * moe.expert_sublayers
-    width, hidden = _ffn_width(shapes.expert_activation(config)) * size, 3 * config.model.hidden_size
-    rows = 3 * shapes.expert_hidden_size(config)
-    latent = 2 * (moe.latent_size or 0)  # a token's row before the dispatch and after the combine
-    return chosen * ((0 if "moe" in again else width) + rows) + latent + shared * (width + hidden)
-
-
-def _ffn_width(activation: Activation) -> int:
-    """Return the values that an FFN keeps per unit of its size: before and after the activation, and for a
-    gated activation the value twice.
-    """
-    return 2 * num_halves(activation)

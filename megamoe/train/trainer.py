@@ -5,7 +5,6 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.backends import widen_products
 from megamoe.moe.part import StepContext
 from megamoe.moe.timers import StageTimers
-from megamoe.optim.noise_scale import EXPERTS, NoiseScale
 from megamoe.optim.schedule import learning_rate
 from megamoe.parallel import launch, random_state
 from megamoe.parallel.consensus import (
@@ -41,7 +39,7 @@ from megamoe.parallel.zero.engine import Engine
 from megamoe.registry import application, plugin_digests
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
 from megamoe.train.attention_logits import AttentionLogits
-from megamoe.train.callbacks import Callbacks, Observer, is_due
+from megamoe.train.callbacks import Callbacks, is_due
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
@@ -77,7 +75,7 @@ class Progress:
 class Trainer:
     """A run that is ready to train; the loop calls `step`, `evaluate` and `save`.
 
-    run: what follows from the configuration. observers: what measures each step from inside.
+    run: what follows from the configuration.
 
     Raises (when built):
         UserError: for every mistake that a user can correct, if possible before ranks are started.
@@ -114,7 +112,7 @@ class Trainer:
             run, make_layer = self.run, moe_layer_factory(self.context, groups, self.layout)
             model = start_model(config, run, self.world, make_layer, saved, groups.context)
             self.engine = Engine(config, model, self.world, run.plan, run.filled, run.kernels)
-            self.observers: list[Observer] = [AttentionLogits(config, self.engine), self._noise_scale()]
+            self.attention_logits = AttentionLogits(config, self.engine)
             self._seed()
             self.skip_policy = SkipPolicy(config.train)
             self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
@@ -185,8 +183,7 @@ class Trainer:
         batches = batches or self.take_batches()
         self.context.step = self.progress.step + 1
         self.context.measure_gradients = is_due(self.context.step, self.config.log.gradient_shares_every)
-        for observer in self.observers:
-            observer.begin(self.context.step)
+        self.attention_logits.begin(self.context.step)
         lr = learning_rate(self.context.step, self.config.optimizer, self.run.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
@@ -197,9 +194,7 @@ class Trainer:
             record = train_step(
                 self.engine, self.context, batches, lr, smoothing, before, reason_to_skip, in_flight
             )
-        observed: dict[str, Any] = {}
-        for observer in self.observers:
-            observed |= observer.finish(record)
+        logits = self.attention_logits.finish(record)
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
@@ -217,7 +212,7 @@ class Trainer:
             names.TOKENS: self.progress.samples * self.run.sample_tokens,
             names.TIME: time.time(),
             **record.metrics(),
-            **observed,
+            **logits,
             **routing_metrics(record.layers, record.micro_batches, self.routing_history, self.layout.expert),
             **self._skipping_metrics(scale),
             names.LR: lr,
@@ -226,18 +221,6 @@ class Trainer:
             **stage_metrics(self.context.timers),
         }
         return record, metrics
-
-    def _noise_scale(self) -> NoiseScale:
-        """Return that of the parameters with gradients of one micro batch: not of exchanged experts."""
-        is_whole = self.layout.expert_ranks == 1
-        named = [
-            (name, parameter)
-            for name, parameter in self.engine.model.named_parameters()
-            if parameter.requires_grad and (is_whole or not EXPERTS.search(name))
-        ]
-        every, size = self.config.log.noise_scale_every, self.config.train.micro_batch_size
-        key_of = partial(names.fill, names.NOISE_SCALE)
-        return NoiseScale(named, every, size, self.engine.data_group, self.world.device, key_of)
 
     def _skipping_metrics(self, scale: float) -> dict[str, float]:
         """Return the fp16 loss scale of the step and the number of skipped steps, where they apply."""

@@ -91,7 +91,6 @@ def section_problems(config: RunConfig, ranks: int, precision: Precision | None)
         yield from batch_problems(config, layout.data)
     yield from _schedule_problems(config)
     yield from _optimizer_problems(config.optimizer)
-    yield from _noise_problems(config, layout)
     yield from _blend_problems(config.data)
     yield from backend_problems(config, precision)
     yield from recompute_problems(config)
@@ -107,29 +106,6 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
     for number, group in enumerate(optimizer.groups):
         if group.algorithm is not None:
             yield Problem(f"optimizer.groups.{number}.algorithm", way_out)
-
-
-def _noise_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
-    """Yield where the gradient of one micro batch alone is known to no rank."""
-    every, train = config.log.noise_scale_every, config.train
-    if not every:
-        return
-    key, found = "log.noise_scale_every", f"found {every}"
-    others = {
-        "parallel.tensor": layout.tensor,
-        "parallel.pipeline": layout.pipeline,
-        "parallel.context": layout.context,
-        "train.in_flight": train.in_flight,
-    }
-    for name, value in others.items():
-        if value > 1:
-            yield Problem(
-                key, f"{found} beside {name} {value}, where no rank has a micro batch's gradient; set it to 0"
-            )
-    if (train.global_batch_size or train.micro_batch_size * layout.data) <= train.micro_batch_size:
-        yield Problem(
-            key, f"{found}, but a step has one micro batch: raise train.global_batch_size, or set it to 0"
-        )
 
 
 def _expert_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:

@@ -92,3 +92,40 @@ add_preset(
     capacity={"name": "per_expert", "factor": 1.25, "priority": "probability"},
     losses={"drop_rate_balance": 0.01},
 )
+add_preset("hash", "Roller et al. 2021, Hash Layers", scorer="hash", selector="table")
+add_preset("base", "Lewis et al. 2021, BASE layers", score_function="sigmoid", selector="balanced")
+add_preset(
+    "expert_choice",
+    "Zhou et al. 2022, expert choice routing; a decoder needs selector.allow_non_causal",
+    selector={"name": "expert_choice", "k": 2},
+)
+add_preset(
+    "kimi_k2",
+    "Moonshot AI 2025, Kimi K2: DeepSeek-V3's router without groups; 384 experts; of its configuration",
+    num_shared_experts=1,
+    score_function={"name": "sigmoid", "bias_update": 0.001},
+    selector={"name": "top_k", "k": 8, "weights": "renormalised", "scale": 2.827},
+)
+add_preset(
+    "minimax_m2",
+    "MiniMax 2025, MiniMax-M2: 8 of 256 experts, none shared; the loss's weight is of its configuration",
+    score_function={"name": "sigmoid", "bias_update": 0.001},
+    selector={"name": "top_k", "k": 8, "weights": "renormalised"},
+    losses={"switch_balance": {"weight": 0.001, "over_layers": "mean", "sum_of_f": "k"}},
+)
+add_preset(
+    "nemotron_latent",
+    "NVIDIA 2025, Nemotron 3, LatentMoE: sigmoid scores with a learning bias; moe.latent_size is the run's, "
+    "a quarter of the hidden size in the paper's largest models",
+    num_shared_experts=1,
+    score_function={"name": "sigmoid", "bias_update": 0.001},
+    selector={"name": "top_k", "k": 22, "weights": "renormalised", "scale": 5.0},
+    losses={"switch_balance": {"weight": 0.0001, "scope": "sequence"}},
+)
+add_preset(
+    "longcat_flash",
+    "Meituan 2025, LongCat-Flash: 12 of 512 experts and 256 identity experts, of which 8 compute on average; "
+    "moe.zero_experts.identity is the run's",
+    score_function={"name": "softmax", "over": "all", "bias_update": 0.001, "mean_experts": 8.0},
+    selector={"name": "top_k", "k": 12, "weights": "raw", "scale": 6.0},
+)

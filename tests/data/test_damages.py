@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megamoe.apps.prepare.verify import verify_in_full
 from megamoe.config.schema import DataConfig
 from megamoe.data import verify
 from megamoe.data.card import load_card
 from megamoe.data.index_file import HEADER
-from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 from tests.data.test_index_file import parts_of_index
 from tests.support.data.sources import build, config, make_bare_data, make_data

@@ -199,12 +199,11 @@ def test_a_measured_step_and_a_skipped_one_are_recorded(
         "forward",
         lambda *args, **inputs: forward(*args, **inputs) * (math.nan if next(calls) == 3 else 1),
     )
-    every = "log={every: 9, noise_scale_every: 3, attention_logits_every: 5, gradient_shares_every: 7}"
+    every = "log={every: 9, attention_logits_every: 5, gradient_shares_every: 7}"
     options = ("train.steps=8", "train.global_batch_size=4", "evaluation.batches=0")
     rows = {row["step"]: row for row in run(tmp_path, every, *options, "moe.losses={switch_balance: 0.01}")}
-    assert list(rows) == [2, 3, 5, 6, 7, 8]
+    assert list(rows) == [2, 5, 7, 8]
     assert rows[2]["train/lm_loss"] == "NaN"
-    assert "train/noise_scale/dense" in rows[3] and "train/noise_scale/dense" in rows[6]
     assert "attention/largest_logit" in rows[5]
     assert any("/gradient_share/" in key for key in rows[7])
 

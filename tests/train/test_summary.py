@@ -1,4 +1,4 @@
-"""The summary before a run: its MoE layers, and the memory of a micro batch's activations."""
+"""The summary before a run: its MoE layers, its length and its parameters."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,9 +15,8 @@ from megamoe.parallel.launch import find_world
 from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 from megamoe.train.objective import build_objective
 from megamoe.train.resolved import ResolvedRun
-from megamoe.train.step import num_rollouts
-from megamoe.train.summary import activation_bytes, summary_record, summary_rows
-from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
+from megamoe.train.summary import summary_record, summary_rows
+from tests.support.tiny import VOCABULARY, tiny
 
 WORDS = cast(Vocabulary, SimpleNamespace(size=VOCABULARY))
 
@@ -30,7 +29,7 @@ def run_of(config: RunConfig, steps: int = 4) -> ResolvedRun:
 
 
 def rows_of(*overrides: str) -> dict[str, Any]:
-    rows = summary_rows(run_of(tiny(*overrides)), find_world(), rollouts=1, first_step=0, samples=0)
+    rows = summary_rows(run_of(tiny(*overrides)), find_world(), first_step=0, samples=0)
     return dict(rows["model"])
 
 
@@ -58,15 +57,13 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
 def test_the_time_of_moments_in_bf16_on_a_gpu_is_told(device: str, moments: str, warns: bool) -> None:
     config = tiny(f"optimizer.moments={moments}", "parallel.deepspeed=ds_configs/zero1_bf16.json")
     world = replace(find_world(), device=torch.device(device))
-    rows = dict(summary_rows(run_of(config), world, rollouts=1, first_step=0, samples=0)["run"])
+    rows = dict(summary_rows(run_of(config), world, first_step=0, samples=0)["run"])
     assert str(rows.get("warning", "")).startswith("moments in bf16 have no fused kernel") == warns
 
 
 def test_the_run_is_given_in_steps(one_rank: None) -> None:
     config = tiny("train.steps=null", "train.epochs=1.5", "optimizer.warmup_share=0.1", "optimizer.name=adam")
-    rows = dict(
-        summary_rows(run_of(config, steps=1234), find_world(), rollouts=1, first_step=0, samples=0)["run"]
-    )
+    rows = dict(summary_rows(run_of(config, steps=1234), find_world(), first_step=0, samples=0)["run"])
     assert rows["data"] == "mock data"
     assert rows["steps"] == "1,234 (1.5 epochs), from the start"
     assert rows["tokens to come"] == f"{1234 * 2 * 8:,}"
@@ -85,62 +82,9 @@ def test_a_dense_model_has_no_rows_of_experts(one_rank: None) -> None:
     assert "experts" not in found
 
 
-# Of a token, in numbers: hidden 16, two blocks of attention, dense FFN 24, experts 12, vocabulary 48.
-ATTENTION = 2 * 14 * 16
-DENSE = 4 * 24
-EXPERT = 4 * 12 + 3 * 16
-LOGITS = 12 * 48  # bytes
-TOKENS = 2 * 8  # micro batch x sequence
-POLICY = "moe.router={scorer: policy, selector: {name: sample, k: 2}}"
-EXPERT_CHOICE = "moe.router.selector={name: expert_choice, k: 3, allow_non_causal: true}"
-ACTIVATIONS: dict[str, tuple[tuple[str, ...], float]] = {
-    "dense": (("moe.layers=none",), TOKENS * (4 * (ATTENTION + 2 * DENSE) + LOGITS)),
-    "without score functions": (
-        ("model.activation=gelu", "moe.layers={at: [2]}"),
-        TOKENS * (4 * (ATTENTION + 2 * 24 + 2 * (2 * 12 + 3 * 16)) + LOGITS),
-    ),
-    "two choices": ((), TOKENS * (4 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS)),
-    "an inserted layer": (
-        ("moe.layers={insert_after: [1]}", "moe.num_shared_experts=1"),
-        TOKENS * (4 * (ATTENTION + 2 * DENSE + 3 * EXPERT) + LOGITS),
-    ),
-    "sub-layers": (
-        ("moe.layers={at: [2]}", "moe.expert_sublayers=3"),
-        TOKENS * (4 * (ATTENTION + DENSE + 2 * 3 * EXPERT) + LOGITS),
-    ),
-    "latent experts": (
-        ("moe.latent_size=8", "moe.num_shared_experts=1"),
-        TOKENS * (4 * (ATTENTION + 2 * (2 * (4 * 12 + 3 * 8) + 2 * 8 + EXPERT)) + LOGITS),
-    ),
-    "experts that choose": ((EXPERT_CHOICE,), TOKENS * (4 * (ATTENTION + 2 * 3 * EXPERT) + LOGITS)),
-    "rollouts": (
-        (POLICY, "moe.losses={grpo: {rollouts: 5}}"),
-        5 * TOKENS * (4 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS),
-    ),
-    "recomputed MoE layers": (("model.recompute=selective",), TOKENS * (4 * ATTENTION + LOGITS)),
-    "recomputed blocks": (
-        ("model.recompute=full",),
-        TOKENS * (4 * (2 * 16 + (ATTENTION + 2 * 2 * EXPERT) / 2) + LOGITS),
-    ),
-}
-
-
-@pytest.mark.parametrize(("overrides", "expected"), ACTIVATIONS.values(), ids=ACTIVATIONS.keys())
-def test_activation_bytes_by_hand(one_rank: None, overrides: tuple[str, ...], expected: float) -> None:
-    config = tiny(*overrides)
-    rollouts = num_rollouts(tiny_gpt(config))
-    assert activation_bytes(config, WORDS.size, resolve_parallel(config, 1), rollouts) == expected
-
-
-def test_activations_of_a_bf16_model_take_half_but_its_logits_do_not(one_rank: None) -> None:
-    config = tiny("parallel.precision=bf16")
-    expected = TOKENS * (2 * (ATTENTION + 2 * 2 * EXPERT) + LOGITS)
-    assert activation_bytes(config, WORDS.size, resolve_parallel(config, 1), rollouts=1) == expected
-
-
 def test_active_parameters_are_those_of_a_tokens_mean_choices(one_rank: None) -> None:
     """A k that is no whole number, too."""
-    config = tiny(EXPERT_CHOICE.replace("k: 3", "k: 1.5"))
+    config = tiny("moe.router.selector={name: expert_choice, k: 1.5, allow_non_causal: true}")
     record = summary_record(run_of(config))
     expert = 3 * 16 * 12
     assert record["parameters_routed_experts"] == 2 * 4 * expert

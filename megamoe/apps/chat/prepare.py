@@ -21,6 +21,7 @@ from megamoe.apps.chat.conversation import ASSISTANT, Conversation, conversation
 from megamoe.apps.chat.docstrings import questions_of
 from megamoe.apps.chat.sandbox import BrokenTemplateError
 from megamoe.apps.chat.templates import ChatTemplate, load_template
+from megamoe.apps.prepare.index_writer import token_dtype, write_index
 from megamoe.apps.prepare.new_tokenizers import load_with_special
 from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
 from megamoe.apps.prepare.write import (
@@ -33,7 +34,6 @@ from megamoe.apps.prepare.write import (
     write_card,
 )
 from megamoe.data.card import BlockedCard, DataFiles, SourceCard, load_checked, save_checked
-from megamoe.data.index_file import token_dtype, write_index
 from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError, listed
 from megamoe.io import parse_json, sync

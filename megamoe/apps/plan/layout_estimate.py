@@ -9,8 +9,10 @@ from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
 
+from megamoe.apps.plan.activations import activation_bytes
 from megamoe.apps.plan.assumptions import ASSUMED
 from megamoe.apps.plan.hardware import Gpu
+from megamoe.apps.plan.traffic import context_traffic, cut_pair_traffic, moe_traffic
 from megamoe.config import RunConfig
 from megamoe.config.layer_kinds import LayerKind, kinds
 from megamoe.config.shapes import (
@@ -29,9 +31,7 @@ from megamoe.model.stage import blocks_of_parts
 from megamoe.moe.dispatch.choice import mean_nodes
 from megamoe.moe.router import mean_choices
 from megamoe.optim.schedule import BatchSchedule
-from megamoe.parallel.zero.costs import context_traffic, cut_pair_traffic, moe_traffic
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
-from megamoe.train.summary import activation_bytes
 from megamoe.validation.memory import states_of
 
 PASSES = 6  # over what a block keeps: forward, and twice as much backward, each read and written

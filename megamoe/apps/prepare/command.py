@@ -81,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.verify is None:
             _prepare(arguments)
         else:
-            from megamoe.data.verify import verify_in_full
+            from megamoe.apps.prepare.verify import verify_in_full
 
             print(verify_in_full(arguments.verify))
     except UserError as error:

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from megamoe.apps.prepare.index_writer import read_lengths, write_index
 from megamoe.apps.prepare.sources import Source
 from megamoe.apps.prepare.write import start_worker
 from megamoe.data.card import DataFiles
-from megamoe.data.index_file import read_lengths, write_index
 from megamoe.errors import UserError
 from megamoe.io import read_json, replace_file, sync
 

@@ -25,6 +25,7 @@ import numpy as np
 from tqdm import tqdm
 
 from megamoe.apps.prepare.documents import Document, Selection, Skipped
+from megamoe.apps.prepare.index_writer import token_dtype
 from megamoe.apps.prepare.new_tokenizers import load_with_special, train_bpe
 from megamoe.apps.prepare.parts import FOLDER, RECORDS, Part, Record, cut, join_parts, unfinished, write_parts
 from megamoe.apps.prepare.sources import Source, find_sources, open_source
@@ -37,7 +38,6 @@ from megamoe.apps.prepare.write import (
     write_tokens,
 )
 from megamoe.data.card import DataCard, DataFiles, SourceCard
-from megamoe.data.index_file import token_dtype
 from megamoe.data.special import expand
 from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megamoe.errors import UserError

@@ -23,10 +23,10 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from megamoe.apps.prepare import remote
 from megamoe.apps.prepare.decompression import decompressed
 from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Selection, Skipped, check_size
 from megamoe.apps.prepare.tables import ARROW, PARQUET, TableReader, row_groups
-from megamoe.data import remote
 from megamoe.errors import UserError, listed
 from megamoe.io import parse_json, read_json, real
 from megamoe.object_storage import is_url, without_credentials

@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
+from megamoe.apps.prepare.remote import RemoteFile
 from megamoe.apps.prepare.tables import BATCH_BYTES, pyarrow
-from megamoe.data.remote import RemoteFile
 from megamoe.errors import UserError, listed, printable
 from megamoe.object_storage import is_url
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from megamoe import __version__
 from megamoe.apps.prepare.documents import Document
+from megamoe.apps.prepare.index_writer import read_lengths, token_dtype, write_index
 from megamoe.data.blocks import BLOCK_BYTES, block_sums
 from megamoe.data.card import (
     BlockedCard,
@@ -31,7 +32,6 @@ from megamoe.data.card import (
     TokenizerCard,
     save_checked,
 )
-from megamoe.data.index_file import read_lengths, token_dtype, write_index
 from megamoe.data.tokenizers import Tokenizer, is_bytes, load_tokenizer
 from megamoe.errors import UserError
 from megamoe.io import real

@@ -17,11 +17,11 @@ from megamoe.apps.chat.objectives.chat import Chat
 from megamoe.apps.chat.prepare import ChatCard, ChatFiles, encode_conversation
 from megamoe.apps.chat.templates import GENERATION, ChatTemplate, checked, load_template
 from megamoe.apps.generation.chat import end_of_turn
+from megamoe.apps.prepare.verify import verify_in_full
 from megamoe.apps.show_batch.show import Words, pieces_of, text_of
 from megamoe.config import RunConfig
 from megamoe.data.stored import local_copy
 from megamoe.data.tokenizers import load_tokenizer
-from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares
 from megamoe.train.resolved import ResolvedRun, resolve_run

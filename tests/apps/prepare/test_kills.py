@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megamoe.data.verify import verify_in_full
+from megamoe.apps.prepare.verify import verify_in_full
 
 ROOT = Path(__file__).resolve().parents[3]
 ENDINGS = (".bin", ".idx", ".counts.npy", ".card.json")

@@ -15,18 +15,12 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 
 from megamoe.apps.prepare import parts as parts_module
 from megamoe.apps.prepare import prepare as prepare_module
+from megamoe.apps.prepare.index_writer import read_lengths, token_dtype, write_index
 from megamoe.apps.prepare.prepare import Preparation, loaded, prepare
 from megamoe.apps.prepare.sources import Source
 from megamoe.data import index_file
 from megamoe.data.card import DataFiles, check_files, load_card
-from megamoe.data.index_file import (
-    check_arithmetic,
-    read_header,
-    read_lengths,
-    token_dtype,
-    tokens_before,
-    write_index,
-)
+from megamoe.data.index_file import check_arithmetic, read_header, tokens_before
 from megamoe.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -13,10 +13,11 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megamoe import object_storage
 from megamoe.apps.prepare import prepare as prepare_module
+from megamoe.apps.prepare import remote
 from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
-from megamoe.data import remote
 from megamoe.data.card import DataCard
 from megamoe.errors import UserError
 
@@ -226,8 +227,8 @@ def test_bad_urls_are_one_line_without_secrets(tmp_path: Path, monkeypatch: pyte
         with pytest.raises(UserError, match=message) as caught:
             run(tmp_path / "out", url)
         assert "\n" not in str(caught.value) and secret not in str(caught.value)
-    monkeypatch.setitem(remote.PACKAGES, "s3", "s3fs")
-    monkeypatch.setattr(remote, "_opened", fails(ImportError("Install s3fs")))
+    monkeypatch.setitem(object_storage.PACKAGES, "s3", "s3fs")
+    monkeypatch.setattr(remote, "opened", fails(ImportError("Install s3fs")))
     with pytest.raises(UserError, match="s3:// needs the package s3fs"):
         run(tmp_path / "out", "s3://bucket/a.txt")
     assert not list(tmp_path.iterdir())

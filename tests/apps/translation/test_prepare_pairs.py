@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
+from megamoe.apps.prepare.verify import verify_in_full
 from megamoe.apps.prepare.write import lengths_of
 from megamoe.apps.translation import prepare as prepare_module
 from megamoe.apps.translation import prepare_command as prepare_pairs
@@ -19,7 +20,6 @@ from megamoe.apps.translation.pairs import KEYS, Counts, read_json_lines, read_t
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
 from megamoe.data.tokenizers import load_tokenizer
-from megamoe.data.verify import verify_in_full
 from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.errors import UserError
 from tests.support.data.catalogue_files import entry, write_package, write_po

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megamoe.apps.command import data_overrides
+from megamoe.apps.prepare.verify import verify_in_full
 from megamoe.apps.translation.dataset import PairDataset, PairOptions
 from megamoe.config import RunConfig
 from megamoe.data.batches import Batch
-from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 from megamoe.objectives.objective import TokenShares
 from megamoe.train.objective import build_objective, token_shares
