@@ -149,15 +149,6 @@ FAULTS = (
         ("tests/distributed/checkpoints/test_plan.py",),
     ),
     Fault(
-        "qk-clip-shared",
-        "the shared keys of grouped queries stay as they are",
-        "run/optimizers.md",
-        "megamoe/model/attention/qk_clip.py",
-        "if own else torch.ones_like(query_GP[:, :1])",
-        "if own else query_GP[:, :1]",
-        ("tests/train/test_attention_logits.py",),
-    ),
-    Fault(
         "ema-restored",
         "the mean of the weights goes on after a resume",
         "run/optimizers.md",

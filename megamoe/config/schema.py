@@ -227,10 +227,6 @@ class OptimizerConfig(Section):
     """for matrices only; default: 0.1 for adamw and muon, 0 for adam"""
     grad_clip: NonNegativeFloat = 1.0
     """limit of the global norm, over dense and expert parameters together; 0: off"""
-    qk_clip: PositiveFloat | None = None
-    """largest attention logit: the query and key weights of a head above it are scaled down after the step
-    (Kimi K2 has 100); see docs/run/optimizers.md#qk-clip
-    """
     ema: Annotated[float, Field(gt=0, lt=1)] | None = None
     """decay of an exponential mean of the weights, which checkpoints hold beside them; see
     docs/run/optimizers.md#a-mean-of-the-weights
@@ -400,14 +396,6 @@ class LogConfig(Section):
     """
     dead_window: PositiveInt = 100
     """steps without a pair after which an expert counts as dead (docs/run/metrics.md#the-moe-layers)"""
-    gradient_shares_every: NonNegativeInt = 0
-    """steps between measurements of the auxiliary losses' share of the gradient
-    (docs/run/metrics.md#the-moe-layers); 0: never
-    """
-    attention_logits_every: NonNegativeInt = 0
-    """steps between measurements of the largest attention logit of each head
-    (docs/run/optimizers.md#qk-clip); 0: never
-    """
     timers: bool = False
     """measure the time of routing, dispatch, experts and combine"""
     peak_tflops: PositiveFloat | None = None
@@ -416,8 +404,6 @@ class LogConfig(Section):
     """a rank whose own time of a step exceeds the ranks' median by this factor is named as a straggler
     (docs/run/metrics.md#stragglers); null: none is
     """
-    heat_map_every: NonNegativeInt = 100
-    """steps between pictures of the load in W&B and TensorBoard; 0: none"""
 
 
 @dataclass

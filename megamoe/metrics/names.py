@@ -70,19 +70,6 @@ LOSS_SCALE = TRAINING.add("train/loss_scale", "1", "the loss scale of the step",
 SKIPPED_STEPS = TRAINING.add(
     "train/skipped_steps", "steps", "steps not applied since the run's start", "fp16, or after the first one"
 )
-LOGITS_WHEN = "every `log.attention_logits_every` steps, or `optimizer.qk_clip`"
-LARGEST_LOGIT = TRAINING.add(
-    "attention/largest_logit",
-    "1",
-    "largest attention logit of the step, over heads and blocks; scaled, before a soft cap and QK-Clip",
-    LOGITS_WHEN,
-)
-HEADS_LOGITS = TRAINING.add(
-    "attention/layer_<block>/largest_logit", "1", "that of each head of a block, a list", LOGITS_WHEN
-)
-CLIPPED_HEADS = TRAINING.add(
-    "attention/clipped_heads", "heads", "whose largest logit exceeds the limit", "`optimizer.qk_clip`"
-)
 VAL_LM_LOSS = TRAINING.add(
     "val/lm_loss", "nats", "mean cross entropy of validation data, unsmoothed", EVALUATION
 )
@@ -158,13 +145,6 @@ RANK_OVERLOAD = LAYERS.add(
 
 PARTS = Table()  # of each layer alone, without a mean over layers
 LAYER_LOSS = PARTS.add("loss/<loss>", "1", "the layer's auxiliary loss, unweighted, mean over micro batches")
-GRADIENT_SHARE = PARTS.add(
-    "gradient_share/<loss>",
-    "1",
-    "L2 norm of the gradient of weight x loss with respect to the layer's scores / norm of the whole "
-    "gradient of the scores",
-    "every `log.gradient_shares_every` steps",
-)
 PARTS.add("scorer/temperature", "1", "tau of `cosine` at the step's forward pass")
 PARTS.add("scorer/embedding_norm", "1", "mean L2 norm of the experts' rows in the scorer's weight")
 PARTS.add(
@@ -187,12 +167,6 @@ EXTREME_LAYER = SHOWN.add("load/<extreme>_<n>_layer", "block", "the block of tha
 EXTREME_EXPERT = SHOWN.add("load/<extreme>_<n>_expert", "index", "that expert")
 LOAD_HISTOGRAM = SHOWN.add(
     "load/histogram", "experts", "experts by load / mean, in 32 bins up to 4; the last has all above"
-)
-HEAT_MAP = SHOWN.add(
-    "load/heat_map_<n>",
-    "1",
-    "load / mean of the last 200 logged steps, expert x step; n from 1 to 4: a quarter of the layers each",
-    "every `log.heat_map_every` steps",
 )
 LOAD_QUANTILE = SHOWN.add(
     "load/<quantile>", "1", "quantiles over all experts of all layers of load / mean load of the layer"

@@ -14,7 +14,7 @@ from megamoe.errors import UserError
 from megamoe.io import METRICS_FILE, replacing
 from megamoe.metrics.formats import name_non_finite
 from megamoe.metrics.reader import tail_start, whole_lines
-from megamoe.metrics.sinks.summaries import Summaries
+from megamoe.metrics.sinks.summaries import summary_of
 from megamoe.metrics.sinks.tensorboard_sink import TensorBoardSink
 from megamoe.metrics.sinks.wandb_sink import WandbSink
 
@@ -43,12 +43,9 @@ class JsonLinesSink:
 class Recorder:
     """Hands each step's metrics to metrics.jsonl, and their summaries to W&B and TensorBoard (`copies`)."""
 
-    def __init__(
-        self, lines: JsonLinesSink, copies: list[TensorBoardSink | WandbSink], heat_map_every: int
-    ) -> None:
+    def __init__(self, lines: JsonLinesSink, copies: list[TensorBoardSink | WandbSink]) -> None:
         self._lines = lines
         self._copies = copies
-        self._summaries = Summaries(heat_map_every)
 
     @classmethod
     def open(
@@ -71,16 +68,16 @@ class Recorder:
         if log.wandb.enabled:
             repeats = None if resumed_step is None else _repeats(run_folder / METRICS_FILE, resumed_step)
             copies.append(WandbSink(run_folder, log.wandb, run_name, config, repeats))
-        return cls(JsonLinesSink(run_folder / METRICS_FILE, resumed_step), copies, log.heat_map_every)
+        return cls(JsonLinesSink(run_folder / METRICS_FILE, resumed_step), copies)
 
     def log(self, metrics: dict[str, Any]) -> None:
         """Record one step. Values: numbers, lists of numbers, and anything with `.tolist()`."""
         plain = {key: it.tolist() if hasattr(it, "tolist") else it for key, it in metrics.items()}
         self._lines.log(plain)
         if self._copies:
-            shown = self._summaries.of(plain)
+            shown = summary_of(plain)
             for copy in self._copies:
-                copy.log(plain, shown)
+                copy.log(shown)
 
     def close(self) -> None:
         """Close every sink; a second call does nothing."""

@@ -11,11 +11,10 @@ from megamoe.config import PartChoice
 from megamoe.kernels.autograd import Function
 from megamoe.moe.context import LayerTrace, StepContext
 from megamoe.moe.objective import Objective
-from megamoe.moe.observation import kept_to_measure, measure_gradients, observe
+from megamoe.moe.observation import observe
 from megamoe.moe.part import Dims
 from megamoe.moe.router import build_part
 from megamoe.moe.routing import Routing
-from megamoe.moe.token_sharding import TokenSharding
 
 
 class AuxiliaryLosses(nn.ModuleDict):
@@ -25,9 +24,9 @@ class AuxiliaryLosses(nn.ModuleDict):
     `objective` computes after the model's forward pass.
     """
 
-    def __init__(self, choices: dict[str, PartChoice], dims: Dims, token_sharding: TokenSharding) -> None:
+    def __init__(self, choices: dict[str, PartChoice], dims: Dims) -> None:
         super().__init__({name: build_part(choice, dims) for name, choice in choices.items()})
-        self.dims, self.token_sharding = dims, token_sharding
+        self.dims = dims
         self.weights = {name: float(choice.options.weight) for name, choice in choices.items()}
         self.objectives: dict[str, Any] = {n: loss for n, loss in self.items() if isinstance(loss, Objective)}
 
@@ -38,18 +37,14 @@ class AuxiliaryLosses(nn.ModuleDict):
 
         It fills in the trace. computing: the routing to the experts that compute.
         """
-        with kept_to_measure(context):
-            others = [(name, loss) for name, loss in self.items() if name not in self.objectives]
-            values = {name: loss(routing, context) for name, loss in others}
-            detached = {name: value.detach() for name, value in values.items()}
-            trace.observation = observe(routing, detached, self.dims.kernels, computing)
-            trace.routing = routing if self.objectives else None
-            if context.measure_gradients and self.training:
-                weighted = self._weighted(values)
-                measure_gradients(trace.observation, routing, weighted, context, self.token_sharding)
-            if not values or not self.training:
-                return output_TH
-            return attach_losses(output_TH, values, self.weights, context)
+        others = [(name, loss) for name, loss in self.items() if name not in self.objectives]
+        values = {name: loss(routing, context) for name, loss in others}
+        detached = {name: value.detach() for name, value in values.items()}
+        trace.observation = observe(routing, detached, self.dims.kernels, computing)
+        trace.routing = routing if self.objectives else None
+        if not values or not self.training:
+            return output_TH
+        return attach_losses(output_TH, values, self.weights, context)
 
     def objective(self, trace: LayerTrace, token_losses_T: Tensor, context: StepContext) -> Tensor:
         """Return the weighted sum of the objectives, a scalar; token_losses_T: fp32."""
@@ -57,10 +52,7 @@ class AuxiliaryLosses(nn.ModuleDict):
         values = {name: loss(routing, context, token_losses_T) for name, loss in self.objectives.items()}
         trace.observation.losses |= {name: value.detach() for name, value in values.items()}
         trace.routing = None
-        return torch.stack([*self._weighted(values).values()]).sum()
-
-    def _weighted(self, values: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value * self.weights[name] for name, value in values.items()}
+        return torch.stack([value * self.weights[name] for name, value in values.items()]).sum()
 
 
 def attach_losses(

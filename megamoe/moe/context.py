@@ -143,8 +143,6 @@ class StepContext:
     """multiplies the gradient of the auxiliary losses, see `auxiliary_losses`"""
     data_group: dist.ProcessGroup | None = None
     """the ranks whose micro batches form the batch; None: this micro batch alone"""
-    measure_gradients: bool = False
-    """whether this step measures the shares of the auxiliary losses' gradients, see `measure_gradients`"""
     timers: StageTimers | None = None
     """of the layers' stages; None: not measured"""
     compute_timer: LocalComputeTimer = field(default_factory=lambda: LocalComputeTimer(torch.device("cpu")))

@@ -85,7 +85,7 @@ class MoELayer(nn.Module):
         self.num_experts = config.num_experts
         self.token_sharding = TokenSharding(groups.tensor)
         self.router = Router(config.router, _dims(config, shape, groups), self.token_sharding)
-        self.losses = AuxiliaryLosses(config.losses, self.router.dims, self.token_sharding)
+        self.losses = AuxiliaryLosses(config.losses, self.router.dims)
         self.dispatcher = build_dispatcher(
             shape.exchange or PartChoice.default("exchange"),
             DispatchConfig(

@@ -1,7 +1,6 @@
 """The router: the stages from the hidden states to the Routing."""
 
 import functools
-from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -14,7 +13,6 @@ from megamoe.config.shapes import routed_experts
 from megamoe.errors import UserError
 from megamoe.moe.capabilities import capabilities
 from megamoe.moe.guarded import guarded
-from megamoe.moe.observation import kept_to_measure
 from megamoe.moe.part import Candidates, Dims, Part, Residual, ScoreFunction, Selector, StepContext
 from megamoe.moe.routing import LOWEST, CapacitySlots, Pairs, Routing, Scored, has_row_per_token
 from megamoe.moe.token_sharding import TokenSharding
@@ -110,9 +108,8 @@ class Router(nn.Module):
 
         before_TE: their scores in the layer before, see `Residual`.
         """
-        with torch.autocast(hidden_TH.device.type, enabled=False), ExitStack() as stack:
+        with torch.autocast(hidden_TH.device.type, enabled=False):
             scores_TE, extras = self._scores(hidden_TH, context, before_TE)
-            stack.enter_context(kept_to_measure(context))
             scored = self._scored(scores_TE, extras)
             self._restrict(scored, context)
             wanted = pairs = self._select(scored, context)

@@ -219,7 +219,7 @@ def _refuse_even(what: str) -> None:
     )
 
 
-LAYER_LOSSES = ("dims", "objective", "objectives", "token_sharding", "weights")
+LAYER_LOSSES = ("dims", "objective", "objectives", "weights")
 BASES = {  # all others: Part
     "residual": Residual,
     "mask": Mask,

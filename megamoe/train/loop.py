@@ -30,7 +30,7 @@ from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.callbacks import is_due
 from megamoe.train.run_folder import prepare_run_folder
 from megamoe.train.step_record import StepRecord
-from megamoe.train.summary import muon_rows, summary_record, summary_rows
+from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
 
 MOST_REPORT_BYTES = 256 << 20  # of metrics.jsonl: half a minute's reading
@@ -143,7 +143,6 @@ class Loop:
         record = summary_record(trainer.run)
         prepare_run_folder(folder, self.config, record, this_launch)
         rows = summary_rows(trainer.run, trainer.world, first_step, done)
-        rows["ranks"] += muon_rows(trainer.engine.muon_costs())
         print_summary(rows)
         resumed_step = first_step if folder.continues else None
         self.recorder = Recorder.open(
@@ -206,10 +205,8 @@ class Loop:
         return self.stop_rule.agree(stops)
 
     def _is_recorded(self, step: int, record: StepRecord) -> bool:
-        """Return whether a step is recorded by itself: at its turn, measured, or skipped."""
-        log = self.config.log
-        measured = (log.attention_logits_every, log.gradient_shares_every)
-        return record.problem is not None or any(is_due(step, every) for every in (log.every, *measured))
+        """Return whether a step is recorded by itself: at its turn, or skipped."""
+        return record.problem is not None or is_due(step, self.config.log.every)
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
         if not self.config.evaluation.batches:

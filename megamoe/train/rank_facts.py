@@ -27,7 +27,7 @@ MAY_DIFFER = {
     "data.tokenizer": "the tokenizer's fingerprint is compared",
     "data.workers": "a rank's own loader processes; the batches are the same with any number",
     **dict.fromkeys(
-        ("log.every", "log.wandb", "log.tensorboard", "log.report", "log.heat_map_every"),
+        ("log.every", "log.wandb", "log.tensorboard", "log.report"),
         "rank 0 alone writes",
     ),
     **dict.fromkeys(

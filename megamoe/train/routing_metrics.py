@@ -7,7 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megamoe.metrics import names
-from megamoe.metrics.names import GRADIENT_SHARE, LAYER_LOSS, fill
+from megamoe.metrics.names import LAYER_LOSS, fill
 from megamoe.train.step_record import LayerRecord
 
 Floats = NDArray[np.float64]
@@ -110,7 +110,6 @@ def routing_metrics(
             metrics[keys[names.RANK_LOAD]] = _by_rank(layer.load_E.numpy()[None], expert_ranks)[0].tolist()
         metrics |= {keys[name]: found_L[place].item() for name, found_L in by_name.items()}
         metrics |= {keys[fill(LAYER_LOSS, name)]: it / micro_batches for name, it in layer.losses.items()}
-        metrics |= {keys[fill(GRADIENT_SHARE, name)]: it for name, it in layer.gradient_shares.items()}
         metrics |= {keys[name]: it for name, it in layer.part_metrics.items()}
     for name, found_L in by_name.items():
         whole = found_L.sum() if name == names.DEAD else found_L.mean()

@@ -16,8 +16,8 @@ class LayerRecord:
 
     load_E, wanted_E: int64, pairs computed and wanted, of the experts that compute. width_D: int64, tokens by
     their number of computed experts. entropy, top_1: sums over tokens, see `Observation`. losses: sums over
-    micro batches, unweighted; loss_weights: their weights. gradient_shares: of the losses that reach the
-    scores, in steps that measure them, see `gradient_share`. part_metrics: of the parts, by `<part>/<name>`.
+    micro batches, unweighted; loss_weights: their weights. part_metrics: of the parts, by
+    `<part>/<name>`.
     """
 
     load_E: Tensor
@@ -27,7 +27,6 @@ class LayerRecord:
     top_1: float = 0.0
     losses: dict[str, float] = field(default_factory=dict)
     loss_weights: dict[str, float] = field(default_factory=dict)
-    gradient_shares: dict[str, float] = field(default_factory=dict)
     part_metrics: dict[str, float] = field(default_factory=dict)
 
 

@@ -12,7 +12,7 @@ from megamoe.data.batches import Batch
 from megamoe.model.architectures.language_model import LanguageModel
 from megamoe.model.heads.multi_token_prediction import prediction_masks
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.observation import WHOLE, Observation
+from megamoe.moe.observation import Observation
 from megamoe.parallel.zero.engine import Engine
 from megamoe.train.step_record import LayerRecord, StepRecord
 
@@ -45,10 +45,6 @@ class Sums:
     def copy(self) -> "Sums":
         """Return sums to which others are added separately."""
         return Sums(self._vectors)
-
-    def __contains__(self, name: str) -> bool:
-        """Whether the vector was added."""
-        return name in self._vectors
 
     def add(self, name: str, vector: Tensor) -> None:
         """Add a vector, fp64 or int64 on the device; every rank adds the same names and sizes in a step."""
@@ -115,7 +111,6 @@ class StepSums:
         self._weights = loss_weights
         self._names = sorted({name for seen in observations.values() for name in seen.losses})
         values: list[Tensor] = []
-        squares: list[Tensor] = []
         counts: list[Tensor] = []
         for number, seen in observations.items():
             has_all = len(seen.losses) == len(self._names)
@@ -124,16 +119,11 @@ class StepSums:
             values += [seen.entropy, seen.top_1]
             counts += [seen.load_E, seen.wanted_E, seen.width_D]
             self._sizes[number] = [len(vector) for vector in counts[-3:]]
-            if WHOLE in seen.gradient_squares:  # NaN for a loss that does not reach the scores
-                nothing = seen.gradient_squares[WHOLE].new_full((), float("nan"))
-                squares += [seen.gradient_squares.get(name, nothing) for name in (WHOLE, *self._names)]
         values_L = torch.stack(values).double().view(len(observations), -1)
         self._device = values_L.device
         self._sums.add("losses", values_L[:, : len(self._names)].sum(0))
         self._sums.add("values", values_L.view(-1))
         self._sums.add("counts", torch.cat(counts))
-        if squares:
-            self._sums.add("squares", torch.stack(squares))
 
     def record(
         self,
@@ -159,9 +149,6 @@ class StepSums:
         sums.add("seconds", _one_hot_by_rank(compute_seconds * copies, device))
         if gradient_squares is not None:
             sums.add("gradient squares", gradient_squares.view(1) * copies)
-        if "squares" not in sums:  # of the same size on all ranks, even where one measures no gradients
-            size = len(self._sizes) * (len(self._names) + 1)
-            sums.add("squares", torch.full((size,), float("nan"), dtype=torch.float64, device=device))
         on_device, on_host = sums.over_ranks(copies, stage)
         numbers = {name: vector.tolist() for name, vector in on_host.items() if name != "counts"}
         lm_sum, tokens = numbers.get("lm", (0.0, 0.0))
@@ -194,10 +181,6 @@ class StepSums:
         for index, (number, (load_E, wanted_E, width_D)) in enumerate(self._counts(on_host)):
             weights, row = self._weights[number], index * (len(names) + 2)
             *losses, entropy, top_1 = numbers["values"][row : row + len(names) + 2]
-            row = index * (len(names) + 1)
-            whole, *squares = numbers["squares"][row : row + len(names) + 1]
-            measured = ((n, s) for n, s in zip(names, squares, strict=True) if s == s and whole)
-            shares = {name: (square / whole) ** 0.5 for name, square in measured}
             yield (
                 number,
                 LayerRecord(
@@ -208,7 +191,6 @@ class StepSums:
                     top_1=top_1,
                     losses={n: loss for n, loss in zip(names, losses, strict=True) if n in weights},
                     loss_weights=weights,
-                    gradient_shares=shares,
                     part_metrics={n: of[index] for n, of in parts.items() if of[index] == of[index]},
                 ),
             )

@@ -15,7 +15,6 @@ from megamoe.optim.parameter_groups import weight_decay
 from megamoe.optim.schedule import warmup_steps
 from megamoe.parallel.launch import World
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.zero.matrix_exchange import MuonCosts
 from megamoe.registry import get_part, is_ours
 from megamoe.train.resolved import ResolvedRun
 from megamoe.validation.memory import in_bytes, states_of
@@ -106,19 +105,6 @@ def _group(group: GroupConfig) -> str:
     decay = "" if group.weight_decay is None else f", weight decay {group.weight_decay:g}"
     algorithm = "" if group.algorithm is None else f", {OPTIMIZERS[group.algorithm].partition(',')[0]}"
     return f"{group.pattern}: {group.lr_scale:g} x lr{decay}{algorithm}"
-
-
-def muon_rows(costs: MuonCosts | None) -> list[tuple[str, object]]:
-    """Return the row about Muon's matrices on the first rank; none without Muon."""
-    if costs is None:
-        return []
-    work = f"{costs.own} of {costs.matrices} matrices, {costs.flops / 1e9:.3g} GFLOP a step"
-    sent = (
-        f", {in_bytes(costs.sent_bytes)} sent to the ranks that hold parts of them"
-        if costs.sent_bytes
-        else ""
-    )
-    return [("Muon on the first rank", f"{work}{sent}")]
 
 
 def _model_rows(config: RunConfig, vocabulary: Vocabulary, size: ModelSize) -> list[tuple[str, object]]:

@@ -38,8 +38,7 @@ from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
 from megamoe.registry import application, plugin_digests
 from megamoe.resilience.skipped_steps import SkipPolicy, name_samples
-from megamoe.train.attention_logits import AttentionLogits
-from megamoe.train.callbacks import Callbacks, is_due
+from megamoe.train.callbacks import Callbacks
 from megamoe.train.rank_facts import facts_of_files, facts_of_start
 from megamoe.train.resolved import ResolvedRun, resolve_run
 from megamoe.train.routing_metrics import RoutingHistory, routing_metrics
@@ -112,7 +111,6 @@ class Trainer:
             run, make_layer = self.run, moe_layer_factory(self.context, groups, self.layout)
             model = start_model(config, run, self.world, make_layer, saved, groups.context)
             self.engine = Engine(config, model, self.world, run.plan, run.filled, run.kernels)
-            self.attention_logits = AttentionLogits(config, self.engine)
             self._seed()
             self.skip_policy = SkipPolicy(config.train)
             self.routing_history = RoutingHistory(experts_by_layer(config), config.log.dead_window)
@@ -182,8 +180,6 @@ class Trainer:
         size = self.run.schedule.size_at(self.progress.samples)
         batches = batches or self.take_batches()
         self.context.step = self.progress.step + 1
-        self.context.measure_gradients = is_due(self.context.step, self.config.log.gradient_shares_every)
-        self.attention_logits.begin(self.context.step)
         lr = learning_rate(self.context.step, self.config.optimizer, self.run.steps)
         smoothing, before = self.config.train.label_smoothing, self.progress.micro_batches
         scale = self.engine.loss_scale
@@ -194,7 +190,6 @@ class Trainer:
             record = train_step(
                 self.engine, self.context, batches, lr, smoothing, before, reason_to_skip, in_flight
             )
-        logits = self.attention_logits.finish(record)
         self.skip_policy.update(record.problem, record.lm_loss)
         if record.problem is None:
             self._after_step(record)
@@ -212,7 +207,6 @@ class Trainer:
             names.TOKENS: self.progress.samples * self.run.sample_tokens,
             names.TIME: time.time(),
             **record.metrics(),
-            **logits,
             **routing_metrics(record.layers, record.micro_batches, self.routing_history, self.layout.expert),
             **self._skipping_metrics(scale),
             names.LR: lr,

@@ -7,7 +7,6 @@ from megamoe.config.schema import RunConfig, StackLayersConfig
 from megamoe.config.shapes import Stack, has_input_bias, head_size, stacks
 from megamoe.errors import Problem
 from megamoe.kernels.attention.rotary import YarnScaling
-from megamoe.model.backends import engine_attends, uses_transformer_engine
 
 # The keys that each scaling needs, and those that it may have.
 NEEDED = {
@@ -207,34 +206,6 @@ def attention_problems(model: ModelConfig) -> Iterator[Problem]:
     elif max(blocks) > model.num_layers:
         yield Problem(
             key, f"{found}, but the model has {model.num_layers} blocks (model.num_layers; counted from 1)"
-        )
-
-
-def logit_problems(config: RunConfig) -> Iterator[Problem]:
-    """Yield why attention logits cannot be measured, or why QK-Clip would not lower them."""
-    asked = {
-        "optimizer.qk_clip": config.optimizer.qk_clip,
-        "log.attention_logits_every": config.log.attention_logits_every,
-    }
-    model, norm = config.model, config.model.attention.query_key_norm
-    for key, value in asked.items():
-        if not value:
-            continue
-        if model.architecture != "decoder":
-            yield Problem(
-                key, f"found {value:g}, which is for decoders, but model.architecture is {model.architecture}"
-            )
-        elif uses_transformer_engine(model) and engine_attends(config):
-            yield Problem(
-                key,
-                f"found {value:g}, but Transformer Engine computes the attention and tells no logits; "
-                "set model.backend: torch",
-            )
-    if config.optimizer.qk_clip is not None and norm != "none":
-        yield Problem(
-            "optimizer.qk_clip",
-            f"found {config.optimizer.qk_clip:g} beside model.attention.query_key_norm {norm}, which undoes "
-            "a scaling of the weights and bounds the logits itself; leave one of them out",
         )
 
 

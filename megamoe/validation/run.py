@@ -24,7 +24,6 @@ from megamoe.registry import get_part
 from megamoe.validation.architecture import (
     architecture_problems,
     attention_problems,
-    logit_problems,
     position_problems,
     size_problems,
 )
@@ -77,7 +76,6 @@ def section_problems(config: RunConfig, ranks: int, precision: Precision | None)
     layout = Layout.of(config.parallel, ranks)
     yield from architecture_problems(config)
     yield from attention_problems(config.model)
-    yield from logit_problems(config)
     yield from objective_problems(config)
     yield from size_problems(config.model)
     misplaced = list(position_problems(config)) or list(group_problems(config))

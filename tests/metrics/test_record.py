@@ -174,9 +174,9 @@ def test_a_record_that_is_a_pipe_is_reported(tmp_path: Path) -> None:
         check_record(tmp_path, resumed_step=1)
 
 
-def test_tensorboard_holds_scalars_histograms_and_pictures(tmp_path: Path) -> None:
+def test_tensorboard_holds_scalars_and_histograms(tmp_path: Path) -> None:
     event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    log = LogConfig(tensorboard=True, heat_map_every=3)
+    log = LogConfig(tensorboard=True)
     for resumed_step, steps in ((None, (1, 2, 3)), (1, (2, 3))):
         recorder = Recorder.open(tmp_path, log, "run", {}, resumed_step)
         for step in steps:
@@ -197,8 +197,6 @@ def test_tensorboard_holds_scalars_histograms_and_pictures(tmp_path: Path) -> No
     assert (histogram.num, histogram.sum) == (8, 0 * 1 + 1 * 5 + 2 * 2)
     buckets = zip(histogram.bucket_limit, histogram.bucket, strict=True)
     assert [bucket for bucket in buckets if bucket[1]] == [(1, 1), (2, 5), (3, 2)]
-    (picture,) = events.Images("load/heat_map_1")
-    assert (picture.step, picture.width, picture.height) == (3, 800, 500)
 
 
 def test_a_missing_tensorboard_is_reported_before_anything_is_written(

@@ -1,20 +1,15 @@
-"""What a layer observes, by hand, and the shares of its losses' gradients, by plain autograd."""
+"""What a layer observes, by hand."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megamoe.kernels.choice import DEFAULT_KERNELS
 from megamoe.kernels.router import SMALLEST, gate_sums
-from megamoe.moe.layer import MoELayer
-from megamoe.moe.observation import WHOLE, observe
-from megamoe.moe.part import StepContext
-from megamoe.moe.recompute import recomputed
+from megamoe.moe.observation import observe
 from megamoe.moe.routing import Pairs, Routing
-from tests.support.moe.build import make_hidden, make_layer, moe_config, observed
+from tests.support.moe.build import make_layer, moe_config
 
 TOP_2 = {"selector": {"name": "top_k", "k": 2}}
 
@@ -57,80 +52,6 @@ def test_experts_per_token_by_hand() -> None:
     seen = observe(routing, {})
     assert seen.width_D.tolist() == [1, 0, 2], "of 2 experts a token counts as having at most 2"
     assert seen.load_E.tolist() == seen.wanted_E.tolist() == [2, 3]
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "softmax": {"losses": {"switch_balance": 0.5, "z_loss": 0.25}, "router": TOP_2},
-    "one loss goes by cosines": {
-        "losses": {"cosine_balance": 0.5, "importance": 0.25},
-        "router": {**TOP_2, "scorer": "cosine"},
-    },
-}
-
-
-def gradient_of_scores(layer: MoELayer, hidden_TH: Tensor, context: StepContext) -> dict[str, Tensor]:
-    """The oracle: the squares of gradients of separate forward passes, by retained gradients."""
-    found = {}
-    for name in (WHOLE, *layer.losses):
-        routings: list[Routing] = []
-        hook = layer.router.register_forward_hook(lambda *call, kept=routings: kept.append(call[-1]))
-        output_TH = layer(hidden_TH)
-        hook.remove()
-        scores_TE = routings[0].scores_TE
-        scores_TE.retain_grad()
-        if name == WHOLE:
-            output_TH.square().sum().backward()
-        else:
-            (
-                layer.losses.weights[name] * context.aux_scale * layer.losses[name](routings[0], context)
-            ).backward()
-        if scores_TE.grad is not None:
-            found[name] = scores_TE.grad.double().square().sum()
-    return found
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_gradient_shares_are_those_of_plain_autograd(case: str) -> None:
-    context = StepContext(aux_scale=0.7)
-    layer = make_layer(moe_config(num_experts=4, **CASES[case]), context)
-    hidden_TH = make_hidden(24)
-    expected = gradient_of_scores(layer, hidden_TH, context)
-    context.measure_gradients = True
-    layer(hidden_TH).square().sum().backward()
-    squares = observed(layer).gradient_squares
-    assert squares.keys() == expected.keys()
-    assert "cosine_balance" not in squares, "its gradient goes to the cosines, not to the scores"
-    for name, square in expected.items():
-        torch.testing.assert_close(squares[name], square, rtol=1e-4, atol=0)
-
-
-def test_measuring_does_not_change_the_gradients() -> None:
-    found = []
-    for measures in (False, True):
-        context = StepContext(aux_scale=0.7, measure_gradients=measures)
-        layer = make_layer(moe_config(num_experts=4, **CASES["softmax"]), context)
-        layer(make_hidden(24)).square().sum().backward()
-        found.append([weight.grad for weight in layer.parameters()])
-    for without, measured in zip(*found, strict=True):
-        assert without is not None and measured is not None and torch.equal(without, measured)
-
-
-def test_measuring_a_recomputed_layer_computes_it_twice() -> None:
-    """Once in the forward and once in the backward pass, not once more for each loss."""
-    passes, squares = [], []
-    for is_recomputed in (False, True):
-        context = StepContext(aux_scale=0.7, measure_gradients=True)
-        layer = make_layer(moe_config(num_experts=4, **CASES["softmax"]), context)
-        calls: list[Any] = []
-        layer.router.scorer.register_forward_hook(lambda *call, kept=calls: kept.append(call))
-        hidden_TH = make_hidden(24)
-        output_TH = recomputed(layer, [layer], hidden_TH) if is_recomputed else layer(hidden_TH)
-        in_forward = len(calls)
-        output_TH.square().sum().backward()
-        passes.append((in_forward, len(calls)))
-        squares.append(observed(layer).gradient_squares)
-    assert passes == [(1, 1), (1, 2)]
-    assert squares[0] == squares[1]
 
 
 def test_parts_declare_their_numbers() -> None:

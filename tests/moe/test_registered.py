@@ -102,7 +102,7 @@ def test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name: str) -> None:
 def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str) -> None:
     for mode in ("sum", "gated"):
         layer = layer_with(kind, name, num_shared_experts=1, shared_expert_mode=mode)
-        layer.losses = AuxiliaryLosses({}, layer.router.dims, layer.token_sharding)
+        layer.losses = AuxiliaryLosses({}, layer.router.dims)
         layer(make_hidden(24)).square().sum().backward()
         scorer: Any = layer.router.scorer
         of_losses = {word for kind, word in scorer.must_be_required(scorer.config) if kind == "loss"}

@@ -22,7 +22,6 @@ LAYERS = {
         entropy=3.0,
         top_1=4.5,
         losses={"z_loss": 0.5},
-        gradient_shares={"z_loss": 0.25},
         part_metrics={"scorer/temperature": 0.3},
     ),
     12: layer_of([2, 2, 2, 2], entropy=2.0, top_1=8.0, losses={"z_loss": 1.0}),
@@ -75,7 +74,6 @@ def test_a_step_by_hand() -> None:
             **{f"moe/{name}": value for name, value in means.items()},
             "moe/layer_01/loss/z_loss": 0.25,
             "moe/layer_12/loss/z_loss": 0.5,
-            "moe/layer_01/gradient_share/z_loss": 0.25,
             "moe/layer_01/scorer/temperature": 0.3,
         }
     )

@@ -40,7 +40,7 @@ from megamoe.validation.run import section_problems
 KEY = "checkpoint"
 # Sections of a saved configuration that say how it was trained, not what was trained.
 FP8_KEYS = ("fp8", "fp8_format", "fp8_amax_history")
-FORGOTTEN = ("parallel", "checkpoint", "log", "output", "name")
+FORGOTTEN = ("parallel", "optimizer", "checkpoint", "log", "output", "name")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

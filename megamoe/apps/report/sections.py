@@ -57,7 +57,7 @@ GATE = {
     names.GATE_ENTROPY: ("Entropy of the gate", "entropy", None),
     names.TOP1_PROB: ("Highest probability", "mean probability", None),
 }
-QUANTITIES = {"loss": "unweighted loss", "gradient_share": "share of the gradient's norm"}
+QUANTITIES = {"loss": "unweighted loss"}
 
 
 def run_sections(rows: Rows) -> list[Section]:

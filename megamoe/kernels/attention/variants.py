@@ -84,29 +84,6 @@ def masked_attention(
     return _over_values(shares_BGPSL.to(value_BGLE.dtype), value_BGLE).flatten(1, 2)
 
 
-@torch.no_grad()
-def largest_scores(
-    query_SBND: Tensor,
-    key_SBGD: Tensor,
-    scale: float | None,
-    documents: Documents | None = None,
-    window: int | None = None,
-) -> Tensor:
-    """Return the largest score of each query head with a key that its queries see, fp32 [N].
-
-    The scores are those of causal attention before a soft cap, without a gradient. The cost is that of the
-    products of queries and keys. Shapes and scale: as in `varied_attention`.
-    """
-    scale = query_SBND.shape[-1] ** -0.5 if scale is None else scale
-    length, batch, heads, _ = query_SBND.shape
-    query_BGPSD, key_BGSD, _ = _by_groups(query_SBND, key_SBGD, key_SBGD)
-    largest_N = torch.full((heads,), -torch.inf, device=query_SBND.device)
-    for chunk in _chunks(batch, length, documents, window):
-        scores_BGPCK, _ = chunk.scores(query_BGPSD, key_BGSD, scale, None)
-        largest_N = torch.maximum(largest_N, scores_BGPCK.float().amax((0, 3, 4)).flatten())
-    return largest_N
-
-
 class _VariedAttention(Function):
     @staticmethod
     def forward(

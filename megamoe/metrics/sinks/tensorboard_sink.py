@@ -1,4 +1,4 @@
-"""TensorBoard: the scalars, histograms and pictures of `Summaries`.
+"""TensorBoard: the scalars and histograms of `summary_of`.
 
 torch is imported only here and only when asked for: `torch.utils.tensorboard` is the one writer
 that can purge the steps which a resumed run repeats.
@@ -31,7 +31,7 @@ class TensorBoardSink:
         self._folder = folder
         self._writer: Any = None
 
-    def log(self, metrics: dict[str, Any], shown: StepSummary) -> None:
+    def log(self, shown: StepSummary) -> None:
         step, when = shown.step, shown.time
         if self._writer is None:
             # From this step on, an earlier file of the same run is superseded.
@@ -41,8 +41,6 @@ class TensorBoardSink:
                 self._writer.add_scalar(key, value, step, walltime=when)
         for key, (counts, edges) in shown.histograms.items():
             self._add_histogram(key, counts, edges, step)
-        for key, picture in shown.images.items():
-            self._writer.add_image(key, picture, step, walltime=when, dataformats="HWC")
         self._writer.flush()
 
     def _add_histogram(self, key: str, counts: list[int], edges: list[float], step: int) -> None:

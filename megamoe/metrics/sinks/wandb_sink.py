@@ -1,13 +1,9 @@
-"""Weights & Biases: metrics; alerts on divergence, dead experts, stalls. If it fails, training goes on."""
+"""Weights & Biases: the summaries of metrics. If it fails, training goes on."""
 
 import logging
-import math
 import netrc
 import os
-import statistics
 import uuid
-from collections import deque
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -18,63 +14,6 @@ from megamoe.config.schema import WandbConfig
 from megamoe.metrics import names
 from megamoe.metrics.sinks.summaries import StepSummary
 from megamoe.redaction import redact, redact_all, without_secrets
-
-WINDOW = 20  # logged steps, for the usual duration of a step
-STALL = 5.0  # times that duration
-DIVERGED = 1.5  # times the lowest loss
-
-
-@dataclass(frozen=True)
-class Alert:
-    """title: its kind, by which W&B limits how often it is sent. text: what was found."""
-
-    title: str
-    text: str
-
-
-class Alerts:
-    """Judges the metrics of each logged step, in their order; each kind at most once until it has ended."""
-
-    def __init__(self) -> None:
-        self._lowest = math.inf
-        self._dead = 0
-        self._diverged = False
-        self._seconds: deque[float] = deque(maxlen=WINDOW)
-
-    def of(self, metrics: dict[str, Any]) -> list[Alert]:
-        """Return the alerts that a step's metrics (by their names in metrics.jsonl) give rise to."""
-        where = f"step {metrics[names.STEP]}: "
-        found = (self._divergence(metrics), self._dead_experts(metrics), self._stall(metrics))
-        return [Alert(alert.title, where + alert.text) for alert in found if alert is not None]
-
-    def _divergence(self, metrics: dict[str, Any]) -> Alert | None:
-        loss = metrics.get(names.LM_LOSS)
-        if loss is None:
-            return None
-        before, self._diverged = self._diverged, not loss <= DIVERGED * self._lowest
-        if math.isfinite(loss):
-            self._lowest = min(self._lowest, loss)
-        else:
-            self._diverged = True
-        text = f"{names.LM_LOSS} is {loss:.4g}, the lowest so far was {self._lowest:.4g}"
-        return Alert("divergence", text) if self._diverged and not before else None
-
-    def _dead_experts(self, metrics: dict[str, Any]) -> Alert | None:
-        before, self._dead = self._dead, int(metrics.get(names.over_layers(names.DEAD), self._dead))
-        if self._dead <= before:
-            return None
-        return Alert("dead experts", f"{self._dead} experts get no token, {before} before")
-
-    def _stall(self, metrics: dict[str, Any]) -> Alert | None:
-        seconds = metrics.get(names.STEP_S)
-        if seconds is None:
-            return None
-        usual = statistics.median(self._seconds) if len(self._seconds) == WINDOW else math.inf
-        self._seconds.append(seconds)
-        if seconds <= STALL * usual:
-            return None
-        return Alert("stall", f"the step took {seconds:.3g} s, usual are {usual:.3g} s")
-
 
 ID_FILE = "wandb_run_id.txt"
 REPEATED_FILE = "wandb_repeated_steps.txt"
@@ -100,7 +39,6 @@ class WandbSink:
         repeats: int | None,
     ) -> None:
         self._run: Any = None
-        self._alerts = Alerts()
         self._repeated = 0  # steps, by all launches of the run
         try:
             import wandb
@@ -137,13 +75,11 @@ class WandbSink:
         except Exception as error:
             self._give_up(error)
 
-    def log(self, metrics: dict[str, Any], shown: StepSummary) -> None:
+    def log(self, shown: StepSummary) -> None:
         if self._run is None:
             return
         try:
             self._run.log(_for_wandb(shown), step=shown.step + self._repeated, commit=True)
-            for alert in self._alerts.of(metrics):
-                self._run.alert(title=alert.title, text=alert.text)
         except Exception as error:
             self._give_up(error)
 
@@ -203,12 +139,10 @@ def _sum_repeated(path: Path, repeats: int | None) -> int:
 
 
 def _for_wandb(shown: StepSummary) -> dict[str, Any]:
-    """Return the step with W&B's own types for histograms and pictures."""
+    """Return the step with W&B's own type for histograms."""
     import wandb
 
     logged: dict[str, Any] = {names.STEP: shown.step, **shown.scalars}
     for key, (counts, edges) in shown.histograms.items():
         logged[key] = wandb.Histogram(np_histogram=(np.asarray(counts), np.asarray(edges)))
-    for key, picture in shown.images.items():
-        logged[key] = wandb.Image(picture)
     return logged

@@ -23,7 +23,7 @@ from megamoe.kernels.attention.core import (
 )
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.kernels.attention.rotary import Rotary
-from megamoe.kernels.attention.variants import Variant, largest_scores
+from megamoe.kernels.attention.variants import Variant
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.model.attention.caches import KeyValueCache
 from megamoe.model.attention.context_parallel import ContextShard
@@ -66,8 +66,7 @@ class SDPAttention(nn.Module):
     """Core attention: causal or bidirectional, in whole sequences or in their documents, or cross attention.
 
     softmax_offset: with sinks, the logit of each of this rank's heads, named as in Megatron-Core. It starts
-    at 0. measures_logits: whether causal attention in training mode notes in largest_logit_N the largest
-    logit of each head that this rank computes, over all passes; fp32, before a soft cap.
+    at 0.
 
     It replaces Megatron-Core's `DotProductAttention` in a layer specification, whose mask type says whether
     it is causal. Grouped-query attention broadcasts the key and value heads. It applies rotary positions if
@@ -103,8 +102,6 @@ class SDPAttention(nn.Module):
         self.context: ContextShard | None = getattr(config, "context", None)
         self.exchanges = self.context is not None  # not where the caller does, as latent attention
         self.recomputes = "core_attention" in getattr(config, "recomputed", ())
-        self.measures_logits = False
-        self.largest_logit_N: Tensor | None = None
 
     def forward(
         self,
@@ -157,8 +154,6 @@ class SDPAttention(nn.Module):
         qkv, rotary, kernels = (query, key, value), self.rotary, self.kernels
         if not self.is_causal:
             return bidirectional_attention(*qkv, rotary, self.scale, documents, dropout, kernels=kernels)
-        if self.measures_logits and self.training:
-            self._measure_logits(query, key, documents)
         if not dropout:
             variant = self._variant()
             return causal_attention(*qkv, rotary, self.scale, documents, variant, kernels=kernels)
@@ -167,18 +162,6 @@ class SDPAttention(nn.Module):
                 apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in (query, key)
             )
         return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
-
-    @torch.no_grad()
-    def _measure_logits(self, query: Tensor, key: Tensor, documents: Documents | None) -> None:
-        """Note the heads' largest logits. A recomputed pass finds the same ones, and so changes nothing."""
-        if self.rotary is not None:
-            query, key = (
-                apply_rotary_with_documents(heads, self.rotary, documents, self.kernels)
-                for heads in (query, key)
-            )
-        found_N = largest_scores(query, key, self.scale, documents, self.window)
-        before_N = self.largest_logit_N
-        self.largest_logit_N = found_N if before_N is None else torch.maximum(before_N, found_N)
 
     def _variant(self) -> Variant:
         sinks: Tensor | None = self.softmax_offset

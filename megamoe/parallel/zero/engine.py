@@ -59,7 +59,7 @@ from megamoe.parallel.launch import World
 from megamoe.parallel.pipeline.links import StageLinks
 from megamoe.parallel.process_groups import ModelParallelUnit, groups_of
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
-from megamoe.parallel.zero.matrix_exchange import MatrixExchange, MuonCosts, split_weights
+from megamoe.parallel.zero.matrix_exchange import MatrixExchange, split_weights
 from megamoe.parallel.zero.partition import DTYPES, Partition
 from megamoe.parallel.zero.pipeline import ReplicatedWeights, use_norm_of_all_stages
 from megamoe.parallel.zero.scattered_gradients import ScatteredGradients
@@ -150,11 +150,6 @@ class Engine:
         optimizer.muon.solver = MatrixExchange(
             weights, self.layout, self.groups.stage, step_rows(config), dtype
         )
-
-    def muon_costs(self) -> MuonCosts | None:
-        """Return what a step of Muon costs this rank; None without Muon."""
-        muon = getattr(self.inner_optimizer, "muon", None)
-        return None if muon is None else muon.solver.costs()
 
     @property
     def pipeline_rank(self) -> int:

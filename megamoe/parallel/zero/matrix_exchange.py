@@ -10,7 +10,6 @@ own replica, and sends to all.
 Every rank works out the whole plan from the layout alone, so nothing is sent for it.
 """
 
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
@@ -97,20 +96,6 @@ class _Plan:
     is_exchanged: bool = False
 
 
-@dataclass(frozen=True)
-class MuonCosts:
-    """What a step of Muon costs a rank.
-
-    own, matrices: how many it orthogonalises, and of how many it holds parts. flops: of the Newton-Schulz
-    steps. sent_bytes: to other ranks.
-    """
-
-    own: int
-    matrices: int
-    flops: float
-    sent_bytes: float
-
-
 class MatrixExchange:
     """The `Solver` of a rank.
 
@@ -168,19 +153,6 @@ class MatrixExchange:
             arrived = self._exchange(parts, sizes, next(iter(sources.values())))
             for rank, values in arrived.items():
                 yield from zip(plan.arriving[rank], values, strict=True)
-
-    def costs(self) -> MuonCosts:
-        """Return the costs of a step that updates all matrices in one call."""
-        weights = [weight for found in self.tensors.values() for weight in found]
-        plan = self._make_plan(weights)
-        sent = [piece.sizes for pieces in plan.sent.values() for piece in pieces]
-        sent += [rectangle.sizes for pieces in plan.returned.values() for rectangle, _ in pieces]
-        return MuonCosts(
-            own=sum(count for count, _, _ in plan.batches),
-            matrices=sum(map(_num_matrices, weights)),
-            flops=sum(count * flops(small, large, len(self._rows)) for count, small, large in plan.batches),
-            sent_bytes=torch.finfo(self._dtype).bits / 8 * sum(map(math.prod, sent)),
-        )
 
     def _exchange(
         self, parts: dict[int, list[Tensor]], sizes: dict[int, list[tuple[int, int]]], like: Tensor

@@ -71,7 +71,7 @@ def full_rows() -> list[dict[str, Any]]:
     own |= {"train/switch_balance/weighted": 0.01, "train/lm_loss/mtp_1": 7.0, "test/lm_loss": 4.75}
     for keys in (names.of_layer(2), names.of_layer(10)):
         own |= {keys[it.key]: 0.5 for it in names.LAYERS if it.unit not in ("pairs", "tokens")}
-        own |= {keys["loss/switch_balance"]: 1.5, keys["gradient_share/switch_balance"]: 0.125}
+        own |= {keys["loss/switch_balance"]: 1.5}
         own |= {keys["width_histogram"]: [0, 3, 1], keys["rank_load"]: [7, 5]}
         own |= {keys["scorer/temperature"]: 0.07, keys["losses.own/norm"]: 2.0}
     return [own | row for row in moe_rows()]
@@ -187,7 +187,6 @@ def test_every_metric_of_the_docs_has_a_panel_and_every_axis_its_unit() -> None:
         "Balance: Dropped pairs", "Experts per token: Mean number of experts", "Experts per token: layer 10",
         "Gate: Entropy of the gate", "Gate: Highest probability",
         "Expert-parallel ranks: Imbalance of the all-to-all", "Expert-parallel ranks: Overload of the ranks",
-        "Numbers of layers and parts: gradient_share/switch_balance",
         "Numbers of layers and parts: loss/switch_balance", "Numbers of layers and parts: scorer/temperature",
         "Expert load: layer 02",
     } <= drawn  # fmt: skip

@@ -1,4 +1,4 @@
-"""What Muon sends and computes in a step is what the start-up table says, and what the layout asks for."""
+"""What Muon sends in a step is what the layout asks for."""
 
 import math
 from pathlib import Path
@@ -9,7 +9,6 @@ from deepspeed.moe.utils import is_moe_param
 
 from megamoe.compat.deepspeed_zero import whole_shape
 from megamoe.optim.matrices import takes_muon
-from megamoe.parallel.zero.matrix_exchange import MuonCosts
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import Place, small_run
@@ -17,9 +16,8 @@ from tests.support.ranks.runs import Place, small_run
 RUN: dict[str, Any] = {"optimizer__name": "muon", "train__global_batch_size": 4}
 
 
-def measured(runs: list[dict[str, Any]]) -> list[tuple[int, MuonCosts, int, int]]:
-    """Job: (bytes sent in a step, the costs that are told, elements of this rank in dense matrices and in
-    experts) of each run."""
+def measured(runs: list[dict[str, Any]]) -> list[tuple[int, int, int]]:
+    """Job: (bytes sent in a step, elements of this rank in dense matrices and in experts) of each run."""
     found: list[Any] = []
     for changes in runs:
         trainer = Trainer(small_run(**changes))
@@ -29,23 +27,18 @@ def measured(runs: list[dict[str, Any]]) -> list[tuple[int, MuonCosts, int, int]
         for name, parameter in trainer.engine.model.named_parameters():
             if takes_muon(name, parameter):
                 numel[is_moe_param(parameter)] += math.prod(whole_shape(parameter))
-        found.append((exchange.sent_bytes, trainer.engine.muon_costs(), *numel))
+        found.append((exchange.sent_bytes, *numel))
         trainer.release()
     return found
 
 
-def test_bytes_and_work(pool: Pool, tmp_path: Path) -> None:
+def test_bytes(pool: Pool, tmp_path: Path) -> None:
     places = [Place(2, zero=stage) for stage in (0, 1, 3)] + [Place(2, expert=2)]
     runs = [{**RUN, **place.changes(tmp_path)} for place in places]
     one, other = pool.run(measured, runs, ranks=2)
     for place, mine, theirs in zip(places, one, other, strict=True):
-        (sent, costs, dense, experts), (sent_too, costs_too, *_) = mine, theirs
+        (sent, dense, experts), (sent_too, *_) = mine, theirs
         both = sent + sent_too
-        if place.zero == 0:  # all in one call, as the table has it
-            assert (sent, sent_too) == (costs.sent_bytes, costs_too.sent_bytes)
-        if place.expert == 1:
-            assert costs.matrices == costs_too.matrices == costs.own + costs_too.own
-            assert costs.flops == pytest.approx(costs_too.flops, rel=0.1)
         if place.expert == 2:  # the experts are with their owners
             assert both == 4 * dense
         elif place.zero == 0:  # each matrix goes from its owner to the other replica

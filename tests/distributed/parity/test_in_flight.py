@@ -67,7 +67,7 @@ FULL = {
     "zero 2 in bf16": Case(DIRECT, zero="zero2_bf16", bits=False, close=2**-7, sequences=4),
     "selective": Case({**DIRECT, "model__recompute": "selective"}),
     "untied": Case({**DIRECT, "model__tie_embeddings": False}),
-    "shares": Case({**DIRECT, "log__gradient_shares_every": 1, "model__recompute": "full"}),
+    "full": Case({**DIRECT, "model__recompute": "full"}),
     "running balance": Case(
         {
             **DIRECT,

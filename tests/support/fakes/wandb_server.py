@@ -1,4 +1,4 @@
-"""A W&B server on the loopback address: keeps what runs, views and alerts are sent to it, in memory.
+"""A W&B server on the loopback address: keeps what runs and views are sent to it, in memory.
 
 It takes the GraphQL calls of wandb 0.31 and wandb-workspaces 0.4 by the name of their first field, the file
 stream of a run (`/files/<entity>/<project>/<run>/file_stream`: lines of files at offsets), and uploads of
@@ -38,7 +38,6 @@ class SentRun:
     values: Tree = field(default_factory=dict)
     lines: dict[str, list[str]] = field(default_factory=dict)
     files: dict[str, bytes] = field(default_factory=dict)
-    alerts: list[Tree] = field(default_factory=list)
     exits: list[int] = field(default_factory=list)
 
     @property
@@ -182,10 +181,6 @@ class WandbServer:
             for name in values["files"]
         ]
         return {"runID": f"id-{values['run']}", "uploadHeaders": [], "files": files}
-
-    def _notifyScriptableRunAlert(self, values: Tree) -> Tree:
-        self.runs[values["runName"]].alerts.append(values)
-        return {"success": True}
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -171,23 +171,21 @@ def recorded_steps(trainer: Trainer, steps: int) -> dict[str, list[Any]]:
     """Take steps, close the trainer's stream but not its world, and return each step's results on this rank.
 
     lm_loss, loss, grad_norm, lr, batch_size: of the whole batch. masks, samples: for this rank's micro
-    batches, the number of unmasked tokens and the sample numbers. logits: the largest logits of
-    attention by their keys, where they are measured. chosen: int64 [n, 4], rows (layer, token index, choice,
-    expert) of this rank's tokens.
+    batches, the number of unmasked tokens and the sample numbers. chosen: int64 [n, 4],
+    rows (layer, token index, choice, expert) of this rank's tokens.
     """
     chosen: list[Tensor] = []
     batches: list[Batch] = []
     _record_routers(trainer.engine.model, chosen)
     _record_batches(trainer, batches)
     words = (*WORDS, "lr", "batch_size")
-    found: dict[str, list[Any]] = {word: [] for word in (*words, "masks", "samples", "logits", "chosen")}
+    found: dict[str, list[Any]] = {word: [] for word in (*words, "masks", "samples", "chosen")}
     for _ in range(steps):
         chosen.clear()
         batches.clear()
         _, metrics = trainer.step()
         for word in words:
             found[word].append(metrics[f"train/{word}"])
-        found["logits"].append({key: it for key, it in metrics.items() if key.startswith("attention/")})
         found["masks"].append([float(batch.loss_mask_BS.sum()) for batch in batches])
         found["samples"].append([batch.sample_index_B.tolist() for batch in batches])
         none = torch.empty(0, 4, dtype=torch.int64)  # on a pipeline stage without an MoE layer
