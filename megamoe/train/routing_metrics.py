@@ -139,10 +139,11 @@ def load_metrics(load_LE: Ints) -> dict[str, Floats]:
 
 
 def _token_metrics(layers: list[LayerRecord]) -> dict[str, Floats]:
-    width_LD = _stacked([layer.width_D.numpy() for layer in layers])
-    tokens_L = width_LD.sum(1)
+    widths = [layer.width_D.numpy() for layer in layers]  # longer with experts that compute nothing
+    tokens_L = np.array([width_D.sum() for width_D in widths])
+    pairs_L = np.array([width_D @ np.arange(len(width_D)) for width_D in widths])
     return {
-        names.EXPERTS_PER_TOKEN: _ratio(width_LD @ np.arange(width_LD.shape[1]), tokens_L),
+        names.EXPERTS_PER_TOKEN: _ratio(pairs_L, tokens_L),
         names.GATE_ENTROPY: _ratio(np.array([layer.entropy for layer in layers]), tokens_L),
         names.TOP1_PROB: _ratio(np.array([layer.top_1 for layer in layers]), tokens_L),
     }

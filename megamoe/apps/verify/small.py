@@ -7,7 +7,6 @@ from typing import Any
 from megamoe.apps.plan.figures import block_kinds, fewer_blocks, with_blocks
 from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.errors import UserError
-from megamoe.parallel.layout import fewest_ranks
 from megamoe.train.resolved import examine
 
 STEPS = 3
@@ -67,6 +66,8 @@ def shrunk(config: RunConfig) -> tuple[Tree, list[str]]:
     """
     lines: list[str] = []
     tree = changed(to_dict(config), {**TRAINING, **_alone()})
+    if config.model.hidden_dropout or config.model.attention_dropout:
+        lines.append("dropout: off in the blocks, where each rank draws by itself")
     mocked = changed(tree, MOCK)
     if not problems(mocked, 1):
         lines += [] if tree["data"]["mock"] else ["data: mock tokens of a vocabulary of 64"]
@@ -109,6 +110,9 @@ def _alone() -> Changes:
         "model.fp8_amax_history": None,
         "optimizer.moments": "fp32",
         "train.in_flight": 1,
+        # Megatron-Core's draws belong to the rank.
+        "model.hidden_dropout": 0.0,
+        "model.attention_dropout": 0.0,
     }
 
 
@@ -138,7 +142,6 @@ def problems(tree: Tree, ranks: int) -> list[str]:
         config = parse_config(tree)
     except UserError as error:
         return [str(error)]
-    ranks = max(ranks, fewest_ranks(config.parallel))
     return [str(problem) for problem in examine(config, ranks)[0]]
 
 
