@@ -3,7 +3,6 @@
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -13,11 +12,11 @@ from torch.nn import functional
 from megamoe.checkpoint.init_from import InitialWeights
 from megamoe.config import RunConfig
 from megamoe.config.schema import InitConfig
-from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
 from megamoe.moe.layer import MoELayer
 from megamoe.parallel.layout import Layout
-from tests.support.checkpoint_files import Tensors, flip, grid, rewrite, write_checkpoint
+from tests.support.checkpoint_files import flip, grid, rewrite, write_checkpoint
+from tests.support.refusals import Case, cases, told
 from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -147,115 +146,31 @@ def test_what_a_dense_model_lacks_keeps_its_start(tmp_path: Path) -> None:
     assert all(torch.equal(after[name], dense[name]) for name in after if ".mlp.layer." not in name)
 
 
-class Refusal(NamedTuple):
-    """The message; the checkpoint's model, what happens to its folder, this run's model, and the experts."""
-
-    message: str
-    saved: tuple[str, ...] = ()
-    harm: Callable[[Path], object] = lambda folder: None
-    run: tuple[str, ...] = ()
-    experts: str = "same"
-
-
-def edit(change: Callable[[Tensors], object]) -> Callable[[Path], None]:
-    return lambda folder: rewrite(folder, change)
-
-
 SHARD = "shard_00001.safetensors"
-NORM = "model.decoder.final_layernorm.weight"
-EXPERTS = f"{MLP}.layer.experts.up"
-MORE = edit(lambda held: held.update({"model/other": torch.ones(1)}))
-REFUSALS = {
-    "no checkpoint": Refusal(
-        r"checkpoint.init.path: .*step is not a complete checkpoint .*; name a step_\* folder$",
-        harm=lambda folder: (folder / "checkpoint.json").unlink(),
-    ),
-    "no shard": Refusal(
-        rf"damaged \({SHARD}: missing\); name another checkpoint$",
-        harm=lambda folder: (folder / SHARD).unlink(),
-    ),
-    "a bit flipped": Refusal(
-        rf"damaged \({SHARD}: damaged, its SHA-256 is not", harm=lambda folder: flip(folder / SHARD)
-    ),
-    "a tensor less": Refusal(
-        f"{NORM} is missing; the checkpoint is of another model",
-        harm=edit(lambda held: held.pop(f"model/{NORM}")),
-    ),
-    "a tensor of experts less": Refusal(
-        f"{EXPERTS} is missing", harm=edit(lambda held: held.pop(f"model/{EXPERTS}"))
-    ),
-    "a tensor more": Refusal(
-        "this model has no place for other; use the configuration that saved it", harm=MORE
-    ),
-    "a dense tensor more": Refusal(
-        "this model has no place for other; start from one of the same model, but", DENSE, MORE, CUT, "cut"
-    ),
-    "no dense FFN": Refusal(
-        f"{MLP}.linear_fc2.weight is missing; the checkpoint is of another model",
-        DENSE,
-        edit(lambda held: held.pop(f"model/{MLP}.linear_fc2.weight")),
-        CUT,
-        "cut",
-    ),
-    "another hidden size": Refusal(
-        r"has shape \[.*16.*\], this model needs \[.*32.*\]; use the configuration that saved it",
-        run=("model.hidden_size=32",),
-    ),
-    "another expert size": Refusal(
-        r"experts.up has shape \[4, 24, 16\], this model needs \[4, 48, 16\]",
-        run=("moe.expert_ffn_hidden_size=24",),
-    ),
-    "more experts": Refusal(
-        "holds 4 experts, this model has moe.num_experts=8; set it to 4", run=("moe.num_experts=8",)
-    ),
-    "fewer blocks": Refusal("no place for model.decoder.layers.1", run=("model.num_layers=1",)),
-    "dense as the same": Refusal(
-        "the checkpoint is of a dense model; say checkpoint.init.experts=cut or copy", DENSE
-    ),
-    "MoE as dense": Refusal("of an MoE model, this one is dense", run=DENSE),
-    "MoE to cut": Refusal(
-        "of an MoE model, which has no dense FFN to cut; say .*=same", run=CUT, experts="cut"
-    ),
-    "MoE to copy": Refusal("of an MoE model, which has no dense FFN to copy", run=COPY, experts="copy"),
-    "cut of another size": Refusal(
-        "cut needs moe.num_experts x moe.expert_ffn_hidden_size of the dense FFN's size 24, found 4 x 8; "
-        "set moe.expert_ffn_hidden_size=6",
-        DENSE,
-        run=("moe.expert_ffn_hidden_size=8",),
-        experts="cut",
-    ),
-    "cut that leaves a rest": Refusal(
-        "found 5 x 12; choose a moe.num_experts that divides 24",
-        DENSE,
-        run=("moe.num_experts=5",),
-        experts="cut",
-    ),
-    "copy of another size": Refusal(
-        "copy needs experts of the dense FFN's size 24, found 12; set moe.expert_ffn_hidden_size=24",
-        DENSE,
-        experts="copy",
-    ),
-    "another activation": Refusal(
-        r"linear_fc1.weight has shape \[24, 16\], this model needs \[48, 16\]",
-        (*DENSE, "model.activation=gelu"),
-        run=COPY,
-        experts="copy",
-    ),
-    "biases": Refusal(
-        "linear_fc1 and linear_fc2 have biases, which experts do not take; start from .* model.bias=false",
-        (*DENSE, "model.bias=true"),
-        run=(*COPY, "model.bias=true"),
-        experts="copy",
+# What happens to the checkpoint's folder.
+HARMS: dict[str, Callable[[Path], object]] = {
+    "no summary": lambda folder: (folder / "checkpoint.json").unlink(),
+    "no shard": lambda folder: (folder / SHARD).unlink(),
+    "a flipped bit": lambda folder: flip(folder / SHARD),
+    "no norm": lambda folder: without(folder, "model.decoder.final_layernorm.weight"),
+    "no experts": lambda folder: without(folder, f"{MLP}.layer.experts.up"),
+    "no FFN": lambda folder: without(folder, f"{MLP}.linear_fc2.weight"),
+    "another tensor": lambda folder: rewrite(
+        folder, lambda held: held.update({"model/other": torch.ones(1)})
     ),
 }
 
 
-@pytest.mark.parametrize("case", REFUSALS)
-def test_refused_in_one_line(tmp_path: Path, case: str) -> None:
-    message, saved, harm, run, experts = REFUSALS[case]
-    save(tmp_path / "step", tiny(*saved), 2)
-    harm(tmp_path / "step")
-    model = tiny_gpt(tiny(*run))
-    with pytest.raises(UserError, match=message) as refusal:
-        load(model, tmp_path / "step", experts)
-    assert "\n" not in str(refusal.value)
+def without(folder: Path, name: str) -> None:
+    rewrite(folder, lambda held: held.pop(f"model/{name}"))
+
+
+@pytest.mark.parametrize("case", cases("initial_weights"))
+def test_refused_in_one_line(tmp_path: Path, case: Case, expect_message: Callable[..., None]) -> None:
+    """saved, run: of the checkpoint's model and of this run's."""
+    row = case.row
+    save(tmp_path / "step", tiny(*row.get("saved", ())), 2)
+    HARMS.get(row.get("harm"), lambda folder: None)(tmp_path / "step")
+    model = tiny_gpt(tiny(*row.get("run", ())))
+    message = told(lambda: load(model, tmp_path / "step", row.get("experts", "same")), tmp_path)
+    expect_message(case, message)

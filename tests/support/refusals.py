@@ -7,6 +7,7 @@ section `moe`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class Case:
         (FOLDER / f"{self.table}.yaml").write_text(text)
 
 
+@cache
 def _read(table: str) -> dict[str, dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = yaml.load(
         (FOLDER / f"{table}.yaml").read_text(), Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader)
