@@ -156,8 +156,10 @@ PYTEST := $(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST) -m "not full"
 
-# The core on at most two ranks.
-CORE_TESTS := $(addprefix tests/,config data kernels metrics moe model objectives optim parallel train validation distributed/parity)
+# The core on at most two ranks, within two minutes: each package by itself, and of the tests on ranks those of the
+# losses, of every gradient and of the exchange. All others on ranks are in `make test`.
+ON_RANKS := $(addprefix distributed/parity/,test_parity.py test_gradients.py test_dispatch.py)
+CORE_TESTS := $(addprefix tests/,config data kernels metrics moe model objectives optim parallel train validation $(ON_RANKS))
 test-core: $(STAMP)
 	$(PY) -m pytest $(CORE_TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m "not full" --most-ranks 2
 

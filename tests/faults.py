@@ -536,7 +536,7 @@ FAULTS = (
         "megamoe/moe/layer.py",
         "None if self.before is None else self.context.trace(self.before).scores_TE",
         "None",
-        ("tests/distributed/parity/test_residuals.py",),
+        ("tests/distributed/parity/test_groups.py",),
     ),
     Fault(
         "inherited-garbage",
