@@ -156,7 +156,7 @@ PYTEST := $(PY) -m pytest tests -n 3 --dist loadfile --no-loadscope-reorder
 test: $(STAMP)
 	$(PYTEST) -m "not full"
 
-# The core on at most two ranks, within two minutes: each package by itself, and of the tests on ranks those of the
+# The core on at most two ranks, for every change: each package by itself, and of the tests on ranks those of the
 # losses, of every gradient and of the exchange. All others on ranks are in `make test`.
 ON_RANKS := $(addprefix distributed/parity/,test_parity.py test_gradients.py test_dispatch.py)
 CORE_TESTS := $(addprefix tests/,config data kernels metrics moe model objectives optim parallel train validation $(ON_RANKS))
