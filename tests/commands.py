@@ -85,7 +85,7 @@ RULES = [
          "tests/apps/routing_record/test_routing_record.py"),
     Rule(rf"python {DEMO} name=(cut|upcycled|tuned).*", "tests/checkpoint/test_init_from.py"),
     Rule(r"(python|torchrun .*) ?tools/lm_eval\.py runs/demo .*", "tests/apps/lm_eval/test_model.py"),
-    Rule(r"python tools/convert_hf\.py (upcycle|import models/dense).*", "tests/apps/hf/test_upcycle.py"),
+    Rule(r"python tools/convert_hf\.py import models/dense.*", "tests/apps/hf/test_upcycling.py"),
     Rule(r"python pretrain_gpt_moe\.py --config runs/dense/.*", "tests/apps/hf/test_upcycling.py"),
     Rule(r"python tools/convert_hf\.py export runs/demo exported --like .*",
          "tests/apps/hf/test_commands.py"),

@@ -139,10 +139,6 @@ def _check_content(message: dict[str, Any], role: str, number: int) -> None:
         )
     if role == ASSISTANT and not content.strip() and not calls:
         raise UserError(f"message {number} is an assistant's without text; remove it or answer")
-    try:
-        content.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise UserError(f"message {number}: half a surrogate pair in content: {error.reason}") from None
 
 
 def _weight(message: dict[str, Any], number: int) -> int:

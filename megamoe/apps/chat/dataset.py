@@ -30,13 +30,12 @@ PLANS = 2  # epochs whose plan is kept
 class Cuts:
     """What became of conversations of more than `data.sequence_length` tokens.
 
-    too_long: their number. dropped: of these, those left out. answers, tokens: the learned answers that were
-    cut off or dropped, always whole ones, and their tokens.
+    too_long: their number. dropped: of these, those left out. tokens: the learned tokens that were cut off or
+    dropped, always of whole answers.
     """
 
     too_long: int = 0
     dropped: int = 0
-    answers: int = 0
     tokens: int = 0
 
 
@@ -120,20 +119,13 @@ class Conversations:
         kept_N = whole_N.copy()
         for number in long_N:
             learned_S = self._learned.read(int(self._start_N[number]), int(whole_N[number]))
-            start_A, end_A = _regions(learned_S)
-            fits = int((end_A <= most).sum()) if too_long == "truncate" else 0
-            kept_N[number] = end_A[fits - 1] if fits else 0
+            end_A = np.flatnonzero(np.diff(learned_S, append=0) < 0) + 1  # of the answers that are learned
+            kept = int(end_A[end_A <= most].max(initial=0)) if too_long == "truncate" else 0
+            kept_N[number] = kept
             self.cuts.too_long += 1
-            self.cuts.dropped += not fits
-            self.cuts.answers += len(end_A) - fits
-            self.cuts.tokens += int((end_A - start_A)[fits:].sum())
+            self.cuts.dropped += not kept
+            self.cuts.tokens += int(learned_S[kept:].sum())
         return kept_N
-
-
-def _regions(learned_S: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first tokens of the learned regions, and those after them, int64 [regions] each."""
-    steps = np.diff(learned_S, prepend=0, append=0)
-    return np.flatnonzero(steps > 0), np.flatnonzero(steps < 0)
 
 
 def pack(length_N: np.ndarray, size: int, window: int = WINDOW) -> list[list[int]]:

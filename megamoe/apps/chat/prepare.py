@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -207,8 +207,7 @@ def prepare_chat(preparation: ChatPreparation) -> ChatCard:
             new = ChatFiles(files.data.partial / files.prefix.name)
             counts, skipped = TextCounts(), Counter[str]()
             lines = _lines(sources, counts)
-            work = _Work(template, preparation.learn, preparation.bad_lines)
-            found = _encoded(lines, tokenizer, work, preparation.workers, skipped)
+            found = _encoded(lines, tokenizer, (template, preparation), skipped)
             counts_V, answers, learned = _write(found, tokenizer, new, counts)
             reference = reference_of(tokenizer, files.prefix.parent, new.data.tokenizer, files.data.tokenizer)
             card = write_card(counts, tokenizer, reference, new.data, counts_V)
@@ -250,55 +249,46 @@ def _lines(sources: list[Source], counts: TextCounts) -> Iterator[tuple[str, str
     for source in sources:
         number = 0
         with Tap(source, lambda _: None) as tap:
-            for place, line in _lines_of(source, tap):
-                if line.strip():
-                    number += 1
-                    yield place, line
+            if source.kind == ".jsonl":
+                lines = enumerate(read_lines(source, tap), start=1)
+                found: Iterator[tuple[str, str]] = (
+                    (f"{source.name}:{n}", line) for n, line in lines if line.strip()
+                )
+            elif source.path.suffix == ".py":
+                found = questions_of(source, "\n".join(read_lines(source, tap)))
+            else:
+                raise UserError(f"{source.name}: expected JSON lines, a file such as chats.jsonl(.gz)")
+            for number, each in enumerate(found, start=1):  # noqa: B007
+                yield each
             counts.sources.append(SourceCard(source.name, tap.num_bytes, tap.sha256(), number))
 
 
-def _lines_of(source: Source, tap: Tap) -> Iterator[tuple[str, str]]:
-    if source.kind == ".jsonl":
-        yield from ((f"{source.name}:{n}", line) for n, line in enumerate(read_lines(source, tap), start=1))
-    elif source.path.suffix == ".py":
-        yield from questions_of(source, "\n".join(read_lines(source, tap)))
-    else:
-        raise UserError(f"{source.name}: expected JSON lines, a file such as chats.jsonl or chats.jsonl.gz")
-
-
-@dataclass(frozen=True)
-class _Work:
-    """What a worker needs to encode lines."""
-
-    template: ChatTemplate
-    learn: Learn
-    bad_lines: BadLines
-
-
+Work = tuple[ChatTemplate, ChatPreparation]  # what a worker needs to encode lines
 Result = Encoded | str  # a conversation, or what is wrong with a line that is left out
 
 
-def _encode_lines(lines: list[tuple[str, str]], tokenizer: Tokenizer, work: _Work) -> list[Result]:
+def _encode_lines(lines: list[tuple[str, str]], tokenizer: Tokenizer, work: Work) -> list[Result]:
+    template, preparation = work
     found: list[Result] = []
     for place, line in lines:
         try:
-            found.append(_encode_line(line, work, tokenizer))
+            found.append(_encode_line(line, template, tokenizer, preparation.learn))
         except UserError as error:
             if isinstance(error, BrokenTemplateError):
                 raise BrokenTemplateError(f"{place}: {error}") from None
-            if work.bad_lines == "error":
+            if preparation.bad_lines == "error":
                 raise UserError(f"{place}: {error}; or leave such lines out with --bad-lines skip") from None
             found.append(str(error))
     return found
 
 
-def _encode_line(line: str, work: _Work, tokenizer: Tokenizer) -> Encoded:
+def _encode_line(line: str, template: ChatTemplate, tokenizer: Tokenizer, learn: Learn) -> Encoded:
     try:
         record = parse_json(line)
     except ValueError as error:
         raise UserError(f"not JSON ({error}); write an object a line") from None
     try:
-        encoded = encode_conversation(conversation_of(record), work.template, tokenizer, work.learn)
+        encoded = encode_conversation(conversation_of(record), template, tokenizer, learn)
     except RecursionError:
         raise UserError("nested too deeply; leave such schemas or arguments out") from None
     if not encoded.learned_S.any():
@@ -307,11 +297,11 @@ def _encode_line(line: str, work: _Work, tokenizer: Tokenizer) -> Encoded:
 
 
 def _encoded(
-    lines: Iterator[tuple[str, str]], tokenizer: Tokenizer, work: _Work, workers: int, skipped: Counter[str]
+    lines: Iterator[tuple[str, str]], tokenizer: Tokenizer, work: Work, skipped: Counter[str]
 ) -> Iterator[Encoded]:
     """Yield the conversations in the order of the lines; count those that are left out."""
     batches = iter(lambda: list(islice(lines, BATCH)), [])
-    for results in in_workers(_encode_lines, batches, tokenizer, work, workers):
+    for results in in_workers(_encode_lines, batches, tokenizer, work, work[1].workers):
         for result in results:
             if isinstance(result, str):
                 skipped[re.sub(r"\d+", "N", result)] += 1
@@ -371,10 +361,6 @@ def _publish(new: ChatFiles, files: ChatFiles) -> None:
     """Rename the files to their final names. The old cards are deleted first, the new ones come last."""
     files.card.unlink(missing_ok=True)
     files.data.card.unlink(missing_ok=True)
-    pairs: list[tuple[Any, Any]] = [
-        *((new.learned, files.learned), (new.data.bin, files.data.bin), (new.data.idx, files.data.idx)),
-        *((new.data.counts, files.data.counts), (new.data.card, files.data.card), (new.card, files.card)),
-    ]
-    for source, target in pairs:
-        sync(source)
-        os.replace(source, target)
+    for each in (new.learned, new.data.bin, new.data.idx, new.data.counts, new.data.card, new.card):
+        sync(each)
+        os.replace(each, files.prefix.parent / each.name)

@@ -33,31 +33,22 @@ def _run(options: argparse.Namespace) -> int:
     of_run = [each for each in options.overrides if not each.startswith(PREFIX)]
     task = load_task(options.task, of_task)
     from megamoe.apps.evaluation.trained_model import session
-    from megamoe.apps.finetune.finetune import Options, finetune
+    from megamoe.apps.finetune.finetune import finetune
 
     layout = [each for each in of_run if each.startswith(("parallel.", "plugins="))]
     with session(layout) as ranks:
-        chosen = Options(options.checkpoint, options.output, of_run, options.overwrite, options.bad_lines)
-        return int(finetune(task, chosen, ranks))
+        places = options.checkpoint, options.output
+        return int(finetune(task, ranks, *places, of_run, overwrite=options.overwrite))
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
-    parser.add_argument("--task", type=Path, required=True, help="the task's YAML")
-    parser.add_argument("--checkpoint", type=Path, required=True, help="a step_* folder, or a run's")
-    parser.add_argument("--output", type=Path, metavar="DIR", help="default: runs/<task>/<pretrained run>")
-    parser.add_argument("--overwrite", action="store_true", help="replace the results in the output folder")
-    parser.add_argument(
-        "--bad-lines",
-        choices=("error", "skip"),
-        default="error",
-        help="a line that is no example is an error (default), or is left out and counted",
-    )
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="overrides of the runs; task.KEY=VALUE: of the task",
-    )
+    add = parser.add_argument
+    add("--task", type=Path, required=True, help="the task's YAML")
+    add("--checkpoint", type=Path, required=True, help="a step_* folder, or a run's")
+    add("--output", type=Path, metavar="DIR", help="default: runs/<task>/<pretrained run>")
+    add("--overwrite", action="store_true", help="replace the results in the output folder")
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    of_runs = "overrides of the runs; task.KEY=VALUE: of the task"
+    add("overrides", nargs="*", metavar="section.key=value", help=of_runs)
     return parser

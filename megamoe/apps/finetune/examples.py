@@ -4,7 +4,7 @@ import csv
 import glob
 import io
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,17 @@ from megamoe.errors import UserError, listed, printable
 from megamoe.io import parse_json, read_plain, reason, replace_file
 from megamoe.registry import get_part
 
-SEPARATORS = {".tsv": "\t", ".csv": ","}
 TRAIN, TEST = "train", "test."
 Row = dict[str, Any]
+
+
+class Tabs(csv.excel_tab):
+    """A .tsv: its cells have no quotes."""
+
+    quoting = csv.QUOTE_NONE
+
+
+TABLES: dict[str, type[csv.Dialect]] = {".tsv": Tabs, ".csv": csv.excel}
 
 
 @dataclass(frozen=True)
@@ -26,13 +34,11 @@ class Examples:
     """All examples of a task.
 
     labels: the names, in the order of their numbers; none of a task without. sets: the rows by the names
-    train, valid and test.NAME, with the keys that the objective reads. left_out: what is wrong with each line
-    that is no example.
+    train, valid and test.NAME, with the keys that the objective reads.
     """
 
     labels: list[str]
     sets: dict[str, list[Row]]
-    left_out: Sequence[str] = ()
 
     @property
     def tests(self) -> list[str]:
@@ -40,8 +46,8 @@ class Examples:
         return [name.removeprefix(TEST) for name in self.sets if name.startswith(TEST)]
 
 
-def read_examples(task: Task, bad_lines: str = "error") -> Examples:
-    """Read and check all files of a task. bad_lines: `skip` leaves lines out that are no examples.
+def read_examples(task: Task) -> Examples:
+    """Read and check all files of a task.
 
     Raises:
         UserError: naming the file, and the line of an example that is not what the kind of task has.
@@ -50,8 +56,7 @@ def read_examples(task: Task, bad_lines: str = "error") -> Examples:
     if task.valid is not None:
         paths[VALID] = task.valid
     paths |= {TEST + name: path for name, path in _test_files(task).items()}
-    left_out: list[str] | None = [] if bad_lines == "skip" else None
-    lines = {name: _lines(task, path, left_out) for name, path in paths.items()}
+    lines = {name: _lines(task, path) for name, path in paths.items()}
     labels = _labels(task, lines[TRAIN])
     if task.kind_of_task.has_labels:
         for of_set in lines.values():
@@ -59,7 +64,7 @@ def read_examples(task: Task, bad_lines: str = "error") -> Examples:
     if task.positive is not None and task.positive not in labels:
         raise UserError(f"positive: {task.positive!r} is no label of the task; it has {listed(labels)}")
     sets = {name: [line.content for line in of_set] for name, of_set in lines.items()}
-    return Examples(labels, sets, left_out or ())
+    return Examples(labels, sets)
 
 
 def write_examples(examples: Examples, folder: Path) -> None:
@@ -108,43 +113,31 @@ def _test_files(task: Task) -> dict[str, str]:
     return found
 
 
-def _lines(task: Task, path: str, left_out: list[str] | None) -> list[Line]:
-    """Return the rows of a file with the keys that the task's objective reads, checked.
-
-    left_out: gets what is wrong with a line that is no example; None: that is an error.
-    """
+def _lines(task: Task, path: str) -> list[Line]:
+    """Return the rows of a file with the keys that the task's objective reads, checked."""
     try:
         content = read_plain(Path(path), LARGEST).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         raise UserError(f"{path!r} cannot be read: {reason(error)}; name a file of examples") from None
     ending = Path(path).suffix
-    if ending in SEPARATORS:
-        rows = _table(path, content, SEPARATORS[ending])
+    if ending in TABLES:
+        rows = _table(path, content, TABLES[ending])
     elif ending == ENDING:
         rows = ((number, text) for number, text in enumerate(content.split("\n"), 1) if text.strip())
     else:
-        raise UserError(f"{path!r}: expected a file that ends in {ENDING}, {' or '.join(SEPARATORS)}")
+        raise UserError(f"{path!r}: expected a file that ends in {ENDING}, {' or '.join(TABLES)}")
     part: Any = get_part("objective", task.kind_of_task.objective)
     assert issubclass(part, Labelled)
-    lines, bad = [], []
+    lines = []
     for number, row in rows:
         where = f"{path!r}, line {number}"
-        try:
-            line = Line(where, _row(task, _content(row, where), where))
-            part.verify(line)
-            if task.kind_of_task.has_labels and not all(map(str.strip, labels_of([line.content]))):
-                raise UserError(f"{where}: a label is empty; remove the line, or give the label a name")
-        except UserError as error:
-            if left_out is None:
-                raise UserError(f"{error}; or leave such lines out with --bad-lines skip") from None
-            bad.append(str(error))
-        else:
-            lines.append(line)
+        line = Line(where, _row(task, _content(row, where), where))
+        part.verify(line)
+        if task.kind_of_task.has_labels and not all(map(str.strip, labels_of([line.content]))):
+            raise UserError(f"{where}: a label is empty; remove the line, or give the label a name")
+        lines.append(line)
     if not lines:
-        more = f"; the first of {len(bad)} bad lines: {bad[0]}" if bad else ""
-        raise UserError(f"{path!r} has no examples; name another file, or leave the set out{more}")
-    if left_out is not None:
-        left_out += bad
+        raise UserError(f"{path!r} has no examples; name another file, or leave the set out")
     return lines
 
 
@@ -166,31 +159,19 @@ def _content(row: Any, where: str) -> Any:
     return content
 
 
-def _table(path: str, content: str, separator: str) -> Iterator[tuple[int, Any]]:
-    """Yield each row's line, head and cells, of a table with a head line; cells of a .tsv have no quotes."""
-    head: list[str] | None = None
-    number = 0
-    try:
-        for number, cells in _cells(content, separator):
-            if head is not None and cells:
-                yield number, (head, cells)
-            head = head or cells or None
-    except csv.Error as error:
-        raise UserError(f"{path!r}, line {number + 1}: {error}") from None
-
-
-def _cells(content: str, separator: str) -> Iterator[tuple[int, list[str]]]:
-    """Yield the number of the last line and the cells of each row. Lines end in LF, CR LF, or all in CR."""
-    # Not splitlines: a text may hold characters that only Unicode takes for ends of lines.
-    if separator == "\t":
-        for number, line in enumerate(content.split("\n" if "\n" in content else "\r"), 1):
-            plain = line.removesuffix("\r")
-            yield number, plain.split("\t") if plain else []
-        return
+def _table(path: str, content: str, dialect: type[csv.Dialect]) -> Iterator[tuple[int, Any]]:
+    """Yield each row's line, head and cells, of a table with a head line."""
     csv.field_size_limit(LARGEST)
-    rows = csv.reader(io.StringIO(content, newline=""), delimiter=separator)
-    for cells in rows:
-        yield rows.line_num, cells
+    rows = csv.reader(io.StringIO(content, newline=""), dialect)
+    head: list[str] | None = None
+    try:
+        for cells in filter(None, rows):
+            if head is None:
+                head = cells
+            else:
+                yield rows.line_num, (head, cells)
+    except csv.Error as error:
+        raise UserError(f"{path!r}, line {rows.line_num}: {error}") from None
 
 
 def _row(task: Task, content: Any, where: str) -> Row:

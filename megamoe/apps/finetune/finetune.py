@@ -22,11 +22,11 @@ from megamoe.apps.finetune.results import (
     digest,
     load_scores,
     open_output,
-    print_table,
     results,
     save_results,
     save_scores,
     scores,
+    table_of,
 )
 from megamoe.apps.finetune.task import VALID, Task
 from megamoe.checkpoint.format.files import SUMS
@@ -35,7 +35,7 @@ from megamoe.checkpoint.format.meta import Meta, read_meta
 from megamoe.config import RunConfig, configure, to_dict
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.batches import Batch, Item
-from megamoe.data.tokenizers import Tokenizer, load_tokenizer
+from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import ExitCode, UserError
 from megamoe.parallel.consensus import catch_error, gather_from_ranks, raise_any_error
@@ -55,21 +55,18 @@ INIT = "checkpoint.init"
 OWN = ("name", "output", "seed", INIT, "checkpoint.resume", "data.sources", "data.split")  # of no override
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the command. output: by default `runs/<task>/<name of the pretrained run>`. bad_lines: see
-    `read_examples`.
-    """
-
-    checkpoint: Path
-    output: Path | None = None
-    overrides: Sequence[str] = ()
-    overwrite: bool = False
-    bad_lines: str = "error"
-
-
-def finetune(task: Task, options: Options, session: Session) -> ExitCode:
+def finetune(
+    task: Task,
+    session: Session,
+    checkpoint: Path,
+    output: Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    overwrite: bool = False,
+) -> ExitCode:
     """Tune the model of a checkpoint to a task with each of its seeds, and print and write the results.
+
+    output: by default `runs/<task>/<name of the pretrained run>`.
 
     A seed that is complete is not repeated, and one that was interrupted goes on. A seed that a signal or
     `train.exit_after_*` stops ends the call. Collective over all ranks.
@@ -78,11 +75,9 @@ def finetune(task: Task, options: Options, session: Session) -> ExitCode:
         UserError: on every rank, for every mistake that a user can correct.
     """
     check_libraries()
-    examples = read_examples(task, options.bad_lines)
-    if left_out := examples.left_out:
-        session.world.say(f"bad lines left out: {len(left_out)}, the first: {left_out[0]}")
-    work = _Work.of(task, examples, options, session)
-    _on_first(session, lambda: work.open(options.overwrite))
+    examples = read_examples(task)
+    work = _Work.of(task, examples, session, checkpoint, output, overrides)
+    _on_first(session, lambda: work.open(overwrite))
     found: dict[int, SeedScores] = {}
     for number, seed in enumerate(task.seeds, 1):
         done = _on_first(session, partial(work.load, seed))
@@ -103,8 +98,7 @@ def finetune(task: Task, options: Options, session: Session) -> ExitCode:
         everything = results(task, examples, found, work.about)
         _on_first(session, partial(save_results, work.output, everything))
     if session.world.is_first:
-        print_table(everything)
-        print(f"results: {work.output / 'results.json'}")
+        print(f"{table_of(everything)}\nresults: {work.output / 'results.json'}")
     return ExitCode.FINISHED
 
 
@@ -129,26 +123,33 @@ class _Work:
     about: dict[str, Any]
 
     @classmethod
-    def of(cls, task: Task, examples: Examples, options: Options, session: Session) -> "_Work":
+    def of(
+        cls,
+        task: Task,
+        examples: Examples,
+        session: Session,
+        path: Path,
+        output: Path | None,
+        overrides: Sequence[str],
+    ) -> "_Work":
         """Find the checkpoint and make the configurations; collective."""
-        checkpoint = session.verified(options.checkpoint)
+        checkpoint = session.verified(path)
         meta = read_meta(checkpoint, "--checkpoint")
-        pretrained = pretrained_config(meta, checkpoint, options.overrides)
+        pretrained = pretrained_config(meta, checkpoint, overrides)
         session.tell_changes(pretrained, meta)
         tokenizer = tokenizer_of(task, pretrained, meta["vocabulary"])
         name = str(meta["config"].get("name") or checkpoint.name)
-        output = options.output or Path("runs") / task.name / name
+        output = output or Path("runs") / task.name / name
         if task.frozen and not moe_layer_numbers(pretrained):
             session.world.say(f"{checkpoint}: a dense model, of which nothing is frozen")
-        before = (task, examples, pretrained, tokenizer, meta["vocabulary"], checkpoint, output)
-        after = (options.overrides, session.world.size)
-        configs = {seed: run_config(*before, seed, *after) for seed in task.seeds}
+        tree = run_tree(task, examples, pretrained, tokenizer, meta["vocabulary"], checkpoint, output)
+        configs = {seed: run_config(task, tree, seed, overrides, session.world.size) for seed in task.seeds}
         settings = {key: value for key, value in asdict(task).items() if key != "seeds"}
         identity = {
             "task": settings,
             "examples": digest(examples),
             "checkpoint": hashlib.sha256((checkpoint / SUMS).read_bytes()).hexdigest(),
-            "overrides": [each for each in options.overrides if not each.startswith(NO_RESULT)],
+            "overrides": [each for each in overrides if not each.startswith(NO_RESULT)],
         }
         about = {"checkpoint": name, "path": str(checkpoint), "pretrained_step": meta["step"]}
         return cls(task, examples, output, session, configs, identity, about)
@@ -173,12 +174,10 @@ class _Work:
         folder = self.output / run_name(seed)
         checkpoint = self._selected(folder)
         predictions = self._predictions(checkpoint, self.sets)
+        found = SeedScores(read_meta(checkpoint)["step"], {})
+        for name, rows in predictions.items():
+            found.sets[name.removeprefix(TEST)] = scores(self.task, self.examples.sets[name], rows)
         named = {name.removeprefix(TEST): rows for name, rows in predictions.items()}
-        of_sets = {
-            name.removeprefix(TEST): scores(self.task, self.examples.sets[name], rows)
-            for name, rows in predictions.items()
-        }
-        found = SeedScores(read_meta(checkpoint)["step"], of_sets)
         _on_first(self.session, lambda: save_scores(folder, found, named))
         return found
 
@@ -198,13 +197,9 @@ class _Work:
 
     def _predictions(self, checkpoint: Path, sets: list[str]) -> dict[str, list[Row]]:
         """Return the predictions of the sets by a checkpoint's model."""
-        trained = self.session.open(checkpoint, [], ("encoder",))
-        found = {
-            name: predict(
-                trained, str(data_folder(self.output) / f"{name}{ENDING}"), self.task.evaluation_batch_size
-            )
-            for name in sets
-        }
+        trained, size = self.session.open(checkpoint, [], (ENCODER,)), self.task.evaluation_batch_size
+        folder = data_folder(self.output)
+        found = {name: predict(trained, str(folder / f"{name}{ENDING}"), size) for name in sets}
         del trained
         gc.collect()
         return found
@@ -232,79 +227,55 @@ def tokenizer_of(task: Task, pretrained: RunConfig, vocabulary: int) -> str:
     vocabulary: the size of the pretrained model's, with the ids that its objective added.
 
     Raises:
-        UserError: if there is none, or the task's is another one than the pretrained model's.
+        UserError: if there is none, or the task's is not that of the pretraining data, or, without this data,
+            has another size than the model's vocabulary.
     """
-    if task.tokenizer is not None:
-        _check_tokenizer(load_tokenizer(task.tokenizer), pretrained, vocabulary)
-        return task.tokenizer
     try:
-        tokenizer = data_vocabulary(pretrained).tokenizer
+        known, problem = data_vocabulary(pretrained).tokenizer, "it has none"
     except UserError as error:
-        raise UserError(
-            f"the tokenizer of the pretraining data cannot be found: {error}; give tokenizer in the task file"
-        ) from None
-    if tokenizer is None:
-        raise UserError("the pretraining data names no tokenizer; give tokenizer in the task file")
-    return tokenizer.name
-
-
-def _check_tokenizer(tokenizer: Tokenizer, pretrained: RunConfig, vocabulary: int) -> None:
-    """Raise a UserError if a tokenizer is not that of the pretraining data, or, without this data, if its
-    vocabulary has another size than the model's.
-    """
-    try:
-        known = data_vocabulary(pretrained).tokenizer
-    except UserError:
-        known = None
+        known, problem = None, str(error)
+    if task.tokenizer is None:
+        if known is None:
+            raise UserError(
+                f"the tokenizer of the pretraining data cannot be found: {problem}; give tokenizer in the "
+                "task file"
+            )
+        return known.name
+    tokenizer = load_tokenizer(task.tokenizer)
     found = Vocabulary(tokenizer.vocab_size, tokenizer.eod, tokenizer, tokenizer.special)
     size = found.size + num_added_ids(pretrained, found)
     if known is not None:
-        other = known.fingerprint != tokenizer.fingerprint
-    else:
-        # A configured size may be larger than the vocabulary.
+        other, expected = known.fingerprint != tokenizer.fingerprint, repr(known.name)
+    else:  # a configured size may be larger than the vocabulary
         other = size > vocabulary if pretrained.model.vocab_size else size != vocabulary
+        expected = f"one of {vocabulary} ids"
     if other:
-        expected = f"{known.name!r}" if known is not None else f"one of {vocabulary} ids"
         raise UserError(
             f"tokenizer: {tokenizer.name!r} has {size} ids and is not that of the pretrained model; "
             f"expected {expected}: correct it, or leave it out"
         )
+    return task.tokenizer
 
 
 def run_config(
-    task: Task,
-    examples: Examples,
-    pretrained: RunConfig,
-    tokenizer: str,
-    vocabulary: int,
-    checkpoint: Path,
-    output: Path,
-    seed: int,
-    overrides: Sequence[str],
-    ranks: int,
+    task: Task, tree: dict[str, Any], seed: int, overrides: Sequence[str], ranks: int
 ) -> RunConfig:
     """Return the configuration of a seed's run, `<output>/seed_<seed>`.
 
-    vocabulary: the size of the pretrained model's. overrides: `section.key=value`, after the task's.
+    tree: of `run_tree`. overrides: `section.key=value`, after the task's.
 
     Raises:
-        UserError: if the result is no configuration, or the batch does not divide over the ranks.
+        UserError: if the result is no configuration.
     """
-    tree = _tree(task, examples, pretrained, tokenizer, vocabulary)
-    tree |= {"name": run_name(seed), "output": str(output), "seed": seed}
-    tree["checkpoint"]["init"] = {"path": str(checkpoint)}
-    tree["data"] |= {
-        "sources": str(data_folder(output) / f"{TRAIN}{ENDING}"),
-        "split": [0.9, 0.1, 0.0] if VALID in examples.sets else [1.0, 0.0, 0.0],
-    }
-    of_task = _overrides(task.run)
-    for override in (*of_task, *overrides):
+    changes = [*_overrides(task.run), *overrides]
+    for override in changes:
         if (key := override.partition("=")[0]) in OWN or key.startswith(f"{INIT}."):
             raise UserError(f"{key}: tools/finetune.py sets this key of a seed's run itself; leave it out")
-    config = configure(tree, [*of_task, *overrides], source="task")
-    given = any(each.startswith("train.micro_batch_size=") for each in (*of_task, *overrides))
-    if not given:
-        config.train.micro_batch_size = _micro_batch_size(task, config, ranks)
+    config = configure({**tree, "name": run_name(seed), "seed": seed}, changes, source="task")
+    if not any(each.startswith("train.micro_batch_size=") for each in changes):
+        # The run itself refuses a batch or a layout that does not divide.
+        data = max(1, Layout(ranks, config.parallel.tensor).data)
+        config.train.micro_batch_size = task.micro_batch_size or max(1, task.batch_size // data)
     return config
 
 
@@ -329,10 +300,16 @@ def data_folder(output: Path) -> Path:
     return output / "data"
 
 
-def _tree(
-    task: Task, examples: Examples, pretrained: RunConfig, tokenizer: str, vocabulary: int
+def run_tree(
+    task: Task,
+    examples: Examples,
+    pretrained: RunConfig,
+    tokenizer: str,
+    vocabulary: int,
+    checkpoint: Path,
+    output: Path,
 ) -> dict[str, Any]:
-    """Return the sections that do not depend on the seed."""
+    """Return what the configurations of all seeds have in common; vocabulary: the pretrained model's size."""
     kind, saved = task.kind_of_task, to_dict(pretrained)
     objective: dict[str, Any] = {"name": kind.objective, "too_long": task.too_long}
     if kind.predicts == "span":
@@ -341,6 +318,7 @@ def _tree(
     valid = math.ceil(len(examples.sets.get(VALID, [])) / task.batch_size)
     best = task.select == "best"
     return {
+        "output": str(output),
         "plugins": saved["plugins"],
         "model": saved["model"]
         | {
@@ -355,6 +333,8 @@ def _tree(
         },
         "moe": saved["moe"] | {"frozen": task.frozen if moe_layer_numbers(pretrained) else []},
         "data": {
+            "sources": str(data_folder(output) / f"{TRAIN}{ENDING}"),
+            "split": [0.9, 0.1, 0.0] if VALID in examples.sets else [1.0, 0.0, 0.0],
             "tokenizer": tokenizer,
             "sequence_length": task.sequence_length or pretrained.data.sequence_length,
             "workers": 0,
@@ -368,26 +348,13 @@ def _tree(
         "train": {"objective": objective, "epochs": task.epochs, "global_batch_size": task.batch_size},
         "evaluation": {"every": steps_per_epoch if valid else 0, "batches": valid},
         "checkpoint": {
+            "init": {"path": str(checkpoint)},
             "resume": "auto",
             "every": steps_per_epoch if best else 0,
             "keep": KEEP_ALL if best else 1,
         },
         "log": {"report": False, "every": max(1, int(task.epochs * steps_per_epoch) // PROGRESS_LINES)},
     }
-
-
-def _micro_batch_size(task: Task, config: RunConfig, ranks: int) -> int:
-    """Return the examples of a rank and pass."""
-    if task.micro_batch_size is not None:
-        return task.micro_batch_size
-    # The run checks its layout when it starts, with better messages.
-    data = max(1, Layout(ranks, config.parallel.tensor).data)
-    if task.batch_size % data:
-        raise UserError(
-            f"batch_size: {task.batch_size} does not divide over {data} data-parallel ranks; choose a "
-            "multiple of them"
-        )
-    return task.batch_size // data
 
 
 @torch.no_grad()

@@ -11,16 +11,13 @@ import re
 import shutil
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
-from rich.box import SIMPLE
-from rich.console import Console
-from rich.table import Table
-
+from megamoe.apps.command import aligned
 from megamoe.apps.finetune.examples import TEST, TRAIN, Examples, Row, labels_of
 from megamoe.apps.finetune.label_files import ENDING, NO_TAG
 from megamoe.apps.finetune.task import VALID, Task
@@ -30,7 +27,6 @@ from megamoe.io import read_json, replace_file
 IDENTITY, RESULTS, SCORES, PREDICTIONS = "finetune.json", "results.json", "scores.json", "predictions"
 LARGEST = 1 << 26  # bytes of a file of results
 MEAN = "mean of the sets"
-WIDE = 160  # characters of a line, where no terminal has a width
 Scores = dict[str, float]
 LIBRARIES = ("sklearn.metrics", "scipy.stats")
 ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -85,13 +81,13 @@ def load_scores(folder: Path, sets: Sequence[str], metrics: Sequence[str]) -> Se
         return None
     found = _read(folder / SCORES)
     try:
-        of_sets = {name: {metric: found["sets"][name][metric] for metric in metrics} for name in sets}
-        scores = {
-            name: {metric: math.nan if score is None else float(score) for metric, score in of_set.items()}
-            for name, of_set in of_sets.items()
-        }
-        return SeedScores(int(found["step"]), scores)
-    except (KeyError, TypeError, ValueError, AttributeError):
+        of_sets: dict[str, Scores] = {name: {} for name in sets}
+        for name, of_set in of_sets.items():
+            for metric in metrics:
+                score = found["sets"][name][metric]
+                of_set[metric] = math.nan if score is None else float(score)
+        return SeedScores(int(found["step"]), of_sets)
+    except (KeyError, TypeError, ValueError):
         raise UserError(f"{folder / SCORES} is broken; delete it, and it is made anew") from None
 
 
@@ -147,31 +143,19 @@ def save_results(output: Path, found: dict[str, Any]) -> None:
     _write(output / RESULTS, _plain(found))
 
 
-def print_table(found: dict[str, Any], console: Console | None = None) -> None:
-    """Print a row for each set: examples, metrics in percent as mean and standard deviation, baseline."""
-    if console is None:
-        console = Console() if Console().is_terminal else Console(width=WIDE)
-    metrics = found["metrics"]
-    seeds = ("seeds " if len(found["seeds"]) > 1 else "seed ") + ", ".join(found["seeds"])
-    table = Table(box=SIMPLE, title=f"{found['task']}: {found['checkpoint']}, {seeds}, in percent")
-    table.add_column("set")
-    table.add_column("examples", justify="right")
-    has_majority = bool(found["mean"]["majority"])
-    for metric in metrics:
-        table.add_column(metric, justify="right")
-    for metric in metrics if has_majority else ():
-        table.add_column(f"{metric} of the commonest label", justify="right")
-    rows = {name: of_set for name, of_set in found["sets"].items()}
-    if len(rows) - (VALID in rows) > 1:
-        rows[MEAN] = found["mean"]
-    for name, of_set in rows.items():
-        if name == MEAN:
-            table.add_section()
-        cells = [name, str(of_set.get("examples", ""))]
-        cells += [_shown(of_set[metric]) for metric in metrics]
-        cells += [f"{100 * of_set['majority'][metric]:.2f}" for metric in metrics if has_majority]
-        table.add_row(*cells)
-    console.print(table)
+def table_of(found: dict[str, Any]) -> str:
+    """Return a row for each set: examples, metrics in percent as mean and standard deviation, baseline."""
+    metrics, seeds = found["metrics"], ", ".join(found["seeds"])
+    baselines = metrics if found["mean"]["majority"] else []
+    rows = [["set", "examples", *metrics, *(f"{metric} of the commonest label" for metric in baselines)]]
+    sets = dict(found["sets"])
+    if len(sets) - (VALID in sets) > 1:
+        sets[MEAN] = found["mean"]
+    for name, of_set in sets.items():
+        scores = [_shown(of_set[metric]) for metric in metrics]
+        scores += [f"{100 * of_set['majority'][metric]:.2f}" for metric in baselines]
+        rows.append([name, str(of_set.get("examples", "")), *scores])
+    return f"{found['task']}: {found['checkpoint']}, seeds {seeds}, in percent\n{aligned(rows)}"
 
 
 def _over_seeds(task: Task, of_seeds: list[Scores]) -> dict[str, dict[str, float | None]]:
@@ -191,22 +175,17 @@ def _shown(score: dict[str, float | None]) -> str:
 
 def _check_same(output: Path, saved: dict[str, Any], identity: dict[str, Any]) -> None:
     """Refuse a folder of another task; name the first key that differs."""
-    for section, values in identity.items():
-        before = saved.get(section)
-        if isinstance(values, dict) and isinstance(before, dict):
-            differ = [key for key in values if before.get(key) != values[key]]
-            if differ:
-                key = differ[0]
-                raise _other(output, f"{section}.{key}", before.get(key), values[key])
-        elif before != values:
-            raise _other(output, section, before, values)
+    before, after = ({**each, **_dotted(each.get("task"))} for each in (saved, identity))
+    for key, value in after.items():
+        if key != "task" and before.get(key) != value:
+            raise UserError(
+                f"--output: {output} holds results with {key} {printable(before.get(key), 60)}, now it is "
+                f"{printable(value, 60)}; name another folder, or add --overwrite"
+            )
 
 
-def _other(output: Path, key: str, before: Any, after: Any) -> UserError:
-    return UserError(
-        f"--output: {output} holds results with {key} {printable(before, 60)}, now it is "
-        f"{printable(after, 60)}; name another folder, or add --overwrite"
-    )
+def _dotted(task: Any) -> dict[str, Any]:
+    return {f"task.{key}": value for key, value in task.items()} if isinstance(task, dict) else {}
 
 
 def _plain(value: Any) -> Any:
@@ -293,23 +272,16 @@ def _of_labels(task: Task, truth: list[str], predicted: list[str]) -> Scores:
     present: Any = sorted({*truth, *predicted} - {NO_TAG})
 
     def f1(average: str) -> float:
-        return float(metrics.f1_score(truth, predicted, labels=present, average=average, zero_division=0.0))
+        if average == "binary":
+            sides = [[label == task.positive for label in side] for side in (truth, predicted)]
+            return metrics.f1_score(*sides, zero_division=0.0)
+        return metrics.f1_score(truth, predicted, labels=present, average=average, zero_division=0.0)
 
-    known: dict[str, Callable[[], float]] = {
-        "accuracy": lambda: float(metrics.accuracy_score(truth, predicted)),
-        "f1_macro": lambda: f1("macro"),
-        "f1_micro": lambda: f1("micro"),
-        "f1_weighted": lambda: f1("weighted"),
-        "f1_binary": lambda: float(
-            metrics.f1_score(
-                [label == task.positive for label in truth],
-                [label == task.positive for label in predicted],
-                zero_division=0.0,
-            )
-        ),
-        "matthews": lambda: float(metrics.matthews_corrcoef(truth, predicted)),
+    others = {"accuracy": metrics.accuracy_score, "matthews": metrics.matthews_corrcoef}
+    return {
+        name: float(others[name](truth, predicted) if name in others else f1(name.removeprefix("f1_")))
+        for name in task.metric_names
     }
-    return {name: known[name]() for name in task.metric_names}
 
 
 def _correlations(task: Task, truth: list[float], predicted: list[float]) -> Scores:

@@ -60,10 +60,8 @@ def chat_of(trained: TrainedModel, reference: str | None, system: str | None) ->
     return Chat(trained, load_template(reference, tokenizer_of(trained)), system)
 
 
-def converse(chat: Chat, sampling: Sampling, options: dict[str, Any]) -> None:
+def converse(chat: Chat, sampling: Sampling) -> None:
     """Answer the lines of the standard input, each given those before; what is refused is forgotten.
-
-    options: of `generate`.
 
     Raises:
         UserError: on several ranks, of which one alone has the standard input.
@@ -78,7 +76,7 @@ def converse(chat: Chat, sampling: Sampling, options: dict[str, Any]) -> None:
             continue
         asked = chat.ask(line.strip(), messages)
         try:
-            (found,) = generate(chat.trained, [chat.prompt(asked, sampling.max_tokens)], sampling, **options)
+            (found,) = generate(chat.trained, [chat.prompt(asked, sampling.max_tokens)], sampling)
             text = found.text.strip()
             messages = [*asked, {"role": ASSISTANT, "content": text}]
         except UserError as error:

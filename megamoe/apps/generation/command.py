@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
 
 from megamoe.apps.command import (
     CONTROLS,
@@ -54,7 +53,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--system", metavar="TEXT", help="of --chat: the system's message")
     add("--template", metavar="NAME", help="of --chat: a name, or a file of Jinja")
     add("--batch-size", type=int, default=8, help="prompts computed together; default: 8")
-    add("--keep-capacity", action="store_true", help="let the routers drop pairs")
     add("--show-experts", action="store_true", help="print each token's experts and weights")
     add("--json", type=Path, metavar="FILE", help="the results as JSON")
     return parser
@@ -101,7 +99,7 @@ def _run(options: argparse.Namespace) -> None:
     from megamoe.apps.generation.chat import chat_of, converse
     from megamoe.apps.generation.experts import lines_of_experts
     from megamoe.apps.generation.generate import encoded, generate, token_texts
-    from megamoe.apps.generation.runner import prepare
+    from megamoe.apps.generation.runner import leave_capacity_out
 
     with session(options.overrides, options.precision) as ranks:
         trained = ranks.open(options.path)
@@ -111,17 +109,15 @@ def _run(options: argparse.Namespace) -> None:
             tokens = [chat.prompt(chat.ask(prompt), sampling.max_tokens) for prompt in prompts]
         else:
             tokens = encoded(trained, prompts, sampling.max_tokens)
-        cached, lines = prepare(trained, options.keep_capacity)
         say = print if ranks.world.is_first else lambda *unused, **also_unused: None
-        for line in lines:
+        for line in leave_capacity_out(trained):
             say(line)
         rows = []
-        batches: dict[str, Any] = {"batch_size": options.batch_size, "cached": cached}
-        batches["joined"] = not options.chat
         if not prompts:
-            converse(chat, sampling, batches)
+            converse(chat, sampling)
             return
-        generated = generate(trained, tokens, sampling, show_experts=options.show_experts, **batches)
+        how = {"show_experts": options.show_experts, "joined": not options.chat}
+        generated = generate(trained, tokens, sampling, batch_size=options.batch_size, **how)
         for prompt, result in zip(prompts, generated, strict=True):
             row = dataclasses.asdict(result)
             rows.append({**row, "prompt": prompt, "prompt_tokens": result.prompt})

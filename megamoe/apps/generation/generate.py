@@ -13,7 +13,7 @@ from torch import Tensor
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.ends import with_all_ends
 from megamoe.apps.generation.experts import ExpertRecord, Experts
-from megamoe.apps.generation.runner import runner_of
+from megamoe.apps.generation.runner import Runner, check_cache
 from megamoe.apps.generation.sampling import Sampling, finite_norms
 from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError
@@ -99,7 +99,6 @@ def generate(
     sampling: Sampling,
     *,
     batch_size: int = 8,
-    cached: bool = True,
     show_experts: bool = False,
     joined: bool = False,
 ) -> Iterator[Generated]:
@@ -107,20 +106,19 @@ def generate(
 
     joined: the texts are to stand behind their prompts, see `text_of`.
 
-    cached: use a key/value cache, and take `batch_size` prompts together; otherwise each prompt by itself.
-    `runner.prepare` tells whether a model can.
+    Raises:
+        UserError: as `runner.check_cache`.
     """
+    check_cache(trained)
     sampling = with_all_ends(trained, sampling)
     seen: Counter[tuple[int, ...]] = Counter()
     keys = []
     for prompt in prompts:
         keys.append(sampling.key_of(prompt, seen[tuple(prompt)]))
         seen[tuple(prompt)] += 1
-    size = batch_size if cached else 1
-    for first in range(0, len(prompts), size):
-        batch = slice(first, first + size)
-        given = prompts[batch], keys[batch], sampling, cached, show_experts, joined
-        yield from _generate_batch(trained, *given)
+    for first in range(0, len(prompts), batch_size):
+        batch = slice(first, first + batch_size)
+        yield from _generate_batch(trained, prompts[batch], keys[batch], sampling, show_experts, joined)
 
 
 def _generate_batch(
@@ -128,7 +126,6 @@ def _generate_batch(
     prompts: list[list[int]],
     keys: list[int],
     sampling: Sampling,
-    cached: bool,
     show_experts: bool,
     joined: bool,
 ) -> list[Generated]:
@@ -138,7 +135,7 @@ def _generate_batch(
     done, agree = [False] * len(results), agreement(trained)
     record = ExpertRecord()
     observe = record.take if show_experts else None
-    runner = runner_of(trained, prompts, sampling.max_tokens, cached, observe)
+    runner = Runner(trained, prompts, sampling.max_tokens, observe)
     with record.watching(trained) if show_experts else nullcontext():
         logits_BV = runner.begin()
         for place in range(sampling.max_tokens):

@@ -1,11 +1,10 @@
-"""Runs a trained model on growing sequences: with a key/value cache, or whole sequences again and again.
+"""Runs a trained model on growing sequences, with a key/value cache.
 
 Decoders continue prompts. An encoder-decoder encodes its sources once, and its targets grow.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,24 +25,8 @@ CHUNK = 256  # positions of a prompt that are computed at a time, so that few lo
 Observer = Callable[[Tensor], None]
 
 
-class Runner(Protocol):
-    """A batch of sequences that grow by one token at a time."""
-
-    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
-        """Append a token to each sequence; return the logits of the next ones, fp32 [B, vocabulary].
-
-        rows: the sequences that go on, which may be fewer, more, or some several times; `new` has a token for
-        each of them. None: all.
-        """
-        ...
-
-    def begin(self) -> Tensor:
-        """Compute the prompts; return the logits of the tokens after them, fp32 [B, vocabulary]."""
-        ...
-
-
-class CachedRunner:
-    """Each position of each sequence is computed once, and so are the keys and values of their sources.
+class Runner:
+    """A batch of sequences that grow by one token at a time. Each position is computed once.
 
     observe: called after each forward pass with the positions of its tokens, int64 [B, S], -1 for what is no
     token of a sequence. sources: of an encoder-decoder: the token ids of each sequence's source.
@@ -68,7 +51,7 @@ class CachedRunner:
         self.cache = KeyValueCache(start_B, longest + max_tokens + self.unit)
 
     def begin(self) -> Tensor:
-        """Encode the sources, and compute the prompts in chunks."""
+        """Compute the prompts; return the logits of the tokens after them, fp32 [B, vocabulary]."""
         if self.sources is not None:
             self.encoded = encoded(self.trained, self.sources)
         chunk = -(-CHUNK // self.unit) * self.unit
@@ -77,7 +60,11 @@ class CachedRunner:
         return logits_BV
 
     def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
-        """Append a token to each sequence that goes on."""
+        """Append a token to each sequence; return the logits of the next ones, fp32 [B, vocabulary].
+
+        rows: the sequences that go on, which may be fewer, more, or some several times; `new` has a token for
+        each of them. None: all.
+        """
         if rows is not None:
             self.cache.select(rows)
             if self.encoded is not None:
@@ -95,63 +82,6 @@ class CachedRunner:
             self.observe(torch.where(is_token_BS, position_BS.cpu(), -1))
         self.cache.advance(size)
         return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
-
-
-class PlainRunner:
-    """Whole sequences are computed for each token: the definition, and for what cannot be cached.
-
-    Each hypothesis of each prompt is computed by itself. sources, observe: as in `CachedRunner`.
-    """
-
-    def __init__(
-        self,
-        trained: TrainedModel,
-        prompts: list[list[int]],
-        observe: Observer | None = None,
-        sources: list[list[int]] | None = None,
-    ) -> None:
-        self.trained, self.observe, self.sources = trained, observe, sources or []
-        self.encoded: list[SourceCache] = []
-        self.sequences = list(enumerate(prompts))  # with the number of their prompt
-
-    def begin(self) -> Tensor:
-        """Encode each source, and compute the prompts."""
-        self.encoded = [encoded(self.trained, [source]) for source in self.sources]
-        return torch.cat([self._forward(number, tokens) for number, tokens in self.sequences])
-
-    def feed(self, new: list[int], rows: list[int] | None = None) -> Tensor:
-        """Append a token to each sequence that goes on."""
-        chosen = self.sequences if rows is None else [self.sequences[row] for row in rows]
-        self.sequences = [
-            (number, [*tokens, token]) for (number, tokens), token in zip(chosen, new, strict=True)
-        ]
-        return torch.cat([self._forward(number, tokens) for number, tokens in self.sequences])
-
-    def _forward(self, number: int, tokens: list[int]) -> Tensor:
-        size = len(tokens)
-        padding = -size % self.trained.layout.tensor
-        device = self.trained.world.device
-        tokens_BS = torch.tensor([tokens + [0] * padding], device=device)
-        position_BS = torch.arange(size + padding, device=device)[None]
-        source = self.encoded[number] if self.encoded else None
-        logits_BSV = _logits(self.trained, tokens_BS, position_BS, size, source, None)
-        if self.observe is not None:
-            self.observe(torch.where(position_BS < size, position_BS, -1).cpu())
-        return logits_BSV[:, size - 1, : self.trained.vocabulary.size]
-
-
-def runner_of(
-    trained: TrainedModel,
-    prompts: list[list[int]],
-    max_tokens: int,
-    cached: bool,
-    observe: Observer | None = None,
-    sources: list[list[int]] | None = None,
-) -> Runner:
-    """Return the runner of a batch of prompts, of an encoder-decoder with the sources of its targets."""
-    if cached:
-        return CachedRunner(trained, prompts, max_tokens, observe, sources)
-    return PlainRunner(trained, prompts, observe, sources)
 
 
 def describe_pass(trained: TrainedModel, tokens_BS: Tensor, position_BS: Tensor) -> Tensor:
@@ -173,7 +103,7 @@ def _logits(
     position_BS: Tensor,
     size: int,
     source: SourceCache | None,
-    cache: KeyValueCache | None,
+    cache: KeyValueCache,
 ) -> Tensor:
     """Run the decoder on tokens, those from `size` on padding, [B, S, words]; collective over all ranks."""
     num_rows, padded = tokens_BS.shape
@@ -193,57 +123,55 @@ class KeepAll(Part):
         """Return None: every pair is kept."""
 
 
-def neighbours(trained: TrainedModel, keep_capacity: bool) -> list[str]:
+def neighbours(trained: TrainedModel) -> list[str]:
     """Return why a token's output depends on later tokens or other sequences, as parts of a sentence.
 
     Empty: it does not, and sequences of a batch do not influence each other.
     """
-    if not any(True for _ in trained.model.moe_layers()):
-        return []
-    reasons: list[str] = []
+    reasons, layers = [], dict(trained.model.moe_layers())
     for kind in kinds(trained.config):
         router, key = kind.moe.router, kind.place("moe.router.capacity")
-        if keep_capacity and "dropless" not in capabilities(router.capacity):
+        has_capacity = any(not isinstance(layers[number].router.capacity, KeepAll) for number in kind.layers)
+        if has_capacity and "dropless" not in capabilities(router.capacity):
             reasons.append(f"{key} {router.capacity.name} drops pairs by all tokens of a sequence")
         reasons += [
             f"the {part.kind} {part.name} lets a token's experts depend on other tokens"
             for part in (router.scorer, *router.masks, router.score_function, router.selector)
-            if "over_tokens" in capabilities(part)
+            if kind.layers and "over_tokens" in capabilities(part)
         ]
     return list(dict.fromkeys(reasons))
 
 
-def prepare(trained: TrainedModel, keep_capacity: bool) -> tuple[bool, list[str]]:
-    """Make a model ready to generate; return whether it can use a cache, and lines for the user.
-
-    keep_capacity: keep the routers' capacity, which drops pairs by the tokens of the micro batch.
-
-    Raises:
-        UserError: if the experts depend on all tokens and tensor parallelism would pad the sequences.
-    """
-    lines = []
-    layers = dict(trained.model.moe_layers())
+def leave_capacity_out(trained: TrainedModel) -> list[str]:
+    """Let no router's capacity drop pairs by the other tokens of a batch; return lines for the user."""
+    lines, layers = [], dict(trained.model.moe_layers())
     for kind in kinds(trained.config):
         capacity = kind.moe.router.capacity
-        if not kind.layers or "dropless" in capabilities(capacity) or keep_capacity:
+        if not kind.layers or "dropless" in capabilities(capacity):
             continue
         for number in kind.layers:
             layers[number].router.capacity = KeepAll(None, layers[number].router.dims)
         lines.append(
             f"{kind.place('moe.router.capacity')} {capacity.name} would drop pairs by the other tokens of a "
-            "batch; generating without it (--keep-capacity keeps it)"
+            "batch, and is left out"
         )
-    reasons = neighbours(trained, keep_capacity)
-    if reasons and trained.layout.tensor > 1:
-        raise UserError(
-            f"parallel.tensor: found {trained.layout.tensor}, which pads sequences, but {reasons[0]}; "
-            "generate with parallel.tensor=1"
-        )
+    return lines
+
+
+def check_cache(trained: TrainedModel) -> None:
+    """Refuse a model that cannot compute each position of a sequence once.
+
+    Raises:
+        UserError: with the reasons.
+    """
+    reasons = neighbours(trained)
     if problem := trained.model.problem_with_cache():
         reasons.append(problem)
     if reasons:
-        lines.append(f"generating without key/value cache, prompt by prompt: {'; '.join(reasons)}")
-    return not reasons, lines
+        raise UserError(
+            f"{trained.path}: no token can be computed before those that follow it: {'; '.join(reasons)}; "
+            "override that, such as moe.router.selector=top_k or model.backend=torch"
+        )
 
 
 def encoder_decoder_of(trained: TrainedModel) -> EncoderDecoder:

@@ -47,7 +47,8 @@ def scored_twice(
     All are compared on one line each, as they stand in files. A score has `score`, from 0 to 100, `signature`
     and `details`, sacreBLEU's line, such as the precisions of BLEU.
     """
-    expected, found = [one_line(text) for text in references], {}
+    expected = [one_line(text) for text in references]
+    found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, texts in (("translation", translations), ("copy", sources)):
         found[name] = {}
         for key, metric in metrics.items():

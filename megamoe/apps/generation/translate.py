@@ -9,7 +9,7 @@ from typing import Any
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search, never_written
 from megamoe.apps.generation.generate import agreement, check_tokens, tokenizer_of
-from megamoe.apps.generation.runner import runner_of
+from megamoe.apps.generation.runner import Runner, check_cache
 from megamoe.apps.translation.card import load_pair_card
 from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag, directions
 from megamoe.apps.translation.pairs import normalize_language
@@ -23,22 +23,17 @@ EXTRA = 50  # tokens of a translation beyond those of its source at most (Vaswan
 
 @dataclass(frozen=True)
 class TranslationDirection:
-    """A direction of translation. tag: where the target language's tag stands. tag_id: its token, if any."""
+    """A direction of translation. tag: where the target language's tag stands.
+
+    source_prefix, target_prefix: the tokens with which every source begins, and every target after the
+    decoder's first one.
+    """
 
     source: str
     target: str
-    tag: Tag
-    tag_id: int | None
-
-    @property
-    def source_prefix(self) -> list[int]:
-        """The tokens with which every source begins."""
-        return [self.tag_id] if self.tag == "source" and self.tag_id is not None else []
-
-    @property
-    def target_prefix(self) -> list[int]:
-        """The tokens with which every target begins, after the decoder's first one."""
-        return [self.tag_id] if self.tag == "target" and self.tag_id is not None else []
+    tag: Tag = "none"
+    source_prefix: tuple[int, ...] = ()
+    target_prefix: tuple[int, ...] = ()
 
 
 def direction_of(trained: TrainedModel, source: str, target: str) -> TranslationDirection:
@@ -58,12 +53,14 @@ def direction_of(trained: TrainedModel, source: str, target: str) -> Translation
         raise UserError(
             f"--from {source} --to {target}: {trained.path} was not trained for it; it translates {shown}"
         )
-    tag_id = None if options.tag == "none" else trained.vocabulary.special.languages.get(wanted[1])
-    if options.tag != "none" and tag_id is None:
+    if options.tag == "none":
+        return TranslationDirection(*wanted)
+    if (tag := trained.vocabulary.special.languages.get(wanted[1])) is None:
         raise UserError(
             f"--to {target}: the tokenizer reserves no <2{wanted[1]}>, but the model was trained with tags"
         )
-    return TranslationDirection(*wanted, options.tag, tag_id)
+    prefixes: dict[str, tuple[int, ...]] = {"source": (), "target": (), options.tag: (tag,)}
+    return TranslationDirection(*wanted, options.tag, prefixes["source"], prefixes["target"])
 
 
 def _options(trained: TrainedModel) -> Any:
@@ -197,14 +194,16 @@ def translate(
     *,
     max_length: int | None = None,
     batch_size: int = 32,
-    cached: bool = True,
 ) -> list[list[Hypothesis]]:
     """Return the hypotheses of each sentence, the best first; none of a blank one. Collective over all ranks.
 
     A translation has at most as many tokens as its source and EXTRA more, both with their ends, at most
-    `max_length`, and at most data.sequence_length. Sources of similar lengths form a batch. cached: see
-    `runner.prepare`, which tells whether a model can; otherwise every source is translated by itself.
+    `max_length`, and at most data.sequence_length. Sources of similar lengths form a batch.
+
+    Raises:
+        UserError: as `runner.check_cache`.
     """
+    check_cache(trained)
     end = _end(trained)
     prefix = [end, *direction.target_prefix]
     most = trained.config.data.sequence_length - len(direction.target_prefix)
@@ -212,12 +211,11 @@ def translate(
     found: list[list[Hypothesis]] = [[] for _ in sentences.tokens]
     numbers = [number for number, tokens in enumerate(sentences.tokens) if tokens]
     numbers.sort(key=lambda number: -len(sentences.tokens[number]))
-    size = batch_size if cached else 1
-    for first in range(0, len(numbers), size):
-        batch = numbers[first : first + size]
+    for first in range(0, len(numbers), batch_size):
+        batch = numbers[first : first + batch_size]
         sources = [sentences.tokens[number] for number in batch]
         limits = [min(most, len(source) + EXTRA) for source in sources]
-        runner = runner_of(trained, [prefix] * len(batch), max(limits), cached, sources=sources)
+        runner = Runner(trained, [prefix] * len(batch), max(limits), sources=sources)
         hypotheses = beam_search(
             runner, limits, search, end=end, forbidden=never_written(trained), agree=agreement(trained)
         )

@@ -56,7 +56,6 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-length", type=int, help="tokens at most; default: data.sequence_length")
     add("--n-best", type=int, default=1, help="hypotheses of each sentence in the output; default: 1")
     add("--batch-size", type=int, default=32, help="sentences translated together; default: 32")
-    add("--keep-capacity", action="store_true", help="let the routers drop pairs, as in evaluation")
     add("--score", action="store_true", help="print BLEU, chrF and chrF++, and those of the copied sources")
     add("--output", type=Path, metavar="FILE", help="the translations, one on each line")
     add("--write-references", type=Path, metavar="FILE", help="the pairs' references, one on each line")
@@ -69,7 +68,7 @@ def _run(options: argparse.Namespace) -> None:
     lines = None if options.input is None else lines_of("--input", options.input, MOST_BYTES)
     from megamoe.apps.evaluation.trained_model import session
     from megamoe.apps.generation.beam_search import BeamOptions
-    from megamoe.apps.generation.runner import prepare
+    from megamoe.apps.generation.runner import leave_capacity_out
     from megamoe.apps.generation.scores import metrics_of, scored_twice
     from megamoe.apps.generation.translate import direction_of, of_lines, of_pairs, translate
 
@@ -83,16 +82,14 @@ def _run(options: argparse.Namespace) -> None:
         else:
             chosen = (options.pairs, options.split or "test", options.samples)
             sentences = of_pairs(trained, direction, *chosen, options.too_long)
-        cached, notes = prepare(trained, options.keep_capacity)
+        notes = leave_capacity_out(trained)
         if sentences.cut:
             notes.append(f"{sentences.cut} sources cut to data.sequence_length")
         for note in notes if ranks.world.is_first else []:
             print(note, file=sys.stderr)
         start = time.monotonic()
         size, longest = options.batch_size, options.max_length
-        found = translate(
-            trained, direction, sentences, search, max_length=longest, batch_size=size, cached=cached
-        )
+        found = translate(trained, direction, sentences, search, max_length=longest, batch_size=size)
         seconds = max(time.monotonic() - start, 1e-9)
         if not ranks.world.is_first:
             return

@@ -50,15 +50,6 @@ class Chat:
         ids = list(dict.fromkeys([*known, *self.end_tokens]))
         return {**generation, "eos_token_id": ids if len(ids) > 1 else next(iter(ids), None)}
 
-    @property
-    def remark(self) -> str | None:
-        """What a user of the folder must do."""
-        if not self.end_texts:
-            return None
-        return (
-            f"an answer ends with the text {self.end_texts[0]!r}, which is no token: pass it as stop_strings"
-        )
-
 
 def chat_of(saved: Json, config: RunConfig) -> Chat | None:
     """Return how a run was tuned on conversations; None: it was not. saved: the checkpoint's configuration.

@@ -1,13 +1,11 @@
 """Convert models between Hugging Face folders and checkpoints of ours.
 
 python tools/convert_hf.py import models/Mixtral-8x7B-v0.1 runs/mixtral
-python tools/convert_hf.py upcycle models/code models/law models/news runs/mixed
 python tools/convert_hf.py export runs/mixtral_continued exported
 python tools/convert_hf.py export runs/demo exported --class mixtral --dtype bf16
 
 `import` writes a run's folder: a checkpoint, the tokenizer, and continue.yaml, a run that goes on from it.
-`upcycle` makes one MoE model of several dense ones: their FFNs are its experts, all else is averaged.
-`export` writes config.json, sharded safetensors, and the tokenizer. None needs transformers, a GPU, or
+`export` writes config.json, sharded safetensors, and the tokenizer. Neither needs transformers, a GPU, or
 the whole model in memory.
 """
 
@@ -15,6 +13,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from megamoe.apps.command import parser_of
 from megamoe.compat.startup import configure_libraries
 from megamoe.errors import ExitCode, UserError
 
@@ -48,37 +47,26 @@ def _parsed(arguments: list[str] | None) -> argparse.Namespace:
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = parser_of(__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     verb = verbs.add_parser(
         "import", help="a Hugging Face folder to a checkpoint and a run that continues it"
     )
-    verb.add_argument("source", type=Path, metavar="FOLDER", help="with config.json and safetensors files")
-    verb.add_argument("run", type=Path, metavar="RUN", help="a run's folder that does not exist, runs/<name>")
-    verb.add_argument(
-        "--multi-token-prediction", action="store_true", help="keep its blocks (DeepSeek-V3, GLM-4.5)"
-    )
+    add = verb.add_argument
+    add("source", type=Path, metavar="FOLDER", help="with config.json and safetensors files")
+    add("run", type=Path, metavar="RUN", help="a run's folder that does not exist, runs/<name>")
     verb.set_defaults(work=_import)
 
-    verb = verbs.add_parser("upcycle", help="several dense Hugging Face folders to one MoE model and its run")
-    verb.add_argument("sources", type=Path, nargs="+", metavar="FOLDER", help="dense, of one architecture")
-    verb.add_argument("run", type=Path, metavar="RUN", help="a run's folder that does not exist, runs/<name>")
-    verb.add_argument("--top-k", type=int, default=2, help="experts of a token (default: 2)")
-    verb.add_argument("--seed", type=int, default=0, help="of the routers' initial weights (default: 0)")
-    verb.set_defaults(work=_upcycle)
-
     verb = verbs.add_parser("export", help="a checkpoint, saved at any layout, to a Hugging Face folder")
-    verb.add_argument("path", type=Path, metavar="RUN", help="a run's folder, or a step_* folder")
-    verb.add_argument("folder", type=Path, metavar="FOLDER", help="a folder that does not exist")
-    verb.add_argument(
-        "--class", dest="model_class", metavar="TYPE", help="a model_type, or custom; default: what fits"
-    )
-    verb.add_argument("--like", type=Path, metavar="FOLDER", help="keep its tokenizer and remaining keys")
-    verb.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of parameters (default: as saved)")
-    verb.add_argument("--shard-size", type=float, default=5.0, metavar="GB", help="of a file (default: 5)")
-    verb.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML")
+    add = verb.add_argument
+    add("path", type=Path, metavar="RUN", help="a run's folder, or a step_* folder")
+    add("folder", type=Path, metavar="FOLDER", help="a folder that does not exist")
+    add("--class", dest="model_class", metavar="TYPE", help="a model_type, or custom; default: what fits")
+    add("--like", type=Path, metavar="FOLDER", help="keep its tokenizer and remaining keys")
+    add("--dtype", choices=("fp32", "bf16", "fp16"), help="of parameters (default: as saved)")
+    add("--shard-size", type=float, default=5.0, metavar="GB", help="of a file (default: 5)")
+    add("overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML")
     verb.set_defaults(work=_export)
     return parser
 
@@ -86,13 +74,7 @@ def _parser() -> argparse.ArgumentParser:
 def _import(options: argparse.Namespace) -> None:
     from megamoe.apps.hf.import_folder import import_folder
 
-    import_folder(options.source, options.run, further=options.multi_token_prediction)
-
-
-def _upcycle(options: argparse.Namespace) -> None:
-    from megamoe.apps.hf.upcycle import upcycle
-
-    upcycle(options.sources, options.run, k=options.top_k, seed=options.seed)
+    import_folder(options.source, options.run)
 
 
 def _export(options: argparse.Namespace) -> None:

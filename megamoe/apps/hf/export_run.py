@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -39,9 +38,9 @@ from megamoe.apps.hf.folder import (
     special_ids,
     tokenizer_files,
 )
-from megamoe.apps.hf.keys import NUM_FURTHER, Json
+from megamoe.apps.hf.keys import Json
 from megamoe.apps.hf.rules import BlockMapping, flat
-from megamoe.apps.hf.tensor_files import Stored, TensorWriter
+from megamoe.apps.hf.tensor_files import Stored, tensor_writer
 from megamoe.checkpoint.format.files import parse_json
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints, kept_folder
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
@@ -49,10 +48,10 @@ from megamoe.config import RunConfig
 from megamoe.config.load import configure
 from megamoe.config.mup import without_mup
 from megamoe.errors import UserError
-from megamoe.registry import STAGES, is_ours, label, list_parts
+from megamoe.registry import list_parts
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The state of losses; and multi-token prediction, where the class has no names for it.
+# The state of losses, and multi-token prediction.
 OF_TRAINING = re.compile(rf"{OF_ROUTERS.pattern}|prediction\..*")
 METADATA = {"format": "pt"}  # transformers asks for it
 SHOWN_KEYS = 5
@@ -68,7 +67,7 @@ class Target:
 
     family: Family
     config: RunConfig
-    rules: list[list[BlockMapping]]
+    rules: list[BlockMapping]
     like: Json
     others: dict[str, bytes]
     ids: Json
@@ -145,11 +144,10 @@ def _target(
     vocab_size = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
     same_class = not is_custom and given.get("model_type") == family.model_type
     ids = special_ids(config) | {name: given[name] for name in SPECIAL_IDS if name in given}
-    custom = custom_files(config) if is_custom else {}
+    custom = custom_files() if is_custom else {}
     others, remarks = _other_files(reader, config, kept, custom, ids)
-    return Target(
-        family, config, _rules(family, config, vocab_size), given if same_class else {}, others, ids, remarks
-    )
+    rules = flat(family.rules(config, vocab_size))
+    return Target(family, config, rules, given if same_class else {}, others, ids, remarks)
 
 
 def _other_files(
@@ -170,22 +168,13 @@ def _other_files(
         chat, remarks = None, [f"without its chat template and the end of a turn: {error}"]
     if chat is not None:
         tokenizer, generation = chat.files(tokenizer), chat.ends(generation)
-        remarks += [chat.remark] if chat.remark else []
+        for text in chat.end_texts:
+            remarks.append(
+                f"an answer ends with the text {text!r}, which is no token: pass it as stop_strings"
+            )
     if content is None or custom or chat is not None:
         content = (json.dumps(generation, indent=2) + "\n").encode()
     return {**tokenizer, **custom, GENERATION: content}, remarks
-
-
-def _rules(family: Family, config: RunConfig, vocab_size: int) -> list[list[BlockMapping]]:
-    """Return the rules, with the copies of embedding and output layer that the hub's folders hold."""
-    copies = family.copies(config)
-    found = []
-    for group in family.rules(config, vocab_size):
-        names = [[name for name, main in copies.items() if (main,) == rule.sources] for rule in group]
-        found.append(
-            [rule.with_copies(each) if each else rule for rule, each in zip(group, names, strict=True)]
-        )
-    return found
 
 
 def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunConfig:
@@ -193,7 +182,7 @@ def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunCon
     tree = {section: reader.meta["config"].get(section, {}) for section in ("data", "model", "moe")}
     router = {key: value for key, value in tree["moe"].get("router", {}).items() if key != "replay"}
     moe = copy.deepcopy({**tree["moe"], "router": router})
-    tree["moe"] = _without_own_losses(moe, reader.path, overrides)
+    tree["moe"] = _without_own_losses(moe)
     config = configure(tree, list(overrides), source=str(reader.path))
     if config.model.architecture != "decoder":
         raise UserError(
@@ -202,36 +191,13 @@ def _configuration(reader: CheckpointReader, overrides: Sequence[str]) -> RunCon
     return replace(config, model=without_mup(config.model))
 
 
-def _without_own_losses(moe: Json, path: Path, overrides: Sequence[str]) -> Json:
-    """Return the section `moe` of a checkpoint without losses of plugins, which are for training alone.
-
-    Raises:
-        UserError: if a router has a part of a plugin, and no override replaces it.
-    """
-    groups = [group for group in moe.get("groups") or [] if isinstance(group, dict)]
-    for layer in (moe, *groups):
-        router = layer.get("router")
-        if not isinstance(router, dict):
-            continue  # the configuration refuses it
-        masks = router.get("masks")
-        chosen = [("masks", "mask", each) for each in (masks if isinstance(masks, list) else [])]
-        chosen += [(kind, kind, router.get(kind)) for kind in STAGES]
-        for key, kind, choice in chosen:
-            replaced = any(each.startswith((f"moe.router.{key}", "moe.router=")) for each in overrides)
-            if _is_own(kind, choice) and not replaced:
-                raise UserError(
-                    f"{path}: a part of your own ({label(kind)} {choice['name']}) cannot be exported: no "
-                    f"class computes it; override moe.router.{key} if it does not matter to you"
-                )
+def _without_own_losses(moe: Json) -> Json:
+    """Return the section `moe` of a checkpoint without losses of plugins, which are for training alone."""
+    known = list_parts("loss")
+    for layer in (moe, *(group for group in moe.get("groups") or [] if isinstance(group, dict))):
         if isinstance(losses := layer.get("losses"), dict):
-            layer["losses"] = {key: each for key, each in losses.items() if not _is_own("loss", each)}
+            layer["losses"] = {key: each for key, each in losses.items() if each.get("name") in known}
     return moe
-
-
-def _is_own(kind: str, choice: Any) -> bool:
-    """Whether a checkpoint's choice of a part is of a plugin."""
-    known, name = list_parts(kind), choice.get("name") if isinstance(choice, dict) else None
-    return isinstance(name, str) and not (name in known and is_ours(known[name]))
 
 
 def _family(path: Path, config: RunConfig, named: str | None, like: Family | None) -> Family:
@@ -276,7 +242,7 @@ def _stored(
     """
     left = {name.removeprefix(WEIGHT) for name in reader.names(WEIGHT)}
     stored: dict[str, Stored] = {}
-    for rule in flat(target.rules):
+    for rule in target.rules:
         if rule.target not in left:
             raise UserError(f"{reader.path}: {short(rule.target)} is missing; name another checkpoint")
         left.discard(rule.target)
@@ -299,6 +265,7 @@ def _stored(
     return stored, unused
 
 
+@torch.no_grad()
 def _write_tensors(
     folder: Path, reader: CheckpointReader, target: Target, stored: dict[str, Stored], shard_bytes: int
 ) -> None:
@@ -308,30 +275,20 @@ def _write_tensors(
     names = [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
     names = names if count > 1 else [WEIGHTS]
     for name, shard in zip(names, shards, strict=True):
-        with TensorWriter(folder / name, {each: stored[each] for each in shard}, METADATA) as writer:
-            for rule in flat(target.rules):
-                if not shard.isdisjoint(rule.sources):
-                    _write_sources(writer, reader, rule, shard, stored)
+        with tensor_writer(folder / name, {each: stored[each] for each in shard}, METADATA) as write:
+            for rule in target.rules:
+                if shard.isdisjoint(rule.sources):
+                    continue
+                ours = reader.tensor(WEIGHT + rule.target)
+                reader.close()  # mapped files count as memory
+                for source, (view, shape) in rule.views(ours).items():
+                    if source in shard:
+                        write(source, view.to(stored[source].dtype).reshape(shape))
     if count > 1:
         total = sum(each.num_bytes for each in stored.values())
         where = {each: name for name, shard in zip(names, shards, strict=True) for each in shard}
         index = {"metadata": {"total_size": total}, WEIGHT_MAP: dict(sorted(where.items()))}
         (folder / WEIGHTS_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-@torch.no_grad()
-def _write_sources(
-    writer: TensorWriter,
-    reader: CheckpointReader,
-    rule: BlockMapping,
-    shard: set[str],
-    stored: dict[str, Stored],
-) -> None:
-    ours = reader.tensor(WEIGHT + rule.target)
-    reader.close()  # mapped files count as memory
-    for name, (view, shape) in rule.views(ours).items():
-        if name in shard:
-            writer.write(name, view.to(stored[name].dtype).reshape(shape))
 
 
 def _shards(stored: dict[str, Stored], shard_bytes: int) -> list[set[str]]:
@@ -358,8 +315,7 @@ def _config(target: Target, stored: dict[str, Stored]) -> Json:
         and like.get("vocab_size") == vocab_size
         and not differences(target.config, as_config(family.read(like)))
     ):
-        depth = family.depth(target.config)
-        return {**others, **like, **dtype, **({NUM_FURTHER: depth} if depth else {})}
+        return {**others, **like, **dtype}
     longest = {"max_position_embeddings": target.config.data.sequence_length}
     written = {**family.write(target.config), "vocab_size": vocab_size, **dtype}
     known = {name: value for name, value in like.items() if name in KEPT_KEYS}

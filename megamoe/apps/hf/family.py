@@ -56,8 +56,8 @@ REPLACED = frozenset(
 class Family:
     """A class: `model_type` and `architecture` of its config.json, its keys and its table of tensors.
 
-    left_out: the beginning of the names of tensors that are for multi-token prediction, if the table has no
-    line for them; {n}: the number of blocks. released: the keys of released folders that `keys` do not write,
+    left_out: the beginning of the names of tensors that are for multi-token prediction; {n}: the number of
+    blocks. released: the keys of released folders that `keys` do not write,
     with their values, or functions of the configuration. transformers fills them in by itself, and other
     programs read them.
     """
@@ -139,21 +139,7 @@ class Family:
             facts_of(config),
             moe_blocks,
             config.model.num_layers,
-            self.depth(config),
         )
-
-    def depth(self, config: RunConfig) -> int:
-        """Return the number of blocks of multi-token prediction that a folder of the class has."""
-        has_them = any(line.blocks == "further" for line in self.table)
-        return config.model.multi_token_prediction.depth if has_them else 0
-
-    def copies(self, config: RunConfig) -> dict[str, str]:
-        """Return the tensors of those blocks that repeat another of the folder, with the other's name."""
-        first = config.model.num_layers
-        head = EMBEDDING if config.model.tie_embeddings else HEAD
-        repeated = {"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": head}
-        blocks = range(first, first + self.depth(config))
-        return {f"model.layers.{block}.{name}": it for block in blocks for name, it in repeated.items()}
 
 
 def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:

@@ -4,7 +4,6 @@
 """
 
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path, PurePath
 from typing import Any
@@ -56,8 +55,9 @@ class Folder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.config = read_config(path)
-        _check_finite(path / CONFIG, self.config)
+        if not path.is_dir():
+            raise UserError(f"{path}: no folder; name one with {CONFIG} and safetensors files")
+        self.config = read_object(path / CONFIG)
         self._files: dict[str, Path] = {}
         self.tensors: dict[str, Stored] = {}
         for file in self._weight_files():
@@ -73,7 +73,7 @@ class Folder:
         Raises:
             UserError: if its file no longer holds it.
         """
-        return read_tensor(self._files[name], self.tensors[name])
+        return read_tensor(self._files[name], name)
 
     def _weight_files(self) -> list[Path]:
         self._index = self._read_index()
@@ -131,17 +131,6 @@ def read_other_files(path: Path) -> dict[str, bytes]:
     return found
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """Return the config.json of a folder.
-
-    Raises:
-        UserError: if it is no folder, or the file is missing or no JSON object.
-    """
-    if not path.is_dir():
-        raise UserError(f"{path}: no folder; name one with {CONFIG} and safetensors files")
-    return read_object(path / CONFIG)
-
-
 def read_object(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file of a folder holds.
 
@@ -178,18 +167,6 @@ def _content(path: Path, largest: int) -> bytes:
         return read_plain(path, largest)
     except (OSError, ValueError) as error:
         raise broken(path, reason(error)) from None
-
-
-def _check_finite(path: Path, value: Any, key: str = "") -> None:
-    """Raise UserError if a number is NaN or infinite, which JSON does not have and Python reads."""
-    if isinstance(value, dict):
-        for name, inner in value.items():
-            _check_finite(path, inner, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, list):
-        for inner in value:
-            _check_finite(path, inner, key)
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise UserError(f"{path}: {short(key)}: found {value}, expected a finite number")
 
 
 def portable(config: dict[str, Any]) -> dict[str, Any]:

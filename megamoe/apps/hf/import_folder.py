@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megamoe.apps.checkpoints.stream import new_tree
 from megamoe.apps.hf.custom.export import FAMILY, family_of_folder
-from megamoe.apps.hf.families import FAMILIES, REFUSED
+from megamoe.apps.hf.families import FAMILIES
 from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
 from megamoe.apps.hf.folder import (
     CONFIG,
@@ -31,14 +31,13 @@ from megamoe.apps.hf.folder import (
     Folder,
     dtype_name,
     portable,
-    read_config,
     read_other_files,
     short,
 )
 from megamoe.apps.hf.keys import OF_OTHERS, Json
 from megamoe.apps.hf.quantised import FLOATS, Weights, weights_of
 from megamoe.apps.hf.rules import BlockMapping, flat
-from megamoe.apps.hf.tensor_files import Shape, Stored, TensorWriter
+from megamoe.apps.hf.tensor_files import Shape, Stored, tensor_writer
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_file, write_sums
 from megamoe.checkpoint.format.folder import KEPT, LATEST
 from megamoe.checkpoint.format.reader import WEIGHT
@@ -52,7 +51,6 @@ PRECISIONS: dict[str, Precision] = {"float32": "fp32", "bfloat16": "bf16", "floa
 LONGEST = 4096  # tokens of a sequence in the run's YAML, where the model allows more
 VOCABULARY_MULTIPLE = 64  # the embedding is not padded: its rows are divided by a divisor of this
 INVERSE_FREQUENCIES = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
-FURTHER_OPTION = "--multi-token-prediction"
 
 
 @dataclass(frozen=True)
@@ -76,45 +74,26 @@ class Source:
         return int(self.config.model.vocab_size or 0)
 
 
-def import_folder(
-    source: Path, run: Path, *, further: bool = False, report: Callable[[str], None] = print
-) -> None:
+def import_folder(source: Path, run: Path, *, report: Callable[[str], None] = print) -> None:
     """Write a run's folder from a Hugging Face folder, whole or not at all.
 
-    further: with the blocks of multi-token prediction.
-
     Raises:
-        UserError: if `run` exists, or the folder cannot be converted; see `open_source`.
+        UserError: if `run` exists, the folder cannot be converted (`open_source`), or the model could not be
+            opened afterwards.
     """
-    opened = open_source(source, further)
+    opened = open_source(source)
     kept = read_other_files(source)
-    own_config = (json.dumps(portable(opened.folder.config), indent=2) + "\n").encode()
-    write_run(opened, kept, run, own_config, report)
-
-
-def write_run(
-    opened: Source,
-    kept: dict[str, bytes],
-    run: Path,
-    own_config: bytes | None = None,
-    report: Callable[[str], None] = print,
-) -> None:
-    """Write a run's folder from an open source. kept: the folder's other files; own_config: its config.json.
-
-    Raises:
-        UserError: if `run` exists, or the model could not be opened afterwards.
-    """
-    source = opened.folder.path
+    tokenizer = str(run / KEPT) if kept.keys() - {GENERATION} else None
+    kept[CONFIG] = (json.dumps(portable(opened.folder.config), indent=2) + "\n").encode()
     with new_tree(run, source) as folder:
         checkpoint = folder / CHECKPOINTS / STEP
         checkpoint.mkdir(parents=True)
-        tokenizer = str(run / KEPT) if kept.keys() - {GENERATION} else None
         config = {"name": run.name, **_sections(opened, tokenizer)}
         _check_opens(parse_config(config), _precision(opened), source / CONFIG)
         _write_checkpoint(checkpoint, opened, config)
         (folder / CHECKPOINTS / LATEST).write_text(STEP, encoding="utf-8")
         (folder / KEPT).mkdir()
-        for name, content in {**kept, **({} if own_config is None else {CONFIG: own_config})}.items():
+        for name, content in kept.items():
             (folder / KEPT / name).write_bytes(content)
         (folder / RUN_YAML).write_text(_run_yaml(opened, source, run, tokenizer), encoding="utf-8")
     report(f"{source}: {opened.family.architecture}, {_size(opened)}")
@@ -154,9 +133,9 @@ def _write_checkpoint(folder: Path, source: Source, config: Json) -> None:
     shardings: dict[str, Any] = {}
     for number, group in enumerate(source.rules):
         announced = {f"{WEIGHT}{rule.target}": Stored(_dtype(source, rule), rule.shape) for rule in group}
-        with TensorWriter(folder / shard_file(number), announced) as writer:
+        with tensor_writer(folder / shard_file(number), announced) as write:
             for rule in group:
-                writer.write(f"{WEIGHT}{rule.target}", _assembled(source, rule))
+                write(f"{WEIGHT}{rule.target}", _assembled(source, rule))
         for name, stored in announced.items():
             shape = list(stored.shape)
             dtype = str(stored.dtype).removeprefix("torch.")
@@ -249,12 +228,6 @@ def family_of(config: Json, where: Path) -> Family:
     found = config.get("model_type")
     if found == FAMILY.model_type:
         return family_of_folder(config, where)
-    if isinstance(found, str) and found in REFUSED:
-        nearest, difference = REFUSED[found]
-        raise UserError(
-            f"{where}: model_type: {found} cannot be converted; the nearest is {nearest}, from which it "
-            f"differs by {difference}"
-        )
     if not isinstance(found, str) or found not in FAMILIES:
         raise UserError(
             f"{where}: model_type: found {short(str(found))}, expected one of {', '.join(FAMILIES)}"
@@ -262,40 +235,28 @@ def family_of(config: Json, where: Path) -> Family:
     return FAMILIES[found]
 
 
-def open_source(path: Path, further: bool = False) -> Source:
+def open_source(path: Path) -> Source:
     """Open a folder and check that every tensor that its class has is there, and no other.
 
-    further: with the blocks of multi-token prediction; otherwise they may be there and are left out.
+    Blocks of multi-token prediction are left out.
 
     Raises:
         UserError: naming the first file, key or tensor that is missing, damaged, unknown or of another shape.
     """
-    family = family_of(read_config(path), path / CONFIG)  # first: of another class, nothing else matters
     folder = weights_of(Folder(path))
+    family = family_of(folder.config, path / CONFIG)
     tree = family.read(folder.config, str(path / CONFIG))
     config = as_config(tree, str(path / CONFIG))
-    depth = family.depth(config)
-    if further and not depth:
-        raise UserError(
-            f"{path / CONFIG}: {family.architecture} has no multi-token prediction here; leave out "
-            f"{FURTHER_OPTION}"
-        )
-    if not further:
-        tree["model"].pop("multi_token_prediction", None)
-        config = as_config(tree, str(path / CONFIG))
     config.data.sequence_length = _length(folder.config, config)
     rules = family.rules(config, int(config.model.vocab_size or 0))
-    unused = _check_tensors(folder, family, config, rules, 0 if further else depth)
+    unused = _check_tensors(folder, family, config, rules)
     return Source(folder, family, tree, config, rules, unused)
 
 
 def _check_tensors(
-    folder: Weights, family: Family, config: RunConfig, groups: list[list[BlockMapping]], left_out: int
+    folder: Weights, family: Family, config: RunConfig, groups: list[list[BlockMapping]]
 ) -> dict[str, list[str]]:
-    """Check that the folder has the tensors of the rules; return those that may be left out, by the reason.
-
-    left_out: the blocks of multi-token prediction that may be there without a rule.
-    """
+    """Check that the folder has the tensors of the rules; return those that are left out, by the reason."""
     expected: set[str] = set()
     for rule in flat(groups):
         for name, shape in rule.source_shapes().items():
@@ -307,20 +268,15 @@ def _check_tensors(
                 f"{folder.path}: {short(rule.sources[0])} and the tensors that belong to it have dtypes "
                 f"{' and '.join(dtypes)}, expected one"
             )
-    copies = family.copies(config) | ({HEAD: EMBEDDING} if config.model.tie_embeddings else {})
-    last = config.model.num_layers
-    blocks = tuple(f"model.layers.{block}." for block in range(last, last + left_out))
+    further = None if family.left_out is None else family.left_out.format(n=config.model.num_layers)
     unused: dict[str, list[str]] = {}
     for name in sorted(folder.tensors.keys() - expected):
-        if name in copies:
-            _check_copy(folder, name, copies[name])
+        if name == HEAD and config.model.tie_embeddings:
+            _check_copy(folder, name, EMBEDDING)
         elif INVERSE_FREQUENCIES.fullmatch(name):
             unused.setdefault("for they follow from the configuration", []).append(name)
-        elif name.startswith(blocks):
-            unused.setdefault(f"for want of {FURTHER_OPTION}", []).append(name)
-        elif family.left_out is not None and name.startswith(family.left_out.format(n=last)):
-            why = f"for {family.architecture} has no multi-token prediction here"
-            unused.setdefault(why, []).append(name)
+        elif further is not None and name.startswith(further):
+            unused.setdefault("for multi-token prediction is not read", []).append(name)
         else:
             raise UserError(
                 f"{folder.path}: {short(name)} has no place in {family.architecture} as {CONFIG} describes it"

@@ -6,8 +6,8 @@ copies them out; so both directions are the same line.
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -19,13 +19,13 @@ from megamoe.parallel.chunks import Sharding
 Dims = Mapping[str, int]  # sizes by letter: V vocabulary, H hidden, F dense FFN, E experts, X expert FFN, ...
 View = tuple[Tensor, Shape]  # a view of our tensor, and the shape in which the folder holds its elements
 Split = Callable[[Tensor, Dims], list[View]]
-Blocks = Literal["once", "all", "dense", "moe", "further"]
+Blocks = Literal["once", "all", "dense", "moe"]
 
 WHOLE = Sharding()
 COLUMNS, ROWS, GATED = Sharding(tensor=(0, 1)), Sharding(tensor=(1, 1)), Sharding(tensor=(0, 2))
 EXPERT_UP, EXPERT_DOWN = Sharding(expert=True, slices=(1, 2)), Sharding(expert=True, slices=(2, 1))
 EXPERT_BIAS = Sharding(expert=True, slices=(1, 1))  # of the second linear layer
-BLOCK, FURTHER_BLOCK = "model.decoder.layers.{b}.", "prediction.depths.{k}.blocks.layers.0."
+BLOCK = "model.decoder.layers.{b}."
 TERM = re.compile(r"(\d*)([A-Za-z]*)\Z")
 
 
@@ -85,11 +85,10 @@ def of_each_expert(split: Split) -> Split:
 class TensorMapping:
     """A tensor of ours and where the folder of a class has it: a line of the table of the class.
 
-    ours: the name of our tensor; {b} is the block, from 0, and {k} the place of a block of multi-token
-    prediction, from 0. shape: its dimensions in letters, such as "2F H" or "Q+2K H". sources: the names in
-    the folder; {e} is the expert. cut: how layouts shard it. blocks: which blocks have it (`further`: those
-    of multi-token prediction), or `once`. needs: the fact that the configuration must have, see `facts_of`;
-    None: always. is_buffer: it is no parameter.
+    ours: the name of our tensor; {b} is the block, from 0. shape: its dimensions in letters, such as "2F H"
+    or "Q+2K H". sources: the names in the folder; {e} is the expert. cut: how layouts shard it. blocks: which
+    blocks have it, or `once`. needs: the fact that the configuration must have, see `facts_of`; None: always.
+    is_buffer: it is no parameter.
     """
 
     ours: str
@@ -123,11 +122,6 @@ class BlockMapping:
         empty = torch.empty(self.shape, device="meta")
         return {name: shape for name, (_, shape) in self.views(empty).items()}
 
-    def with_copies(self, names: Sequence[str]) -> "BlockMapping":
-        """Return the rule of a tensor that a folder holds as it is, under further names too."""
-        sources = (*self.sources, *names)
-        return replace(self, sources=sources, split=lambda ours, dims: whole(ours, dims) * len(sources))
-
 
 def shape_of(letters: str, dims: Dims) -> Shape:
     """Return the shape that letters stand for: "Q+2K H" with the sizes of Q, K and H."""
@@ -151,32 +145,22 @@ def expand(
     facts: frozenset[str],
     moe_blocks: frozenset[int],
     num_blocks: int,
-    depth: int,
 ) -> list[list[BlockMapping]]:
     """Return the rules in groups: those that stand once, then those of each block.
 
-    moe_blocks: the blocks with an MoE layer, from 0. depth: the blocks of multi-token prediction, which are
-    of the kind of the last block and follow it in the folder.
+    moe_blocks: the blocks with an MoE layer, from 0.
     """
     table = tuple(line for line in table if line.needs is None or line.needs in facts)
     groups = [[_rule(line, dims, None) for line in table if line.blocks == "once"]]
     for block in range(num_blocks):
         kinds = {"all", "moe" if block in moe_blocks else "dense"}
         groups.append([_rule(line, dims, block) for line in table if line.blocks in kinds])
-    for place in range(depth):
-        kinds = {"all", "further", "moe" if num_blocks - 1 in moe_blocks else "dense"}
-        lines = [line for line in table if line.blocks in kinds]
-        groups.append([_rule(line, dims, num_blocks + place, place) for line in lines])
     return groups
 
 
-def _rule(line: TensorMapping, dims: Dims, block: int | None, place: int | None = None) -> BlockMapping:
-    ours = line.ours
-    if place is not None:
-        ours = ours.replace(BLOCK, FURTHER_BLOCK).replace("{k}", str(place))
+def _rule(line: TensorMapping, dims: Dims, block: int | None) -> BlockMapping:
     patterns = (line.sources,) if isinstance(line.sources, str) else line.sources
     experts = range(dims["E"]) if any("{e}" in pattern for pattern in patterns) else range(1)
     sources = tuple(pattern.format(b=block, e=expert) for expert in experts for pattern in patterns)
-    return BlockMapping(
-        ours.format(b=block), shape_of(line.shape, dims), sources, line.split, line.cut, line.is_buffer, dims
-    )
+    shape = shape_of(line.shape, dims)
+    return BlockMapping(line.ours.format(b=block), shape, sources, line.split, line.cut, line.is_buffer, dims)

@@ -9,7 +9,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.generate import generate, tokenizer_of
-from megamoe.apps.generation.runner import neighbours, prepare
+from megamoe.apps.generation.runner import leave_capacity_out, neighbours
 from megamoe.apps.generation.sampling import Sampling
 from megamoe.apps.lm_eval.scoring import Answer, Question, answers
 from megamoe.errors import UserError
@@ -70,9 +70,9 @@ class Megamoe(TemplateLM):
         self.max_length = self._checked_length(max_length)
         # `TemplateLM` keeps the tokenizer of transformers here for chat templates, which ours do not have.
         self._tokens = tokenizer_of(trained)
-        self._cached, self.notes = prepare(trained, keep_capacity)
+        self.notes = [] if keep_capacity else leave_capacity_out(trained)
         # Whole batches are only for models in which a sequence does not depend on the others of its batch.
-        self.batch_size = 1 if neighbours(trained, keep_capacity) else batch_size
+        self.batch_size = 1 if neighbours(trained) else batch_size
 
     @property
     def eot_token_id(self) -> int:
@@ -132,13 +132,8 @@ class Megamoe(TemplateLM):
         for sampling, numbers in groups.items():
             prompts = [self._prompt(requests[number].args[0], sampling) for number in numbers]
             order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
-            results = generate(
-                self.trained,
-                [prompts[place] for place in order],
-                sampling,
-                batch_size=self.batch_size,
-                cached=self._cached,
-            )
+            ordered = [prompts[place] for place in order]
+            results = generate(self.trained, ordered, sampling, batch_size=self.batch_size)
             for place, result in zip(order, results, strict=True):
                 texts[numbers[place]] = result.text
         for request, text in zip(requests, texts, strict=True):

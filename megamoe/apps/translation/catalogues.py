@@ -1,6 +1,4 @@
-"""Finding gettext catalogues in packages, wheels and folders, and reading their pairs. No code is
-imported.
-"""
+"""Finding gettext catalogues in wheels and folders, and reading their pairs. No code is imported."""
 
 import gettext
 import hashlib
@@ -10,7 +8,6 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -45,9 +42,7 @@ class CatalogueFile:
 
 
 def find_catalogues(items: list[str]) -> list[CatalogueFile]:
-    """Return the catalogues of installed packages, wheels, folders and .po or .mo files, sorted in each item.
-
-    An item is a path if such a file or folder exists, else the name of an installed package.
+    """Return the catalogues of wheels, folders and .po or .mo files, sorted in each item.
 
     Raises:
         UserError: if an item does not exist or has no catalogue.
@@ -76,24 +71,10 @@ def _in_item(item: str) -> list[CatalogueFile]:
         return _in_wheel(item, path)
     if path.is_file() and path.suffix in ENDINGS:
         return _catalogues(str(path.parent), path.parent.name, {PurePosixPath(path.name): path})
-    if path.exists() or "/" in item or path.suffix in (*ENDINGS, ".whl"):
-        what = "is no folder, wheel, .po or .mo file" if path.exists() else "does not exist"
-        raise UserError(f"catalogues {item!r} {what}; expected one, or the name of an installed package")
-    return _in_package(item)
-
-
-def _in_package(name: str) -> list[CatalogueFile]:
-    """Return the catalogues of an installed package, by its list of files."""
-    try:
-        distribution = metadata.distribution(name)
-    except (metadata.PackageNotFoundError, ValueError) as error:
-        raise UserError(
-            f"catalogues {name!r}: no such package is installed, and no such folder exists; install it with "
-            f"'pip install --no-deps {name}', or name a wheel of it ('pip download --no-deps {name}')"
-        ) from error
-    files = [file for file in distribution.files or [] if file.suffix in ENDINGS]
-    paths = {PurePosixPath(file.as_posix()): Path(str(distribution.locate_file(file))) for file in files}
-    return _catalogues(name, "", {inside: path for inside, path in paths.items() if path.is_file()})
+    what = "is no folder, wheel, .po or .mo file" if path.exists() else "does not exist"
+    raise UserError(
+        f"catalogues {item!r} {what}; name one, such as the wheel that 'pip download --no-deps PACKAGE' gets"
+    )
 
 
 def _in_wheel(item: str, path: Path) -> list[CatalogueFile]:
@@ -111,7 +92,7 @@ def _catalogues(
 ) -> list[CatalogueFile]:
     """Return the catalogues among files; the keys are their paths inside of the item.
 
-    root: the name of the folder that the paths begin in; empty for a package.
+    root: the name of the folder that the paths begin in; empty for a wheel.
     """
     of_stem: dict[PurePosixPath, dict[str, Path | zipfile.Path]] = {}
     for inside in sorted(files, key=lambda path: (path.with_suffix(""), ENDINGS.index(path.suffix))):

@@ -1,17 +1,16 @@
-"""Pairs of texts, the codes of their languages, and reading them from aligned files, TSV and JSON lines."""
+"""Pairs of texts, the codes of their languages, and reading them from aligned files and TSV."""
 
 import difflib
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from megamoe.apps.prepare.sources import Source, Tap, read_lines
 from megamoe.data.card import SourceCard
-from megamoe.errors import UserError, listed
-from megamoe.io import parse_json
+from megamoe.errors import UserError
 
 SPLITS = ("train", "valid", "test")
 SPLIT_MARK = "{split}"
@@ -96,7 +95,6 @@ class Counts:
 
 
 COLUMNS = 2
-KEYS = ("source", "target", "language")
 
 
 def read_aligned(language: str, source: str, target: str, counts: Counts) -> Iterator[Pair]:
@@ -165,62 +163,20 @@ def read_tsv(language: str, path: str, counts: Counts) -> Iterator[Pair]:
     Raises:
         UserError: if the file cannot be read, is empty, or if a line has not two columns.
     """
-    language = check_language(language)
-
-    def parsed(line: str) -> Sequence[str]:
-        columns = line.split("\t")
-        if len(columns) != COLUMNS:
-            raise ValueError(f"{len(columns)} columns, expected {COLUMNS}: source, a tab, target")
-        return (*columns, language)
-
-    yield from _pairs_of_lines(path, parsed, counts, "lines of source, a tab, target")
-
-
-def read_json_lines(path: str, keys: Iterable[str], counts: Counts) -> Iterator[Pair]:
-    """Yield the pair of each line's object; `keys` are those of source, target and language.
-
-    Raises:
-        UserError: if the file cannot be read, is empty, or if a line is not such an object.
-    """
-    names = list(keys)
-
-    def parsed(line: str) -> Sequence[str] | None:
-        if not line.strip():
-            return None
-        try:
-            record = parse_json(line)
-        except ValueError as error:
-            raise ValueError(f"not JSON: {error}; write an object a line") from error
-        if not isinstance(record, dict) or not all(isinstance(record.get(name), str) for name in names):
-            found = f"keys {listed(list(record))}" if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"expected texts under {', '.join(names)}, found {found}; give --keys")
-        source, target, language = (record[name] for name in names)
-        normal = normalize_language(language)
-        if normal is None:
-            raise ValueError(f"language {language!r}: expected a code such as de or pt_BR")
-        return source, target, normal
-
-    yield from _pairs_of_lines(path, parsed, counts, "a JSON object a line")
-
-
-def _pairs_of_lines(
-    path: str, parsed: Callable[[str], Sequence[str] | None], counts: Counts, expected: str
-) -> Iterator[Pair]:
-    """Yield the pair of each line: source, target and language, or None. A ValueError tells of a bad line."""
-    number = 0
+    language, number = check_language(language), 0
     for number, line in enumerate(_lines(path, counts), start=1):
-        try:
-            pair = parsed(line)
-        except ValueError as error:
-            if counts.bad_lines == "error":
-                more = "or leave such lines out with --bad-lines skip"
-                raise UserError(f"{path}:{number}: {error}; {more}") from error
-            counts.left_out["bad line"] += 1
+        columns = line.split("\t")
+        if len(columns) == COLUMNS:
+            yield from _pair(columns[0], columns[1], language, counts)
+        elif counts.bad_lines == "error":
+            raise UserError(
+                f"{path}:{number}: {len(columns)} columns, expected {COLUMNS}: source, a tab, target; or "
+                "leave such lines out with --bad-lines skip"
+            )
         else:
-            if pair is not None:
-                yield from _pair(pair[0], pair[1], pair[2], counts)
+            counts.left_out["bad line"] += 1
     if not number:
-        raise UserError(f"{path}: empty; expected {expected}")
+        raise UserError(f"{path}: empty; expected lines of source, a tab, target")
 
 
 def check_language(code: str) -> str:
@@ -232,11 +188,6 @@ def check_language(code: str) -> str:
 
 
 def _pair(source: str, target: str, language: str, counts: Counts) -> Iterator[Pair]:
-    try:
-        (source + target).encode("utf-8")
-    except UnicodeEncodeError:
-        counts.left_out["half a surrogate pair"] += 1
-        return
     if source.strip() and target.strip():
         yield Pair(source, target, language)
     else:

@@ -33,7 +33,6 @@ from megamoe.apps.translation.pairs import (
     Pair,
     check_language,
     read_aligned,
-    read_json_lines,
     read_splits,
     read_tsv,
 )
@@ -68,9 +67,7 @@ class PairPreparation:
     aligned: list[list[str]] = field(default_factory=list)  # of [language, source file, target file]
     split_files: list[list[str]] = field(default_factory=list)  # the same, with {split} in both names
     tsv: list[list[str]] = field(default_factory=list)  # of [language, file]
-    jsonl: list[str] = field(default_factory=list)
-    keys: list[str] = field(default_factory=lambda: ["source", "target", "language"])
-    bad_lines: str = "error"  # or skip: lines of tsv and jsonl that are no pair
+    bad_lines: str = "error"  # or skip: lines of tsv that are no pair
     source_language: str = "en"
     languages: list[str] = field(default_factory=list)  # empty: all
     min_words: int = 1
@@ -188,22 +185,18 @@ def _check(preparation: PairPreparation, output: Path) -> None:
             f"tokenizer {preparation.tokenizer!r} lies in the output folder, which is replaced; copy it to "
             "another place and name that"
         )
-    if len(preparation.keys) != len(("source", "target", "language")):
-        raise UserError(f"keys {','.join(preparation.keys)}: expected three, of source, target and language")
     expand(preparation.special)
 
 
 def _read(preparation: PairPreparation, counts: Counts) -> Iterator[Pair]:
     given = (preparation.catalogues, preparation.aligned, preparation.split_files, preparation.tsv)
-    if not any((*given, preparation.jsonl)):
-        raise UserError("no pairs: name them with --catalogues, --aligned, --split-files, --tsv or --jsonl")
+    if not any(given):
+        raise UserError("no pairs: name them with --catalogues, --aligned, --split-files or --tsv")
     yield from read_splits(preparation.split_files, counts)
     for language, source, target in preparation.aligned:
         yield from read_aligned(language, source, target, counts)
     for language, path in preparation.tsv:
         yield from read_tsv(language, path, counts)
-    for path in preparation.jsonl:
-        yield from read_json_lines(path, preparation.keys, counts)
     for item in preparation.catalogues:
         yield from _read_catalogues(item, preparation, counts)
 

@@ -1,10 +1,9 @@
 """Turn parallel text into pairs for translation, a multilingual corpus and a classification task.
 
 python tools/prepare_pairs.py --catalogues data/wheels/*.whl --min-words 3 --output data/catalogues
-python tools/prepare_pairs.py --catalogues django --languages de,fr --output data/django
 python tools/prepare_pairs.py --aligned de train.en train.de --aligned fr news.en news.fr --output data/news
 python tools/prepare_pairs.py --split-files de 'wmt/{split}.en' 'wmt/{split}.de' --output data/wmt
-python tools/prepare_pairs.py --tsv de pairs.tsv.gz --jsonl more.jsonl --output data/mixed
+python tools/prepare_pairs.py --tsv de pairs.tsv.gz --tsv fr more.tsv --output data/mixed
 """
 
 import argparse
@@ -31,13 +30,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.argument_default = argparse.SUPPRESS
     add = parser.add_argument
-    files, items = ("LANGUAGE", "SOURCE", "TARGET"), "gettext: installed packages, wheels, folders, files"
+    files, items = ("LANGUAGE", "SOURCE", "TARGET"), "of gettext: wheels, folders, files"
     add("--catalogues", nargs="+", action="extend", metavar="ITEM", help=items)
     add("--aligned", nargs=3, action="append", metavar=files, help="files of text, line by line translations")
     add("--split-files", nargs=3, action="append", metavar=files, help="the same, with {split} in both names")
     add("--tsv", nargs=2, action="append", metavar=("LANGUAGE", "FILE"), help="lines of source, tab, target")
-    add("--jsonl", nargs="+", action="extend", metavar="FILE", help="JSON objects a line (--keys)")
-    add("--keys", type=_words, help="of source, target and language (default source,target,language)")
     add("--output", required=True, metavar="FOLDER", help="the new folder")
     add("--source-language", metavar="CODE", help="default en")
     add("--languages", type=_words, help="keep these target languages, such as de,pt_BR (default all)")
@@ -54,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tokenizer", metavar="REF", help=kinds)
     add("--vocab-size", type=int, help="of the tokenizer that is trained (default 8192)")
     add("--special", metavar="NAMES", help="tokens to reserve beside <2de> (default pad,mask,sentinels)")
-    add("--bad-lines", choices=("error", "skip"), help="lines of --tsv and --jsonl that are no pair")
+    add("--bad-lines", choices=("error", "skip"), help="lines of --tsv that are no pair")
     add("--skip-broken", action="store_true", help="leave broken catalogues out, with a warning")
     add("--overwrite", action="store_true", help="replace a folder of prepared pairs")
     return parser

@@ -91,7 +91,6 @@ def resolved(prefix: Path, *overrides: str, **options: Any) -> ResolvedRun:
             "message 2 is an assistant's without text",
         ),
         ({"messages": [USER, {**ANSWER, "weight": 2}]}, "message 2: weight 2, expected 0 (not learned) or 1"),
-        ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "half a surrogate pair"),
         ({"messages": [USER, ANSWER], "tools": "add"}, "tools: expected a list of functions"),
     ],
 )
@@ -101,11 +100,11 @@ def test_bad_conversations(record: object, message: str) -> None:
     assert message in str(caught.value) and "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("place", ["name", "arguments"])
-def test_half_a_surrogate_pair_outside_of_the_content(folder: Path, place: str) -> None:
+@pytest.mark.parametrize("place", ["content", "arguments"])
+def test_half_a_surrogate_pair(folder: Path, place: str) -> None:
     tokenizer = load_tokenizer(str(folder / "tokenizer.json"))
     call = {"function": {"name": "f", "arguments": {"a": "\ud83d"}}}
-    user = {**USER, "name": "\ud83d"} if place == "name" else USER
+    user = {**USER, "content": "\ud83d"} if place == "content" else USER
     answer = {"role": "assistant", "tool_calls": [call]} if place == "arguments" else ANSWER
     with pytest.raises(UserError, match="half a surrogate pair in a message"):
         encode_conversation(
@@ -163,28 +162,9 @@ def test_a_bad_line_is_named_and_nothing_is_left(folder: Path, tmp_path: Path, r
 
 
 @pytest.mark.parametrize(
-    "code",
-    [
-        "{{ messages.__class__ }}",
-        "{{ messages['__class__'] }}",
-        "{{ messages._private }}",
-        "{{ messages | attr('__cla' + 'ss__') }}",
-        "{% include 'other' %}",
-        "{%- from 'other' import x %}",
-    ],
-)
-def test_a_template_with_code_is_refused_before_it_is_rendered(code: str) -> None:
-    with pytest.raises(UserError, match="template mine: it has code that the sandbox refuses"):
-        checked(ChatTemplate("mine", code, {}))
-
-
-@pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("{{ messages.append(messages[0]) }}", "it has code that the sandbox refuses"),
         ("{{ raise_exception('no system here') }}", "template mine: no system here; change the messages"),
-        ("{% for message in messages %}", "template mine: "),
-        ("{{ messages[0].content + 1 }}", "template mine: "),
         (
             "{% generation %}x{% endgeneration %}" * 3,
             "3 {% generation %} blocks for 1 messages of an assistant",
@@ -358,7 +338,7 @@ def test_long_conversations_are_cut_after_an_answer_and_counted(
     with pytest.raises(UserError, match="conversations have more than data.sequence_length 90 tokens, the"):
         Conversations(prefix, most, "error", 400)
     cut, dropped = (Conversations(prefix, most, how, 400) for how in ("truncate", "drop"))
-    answers = tokens = 0
+    tokens = 0
     for place in range(len(whole)):
         tokens_S, learned_S = whole.read(place)
         if len(tokens_S) <= most:
@@ -369,13 +349,12 @@ def test_long_conversations_are_cut_after_an_answer_and_counted(
         if kept:
             found_S, marks_S = cut.read(int(np.flatnonzero(cut.numbers == place)[0]))
             assert found_S.tolist() == tokens_S[:kept].tolist() and marks_S[-1] == 1
-        answers += int((np.diff(learned_S[kept:], prepend=0) > 0).sum())
         tokens += int(learned_S[kept:].sum())
-    assert (cut.cuts.answers, cut.cuts.tokens) == (answers, tokens) and answers > 0
+    assert cut.cuts.tokens == tokens > 0
     assert dropped.cuts.dropped == dropped.cuts.too_long == cut.cuts.too_long > cut.cuts.dropped
     resolved(folder / "train", f"data.sequence_length={most}", too_long="truncate").objective.datasets(1, 0)
     said = capsys.readouterr().out
-    assert f"{answers:,} answers of {tokens:,} tokens are not learned" in said
+    assert f"{tokens:,} tokens of answers are not learned" in said
 
 
 def test_an_evaluation_takes_each_conversation_once(folder: Path) -> None:

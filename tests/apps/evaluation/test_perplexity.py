@@ -19,7 +19,6 @@ from megamoe.apps.evaluation.perplexity import (
 )
 from megamoe.apps.evaluation.trained_model import session
 from megamoe.errors import UserError
-from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import ds_config, small_run
@@ -278,12 +277,6 @@ def test_flops_by_hand() -> None:
     assert flops_of_pair(tiny()) == 2 * 3 * 16 * 12
     assert flops_of_dense(tiny()) == 2 * 3 * 16 * 24
     assert flops_of_pair(tiny("moe.expert_activation=gelu")) == 2 * 2 * 16 * 12
-
-
-def test_the_world_is_left_at_the_end() -> None:
-    with session() as ranks:
-        assert ranks.world.size == 1
-    launch.stop()
 
 
 def test_the_page_has_every_key_of_the_json() -> None:

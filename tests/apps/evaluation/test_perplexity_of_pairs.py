@@ -60,12 +60,3 @@ def test_translation_on_two_ranks(pool: Pool, run: tuple[Path, list[float]]) -> 
     path, losses = run
     found, _ = pool.run(evaluated, path, [[]], ["parallel.expert=2"], SETS, ranks=2)
     assert [each["lm_loss"] for each in found] == pytest.approx(losses, abs=1e-6)
-
-
-@pytest.mark.full
-def test_span_corruption(pool: Pool, tmp_path: Path) -> None:
-    run = {**BOTH, "train__objective": "span_corruption"}
-    (reported,) = pool.run(trained_run, tmp_path, **run, ranks=1)
-    (alone,) = pool.run(evaluated, tmp_path / "small", [[]], [], ranks=1)
-    assert alone[0]["lm_loss"] == pytest.approx(reported["val/lm_loss"], abs=1e-6)
-    assert alone[0]["experts_per_token"] == 2

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megamoe.apps.finetune.label_files import NO_TAG
-from megamoe.apps.finetune.results import exact_match, majority, mean_and_spread, normalised, scores, token_f1
+from megamoe.apps.finetune.results import exact_match, majority, mean_and_spread, scores, token_f1
 from megamoe.apps.finetune.task import Task, load_task
 from tests.support.apps.tasks import make_task
 
@@ -81,10 +81,6 @@ def test_words_without_a_label_are_wrong(tmp_path: Path) -> None:
 def test_answers_are_scored_as_in_squads_script(predicted: str, answer: str, exact: float, f1: float) -> None:
     assert exact_match(predicted, answer) == exact
     assert token_f1(predicted, answer) == pytest.approx(f1)
-
-
-def test_normalised_answers() -> None:
-    assert normalised("An  apple, the 'THEATRE'\n") == "apple theatre"
 
 
 def test_the_best_of_several_answers_counts(tmp_path: Path) -> None:

@@ -2,22 +2,20 @@
 
 import json
 import math
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from megamoe.apps.finetune.examples import Examples
 from megamoe.apps.finetune.results import (
     SeedScores,
     load_scores,
     open_output,
-    print_table,
     results,
     save_results,
     save_scores,
+    table_of,
 )
 from megamoe.apps.finetune.task import load_task
 from megamoe.errors import UserError
@@ -43,9 +41,7 @@ def test_the_table_and_the_file_have_means_and_spreads(tmp_path: Path) -> None:
     assert found["mean"]["majority"] == {"accuracy": pytest.approx((1 / 2 + 2 / 3) / 2)}
     save_results(tmp_path, found)
     assert json.loads((tmp_path / "results.json").read_text())["seeds"]["5"]["sets"]["en"]["accuracy"] == 0.6
-    output = StringIO()
-    print_table(found, Console(file=output, width=120))
-    lines = [line.split() for line in output.getvalue().splitlines()]
+    lines = [line.split() for line in table_of(found).splitlines()]
     assert ["de", "2", "60.00", "±", "14.14", "50.00"] in lines
     assert ["mean", "of", "the", "sets", "70.00", "±", "7.07", "58.33"] in lines
 
@@ -66,9 +62,7 @@ def test_scores_that_are_not_defined_are_null_in_files_and_a_dash_in_the_table(t
     save_results(tmp_path, found)
     saved: dict[str, Any] = json.loads((tmp_path / "results.json").read_text())
     assert saved["sets"]["de"]["pearson"] == {"mean": None, "std": None}
-    output = StringIO()
-    print_table(found, Console(file=output, width=120))
-    assert ["de", "1", "-"] in [line.split() for line in output.getvalue().splitlines()]
+    assert ["de", "1", "-"] in [line.split() for line in table_of(found).splitlines()]
 
 
 def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
@@ -91,13 +85,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     open_output(output, {**identity, "examples": "y"}, True)
     assert not (output / "seed_1").exists()
     (output / "seed_1").mkdir()
-    for broken in (
-        "{}",
-        '{"de": {}}',
-        '{"de": {"accuracy": "high"}}',
-        '{"de": 1}',
-        '{"en": {"accuracy": 1}}',
-    ):
+    for broken in ('{"de": {}}', '{"de": {"accuracy": "high"}}', '{"de": 1}', '{"en": {"accuracy": 1}}'):
         (output / "seed_1/scores.json").write_text(f'{{"step": 1, "sets": {broken}}}')
         with pytest.raises(UserError, match="scores.json is broken; delete it"):
             load_scores(output / "seed_1", ["de"], ["accuracy"])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from megamoe.apps.finetune.examples import read_examples
-from megamoe.apps.finetune.finetune import run_config
+from megamoe.apps.finetune.finetune import run_config, run_tree
 from megamoe.apps.finetune.task import load_task
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
@@ -32,7 +32,8 @@ def run_of(
     task = load_task(make_task(folder, "classification", **changes), [])
     examples = read_examples(task)
     places = (folder / "step_00000001", folder / "output")
-    return run_config(task, examples, tiny(*PRETRAINED, *model), "bytes", 258, *places, 7, overrides, ranks)
+    tree = run_tree(task, examples, tiny(*PRETRAINED, *model), "bytes", 258, *places)
+    return run_config(task, tree, 7, overrides, ranks)
 
 
 def test_every_key_of_the_task_reaches_the_run(tmp_path: Path) -> None:

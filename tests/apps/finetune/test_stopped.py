@@ -35,15 +35,12 @@ def test_a_stopped_seed_is_not_evaluated(
     monkeypatch.setattr(module._Work, "of", lambda *_: work)
     monkeypatch.setattr(module, "train", train)
     monkeypatch.setattr(module, "_on_first", lambda _, action: action())
-    for name in ("check_libraries", "results", "save_results", "print_table"):
+    for name in ("check_libraries", "results", "save_results", "table_of"):
         monkeypatch.setattr(module, name, lambda *_: None)
-    examples = SimpleNamespace(left_out=["'a', line 2: no JSON", "'b', line 1: no JSON"])
-    monkeypatch.setattr(module, "read_examples", lambda *_: examples)
+    monkeypatch.setattr(module, "read_examples", lambda *_: None)
     session: Any = SimpleNamespace(world=SimpleNamespace(say=print, is_first=True))
     task: Any = SimpleNamespace(seeds=[1])
-    assert module.finetune(task, module.Options(tmp_path), session) is code
+    assert module.finetune(task, session, tmp_path) is code
     assert evaluated == ([] if state == "stopped" else [1])
     told = "seed 1: stopped at step 2 of 6; repeat the command to go on"
-    printed = capsys.readouterr().out
-    assert (told in printed) == (state == "stopped")
-    assert printed.count("bad lines left out: 2, the first: 'a', line 2: no JSON\n") == 1
+    assert (told in capsys.readouterr().out) == (state == "stopped")

@@ -2,13 +2,14 @@
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search
-from megamoe.apps.generation.runner import runner_of
+from megamoe.apps.generation.runner import Runner
 from megamoe.errors import UserError
 from tests.support.apps.encoder_decoders import END, opened, whole_batch
 
@@ -37,7 +38,7 @@ def exhaustive(
 def test_a_wide_beam_is_an_exhaustive_search(one_rank: None, penalty: float, forbidden: list[int]) -> None:
     trained = opened(vocabulary=WORDS)
     options = BeamOptions(WIDE, penalty, n_best=60)
-    runner = runner_of(trained, [[END]] * len(SOURCES), LIMIT, cached=True, sources=SOURCES)
+    runner = Runner(trained, [[END]] * len(SOURCES), LIMIT, sources=SOURCES)
     found = beam_search(runner, [LIMIT, LIMIT], options, end=END, forbidden=forbidden)
     for source, hypotheses in zip(SOURCES, found, strict=True):
         wanted = exhaustive(trained, source, penalty, forbidden)[:60]
@@ -70,7 +71,7 @@ class Table:
 GARDEN_PATH = {"": {"a": 0.6, "b": 0.4}, "a": {"a": 0.3, "b": 0.3, "$": 0.4}, "b": {"c": 0.9, "$": 0.1}}
 
 
-def search(table: Table, limits: list[int], **options: object) -> list[list[Hypothesis]]:
+def search(table: Any, limits: list[int], **options: object) -> list[list[Hypothesis]]:
     return beam_search(table, limits, BeamOptions(**options), end=0)  # type: ignore[arg-type]
 
 
@@ -129,4 +130,5 @@ def test_a_broken_model_is_named() -> None:
     with pytest.raises(UserError, match="logits are not finite"):
         search(Broken({}), [3])
     with pytest.raises(UserError, match="every token is forbidden"):
-        beam_search(Table({}), [3], BeamOptions(), end=0, forbidden=[1, 2, 3])
+        nothing: Any = Table({})
+        beam_search(nothing, [3], BeamOptions(), end=0, forbidden=[1, 2, 3])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, beam_search
-from megamoe.apps.generation.runner import runner_of
+from megamoe.apps.generation.runner import Runner
 from megamoe.config import RunConfig
 from tests.support.apps.encoder_decoders import END, SOURCES, opened, whole_logits
 from tests.support.model.plain import sinusoids
@@ -141,7 +141,7 @@ def test_logits_and_hypotheses_are_those_of_transformers(family: str) -> None:
     for beams, penalty in CASES:
         wanted = their_best(model, beams, penalty)
         options = BeamOptions(beams, penalty, n_best=beams)
-        runner = runner_of(trained, [[END]] * len(SOURCES), NEW, cached=True, sources=SOURCES)
+        runner = Runner(trained, [[END]] * len(SOURCES), NEW, sources=SOURCES)
         found = beam_search(runner, [NEW] * len(SOURCES), options, end=EOS, forbidden=[PAD])
         flat = [hypothesis for row in found for hypothesis in row]
         assert [each.tokens for each in flat] == [tokens for tokens, _ in wanted], (beams, penalty)

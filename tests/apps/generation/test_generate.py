@@ -13,14 +13,13 @@ from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import Session, TrainedModel, session
 from megamoe.apps.generation.generate import Generated, encoded, generate, text_of
-from megamoe.apps.generation.runner import CachedRunner, prepare
+from megamoe.apps.generation.runner import Runner, leave_capacity_out
 from megamoe.apps.generation.sampling import Sampling
 from megamoe.data.special import SpecialTokens
 from megamoe.data.tokenizers import ByteTokenizer, load_tokenizer
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
 from megamoe.moe.context import MicroBatch
-from megamoe.moe.part import StepContext
 from tests.support.apps.tiny_model import opened
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import trained_on_bytes
@@ -68,10 +67,9 @@ def differences(ranks: Session, path: Path) -> list[float]:
     """How far the cached logits of a batch of prompts are from the oracle's, at each place."""
     found = []
     trained = ranks.open(path)
-    can, _ = prepare(trained, keep_capacity=False)
-    assert can
+    leave_capacity_out(trained)
     prompts = encoded(trained, PROMPTS[:3], 6)
-    runner = CachedRunner(trained, prompts, 6)
+    runner = Runner(trained, prompts, 6)
     logits_BV = runner.begin()
     sequences = [list(prompt) for prompt in prompts]
     for _ in range(5):
@@ -85,22 +83,17 @@ def differences(ranks: Session, path: Path) -> list[float]:
 
 
 def generated(
-    ranks: Session, path: Path, batches: list[int | None], overrides: list[str], **options: Any
+    ranks: Session, path: Path, batches: list[int], overrides: list[str], **options: Any
 ) -> list[list[Generated]]:
-    """Results of all prompts for each batch size; None: without the cache."""
+    """Results of all prompts for each batch size."""
     trained = ranks.open(path, overrides)
-    can, _ = prepare(trained, options.pop("keep_capacity", False))
+    leave_capacity_out(trained)
     shows = options.pop("show_experts", False)
     sampling = Sampling(max_tokens=6, **options)
     prompts = encoded(trained, PROMPTS, sampling.max_tokens)
-    found = []
-    for size in batches:
-        cached = can and size is not None
-        results = generate(
-            trained, prompts, sampling, batch_size=size or 1, cached=cached, show_experts=shows
-        )
-        found.append(list(results))
-    return found
+    return [
+        list(generate(trained, prompts, sampling, batch_size=size, show_experts=shows)) for size in batches
+    ]
 
 
 def greedily(ranks: Session, folder: Path, overrides: list[str]) -> list[Generated]:
@@ -114,25 +107,16 @@ def greedily(ranks: Session, folder: Path, overrides: list[str]) -> list[Generat
 def on_one_rank(folder: Path) -> dict[str, Any]:
     """Job: everything that one rank can find."""
     rotary, learned = folder / "rotary", folder / "learned"
-    shown: dict[str, Any] = {"show_experts": True, "temperature": 0.0}
     with session() as ranks:
         return {
             "rotary": differences(ranks, rotary),
             "learned": differences(ranks, learned),
-            "drawn": generated(ranks, rotary, [4, 2, None], [], top_k=50, top_p=0.9, show_experts=True),
+            "drawn": generated(ranks, rotary, [4, 2, 1], [], top_k=50, top_p=0.9, show_experts=True),
             "other seed": generated(ranks, rotary, [4], [], seed=7),
             "greedy": greedily(ranks, folder, []),
-            "plain": generated(ranks, learned, [None], [], **shown)[0],
-            "dropping": generated(ranks, learned, [3], [], keep_capacity=True, **shown)[0],
-            "notes": notes(ranks, folder),
+            "notes": leave_capacity_out(ranks.open(learned)),
             "refused": refusals(ranks, folder),
         }
-
-
-def notes(ranks: Session, folder: Path) -> list[tuple[bool, list[str]]]:
-    """Whether models can use a cache, and what the user is told."""
-    cases = (("choosing", False), ("learned", True), ("learned", False), ("rotary", True))
-    return [prepare(ranks.open(folder / name), keep) for name, keep in cases]
 
 
 def refusals(ranks: Session, folder: Path) -> list[str]:
@@ -147,6 +131,10 @@ def refusals(ranks: Session, folder: Path) -> list[str]:
             encoded(ranks.open(folder / "learned", overrides), prompts, tokens)
         except UserError as error:
             lines.append(str(error))
+    for name in ("choosing", "learned"):  # a selector over all tokens, and a capacity
+        with pytest.raises(UserError) as caught:
+            next(generate(ranks.open(folder / name), [[1]], Sampling(max_tokens=1)))
+        lines.append(str(caught.value))
     return lines
 
 
@@ -161,43 +149,20 @@ def test_the_cache_gives_the_logits_of_a_plain_pass(alone: dict[str, Any], name:
     assert len(alone[name]) == 5 and max(alone[name]) < 1e-5
 
 
-def test_parts_get_the_positions_of_cached_tokens() -> None:
-    """Of two prompts, the shorter of which begins a slot later, and of the tokens that follow."""
-    context, seen = StepContext(), []
-
-    def whole_logits(tokens_BS: Tensor, *unused: Any) -> Tensor:
-        seen.append(context.position(tokens_BS.numel(), torch.device("cpu")).tolist())
-        return torch.zeros(*tokens_BS.shape, 4)
-
-    trained: Any = SimpleNamespace(
-        context=context,
-        layout=SimpleNamespace(tensor=1),
-        world=SimpleNamespace(device=torch.device("cpu")),
-        vocabulary=SimpleNamespace(size=4),
-        config=SimpleNamespace(model=SimpleNamespace(position="rope")),
-        decoder=SimpleNamespace(whole_logits=whole_logits),
-    )
-    runner = CachedRunner(trained, [[1, 2, 3], [1, 2]], 2)
-    runner.begin()
-    runner.feed([1, 1])
-    runner.feed([1], [1])
-    assert seen == [[0, 0, 1, 0, 2, 1], [3, 2], [3]]
-
-
 def texts(results: list[Generated]) -> list[tuple[list[int], str, str]]:
     return [(result.tokens, result.text, result.reason) for result in results]
 
 
 def test_draws_do_not_depend_on_the_batch(alone: dict[str, Any]) -> None:
-    whole, halves, plain = map(texts, alone["drawn"])
-    assert whole == halves == plain
+    whole, halves, single = map(texts, alone["drawn"])
+    assert whole == halves == single
     assert whole[1] != whole[3]  # the same prompt twice has two draws
     assert whole != texts(alone["other seed"][0])
 
 
 def test_experts_are_shown_for_every_token(alone: dict[str, Any]) -> None:
-    whole, _, plain = alone["drawn"]
-    for one, other in zip(whole, plain, strict=True):
+    whole, _, single = alone["drawn"]
+    for one, other in zip(whole, single, strict=True):
         assert len(one.experts) == len(one.prompt) + len(one.tokens) == len(other.experts)
         for mine, theirs in zip(one.experts, other.experts, strict=True):
             assert mine.keys() == theirs.keys() == {"2"}
@@ -205,22 +170,15 @@ def test_experts_are_shown_for_every_token(alone: dict[str, Any]) -> None:
             assert [w for _, w in mine["2"]] == pytest.approx([w for _, w in theirs["2"]], abs=1e-5)
             assert sum(weight for _, weight in mine["2"]) >= 0.4 - 1e-6  # the threshold
     greedy = alone["greedy"][len(PROMPTS) :]
-    assert texts(greedy) == texts(alone["plain"])
     assert all(len(token["2"]) == 2 for result in greedy for token in result.experts)
-    assert any(len(token["2"]) < 2 for result in alone["dropping"] for token in result.experts)
-
-
-def test_what_looks_at_other_tokens_has_no_cache(alone: dict[str, Any]) -> None:
-    (choosing, told), (kept, why), (dropped, without), free = alone["notes"]
-    assert (choosing, kept, dropped, free) == (False, False, True, (True, []))
-    start = "generating without key/value cache, prompt by prompt:"
-    assert told == [f"{start} the selector expert_choice lets a token's experts depend on other tokens"]
-    assert why == [f"{start} moe.router.capacity per_expert drops pairs by all tokens of a sequence"]
-    assert without[0].startswith("moe.router.capacity per_expert would drop pairs by the other tokens of a")
+    (told,) = alone["notes"]
+    assert told.startswith("moe.router.capacity per_expert would drop pairs by the other tokens of a batch")
 
 
 def test_mistakes_are_lines(alone: dict[str, Any]) -> None:
-    empty, long, unknown = alone["refused"]
+    empty, long, unknown, choosing, dropping = alone["refused"]
+    assert "the selector expert_choice lets a token's experts depend on other tokens; override" in choosing
+    assert "moe.router.capacity per_expert drops pairs by all tokens of a sequence; override" in dropping
     assert empty == "prompt 1 is empty; expected at least one token"
     assert long.startswith("prompt 2 has 20 tokens, with --max-tokens 20 40, but the model has learned")
     assert "/step_00000001: the tokenizer is unknown" in unknown
@@ -233,15 +191,10 @@ LAYOUTS = [
 ]
 
 
-def on_two_ranks(folder: Path) -> tuple[list[list[Generated]], str]:
-    """Job: greedy results at each layout, and what tensor parallelism refuses."""
+def on_two_ranks(folder: Path) -> list[list[Generated]]:
+    """Job: greedy results at each layout."""
     with session() as ranks:
-        found = [greedily(ranks, folder, overrides) for overrides in LAYOUTS]
-        try:
-            prepare(ranks.open(folder / "choosing", LAYOUTS[1]), False)
-        except UserError as error:
-            return found, str(error)
-    raise AssertionError("nothing was refused")
+        return [greedily(ranks, folder, overrides) for overrides in LAYOUTS]
 
 
 def chosen(results: list[Generated]) -> list[list[list[int]]]:
@@ -250,11 +203,10 @@ def chosen(results: list[Generated]) -> list[list[list[int]]]:
 
 @pytest.mark.full
 def test_two_ranks_generate_what_one_does(pool: Pool, runs: Path, alone: dict[str, Any]) -> None:
-    for found, refused in pool.run(on_two_ranks, runs, ranks=2):
+    for found in pool.run(on_two_ranks, runs, ranks=2):
         for results in found:
             assert texts(results) == texts(alone["greedy"])
             assert chosen(results) == chosen(alone["greedy"])
-        assert refused.startswith("parallel.tensor: found 2, which pads sequences, but the selector expert_")
 
 
 def greedy(trained: TrainedModel, *stop: str, special: dict[str, int] | None = None) -> Generated:

@@ -5,7 +5,7 @@ import torch
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis
-from megamoe.apps.generation.runner import prepare, runner_of
+from megamoe.apps.generation.runner import Runner, leave_capacity_out
 from megamoe.apps.generation.translate import translate
 from tests.support.apps.encoder_decoders import DIRECTION, END, SOURCES, opened, sentences, whole_logits
 
@@ -14,7 +14,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 MOE = "moe.layers={encoder: {at: [2]}, decoder: {at: [1], insert_after: [2]}}"
 THRESHOLD = "moe.router={selector: {name: threshold, threshold: 0.4}}"
 CAPACITY = "moe.router={selector: {name: top_k, k: 2}, capacity: {name: per_expert, factor: 0.5}}"
-CHOOSING = "moe.router={selector: {name: expert_choice, allow_non_causal: true}}"
 KINDS = {
     "rope": ("model.position=rope",),
     "learned, post": ("model.position=learned", "model.norm_position=post", "model.bias=true"),
@@ -35,22 +34,20 @@ STEPS = [
 def test_caches_give_the_logits_of_whole_passes(kind: str) -> None:
     prefix = [END] if "post" in kind else [END, 12]  # with a tag
     trained = opened(*KINDS[kind])
-    can, _ = prepare(trained, keep_capacity=False)
-    assert can
+    leave_capacity_out(trained)
     sources = SOURCES[:3]
-    cached, plain = (runner_of(trained, [prefix] * 3, 8, caches, sources=sources) for caches in (True, False))
+    cached = Runner(trained, [prefix] * 3, 8, sources=sources)
     rows = [(source, list(prefix)) for source in sources]
-    found, again = cached.begin(), plain.begin()
+    found = cached.begin()
     for new, parents in [*STEPS, ([], [])]:
         wanted = torch.stack([whole_logits(trained, *row)[-1] for row in rows])
         assert wanted.std() > 0.1
         assert (found - wanted).abs().max() < 2e-5  # of logits up to 4
-        assert (again - wanted).abs().max() < 1e-5
         if new:
             rows = [
                 (rows[place][0], [*rows[place][1], token]) for place, token in zip(parents, new, strict=True)
             ]
-            found, again = cached.feed(new, parents), plain.feed(new, parents)
+            found = cached.feed(new, parents)
 
 
 @pytest.fixture(autouse=True)
@@ -58,15 +55,9 @@ def few_further_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megamoe.apps.generation.translate.EXTRA", 4)
 
 
-def best(trained: TrainedModel, size: int, cached: bool = True) -> list[list[Hypothesis]]:
-    return translate(
-        trained,
-        DIRECTION,
-        sentences(SOURCES),
-        BeamOptions(beams=3, n_best=3),
-        batch_size=size,
-        cached=cached,
-    )
+def best(trained: TrainedModel, size: int) -> list[list[Hypothesis]]:
+    options = BeamOptions(beams=3, n_best=3)
+    return translate(trained, DIRECTION, sentences(SOURCES), options, batch_size=size)
 
 
 def close(one: list[list[Hypothesis]], other: list[list[Hypothesis]]) -> bool:
@@ -83,23 +74,6 @@ def test_a_sentence_is_translated_alone_as_in_a_batch(kind: str) -> None:
     assert len({len(each.tokens) for row in alone for each in row}) > 1  # they leave the batch at other times
     assert close(alone, best(trained, 3))
     assert close(alone, best(trained, 4))
-    assert close(alone, best(trained, 4, cached=False))
-
-
-def test_what_looks_at_other_tokens_is_computed_by_itself() -> None:
-    layers = "moe.layers={encoder: {at: [2]}, decoder: {at: [2]}}"
-    trained = opened(layers, CHOOSING, "moe.losses={}")
-    can, lines = prepare(trained, keep_capacity=False)
-    assert not can
-    assert "the selector expert_choice lets a token's experts depend on other tokens" in lines[0]
-    assert close(best(trained, 4, cached=False), best(trained, 1, cached=False))
-    kept = opened(layers, CAPACITY, "moe.losses={}")
-    can, lines = prepare(kept, keep_capacity=True)
-    assert not can and "drops pairs by all tokens of a sequence" in lines[0]
-    runner = runner_of(kept, [[END]] * 2, 8, cached=False, sources=SOURCES[:2])
-    found = runner.begin()
-    for row, source in zip(found, SOURCES, strict=False):
-        torch.testing.assert_close(row, whole_logits(kept, source, [END])[-1], rtol=0, atol=1e-5)
 
 
 def test_blank_sentences_stay_blank() -> None:

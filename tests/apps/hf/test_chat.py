@@ -38,7 +38,7 @@ def _folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_transformers_writes_the_text_that_was_trained_on(name: str, folder: Path, tmp_path: Path) -> None:
     config = parse_config({"data": {"sources": [str(folder / name)]}})
     chat = chat_of(SAVED, config)
-    assert chat is not None and chat.remark is None
+    assert chat is not None and not chat.end_texts
     for file, content in chat.files(tokenizer_files(config)).items():
         (tmp_path / file).write_bytes(content)
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from megamoe.apps.hf.families import FAMILIES, REFUSED
 from megamoe.apps.hf.import_folder import import_folder
 from tests.support.apps.hf_models import change_config, make, write_tensors
 from tests.support.tiny import tool
@@ -87,7 +86,7 @@ def pickled(folder: Path) -> None:
 
 CASES: dict[str, tuple[Change, list[str]]] = {
     "cut short": (cut_short, ["model.safetensors", "missing or damaged"]),
-    "header": (header_beyond_the_file, ["model.safetensors", "no header"]),
+    "header": (header_beyond_the_file, ["model.safetensors", "missing or damaged"]),
     "renamed": (tensors(renamed), [f"{FIRST}experts.3.w1.weight is missing"]),
     "missing": (tensors(lambda t: t.pop("model.norm.weight")), ["model.norm.weight is missing"]),
     "extra": (
@@ -112,8 +111,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         ["the key num_experts_per_tok is not known for LlamaForCausalLM"],
     ),
     "unknown key": (keys(new_trick=True), ["the key new_trick is not known for MixtralForCausalLM"]),
-    "NaN as a key": (keys(rope_theta=math.nan), ["config.json: rope_theta: found nan, expected a finite"]),
-    "NaN in a list": (keys(extra={"a": [1, math.inf]}), ["config.json: extra.a: found inf, expected"]),
+    "NaN as a key": (keys(rms_norm_eps=math.nan), ["config.json: model.norm_eps"]),
     "NaN weights": (
         tensors(lambda t: t["model.norm.weight"].fill_(math.nan)),
         ["model.norm.weight has NaN or infinite values; no run can use it"],
@@ -127,10 +125,6 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     "quantisation": (
         keys(quantization_config={"quant_method": "gptq"}),
         ["quantization_config: found gptq, expected one of fp8, mxfp4"],
-    ),
-    "quantisation of another kind": (
-        keys(quantization_config={"quant_method": ["fp8"]}),
-        ["quantization_config: found ['fp8'], expected one of fp8, mxfp4"],
     ),
     "index leads away": (index_of_another_place, ["'../model.safetensors' is no safetensors file"]),
     "index": (index_without_a_tensor, ["is not in model.safetensors.index.json"]),
@@ -203,28 +197,6 @@ def test_like_names_a_folder(run: Path, tmp_path: Path, refused: Refused) -> Non
     assert (tmp_path / "out/tokenizer.json").read_text() == tokenizer
     assert json.loads((tmp_path / "out/config.json").read_text())["model_type"] == "mixtral"
     assert "--like: " in refused("convert_hf", "export", "run", "no", "--like=nothing")
-
-
-@pytest.mark.parametrize("kind", REFUSED)
-def test_a_class_without_counterpart_names_the_nearest(
-    kind: str, mixtral: Path, tmp_path: Path, refused: Refused
-) -> None:
-    folder = tmp_path / "hf"
-    shutil.copytree(mixtral, folder)
-    change_config(folder, model_type=kind, time_step_limit=[0.0, math.inf])  # of those with Mamba-2
-    nearest, difference = REFUSED[kind]
-    line = refused("convert_hf", "import", "hf", "run")
-    assert f"model_type: {kind} cannot be converted; the nearest is {nearest}" in line
-    assert difference in line and nearest in FAMILIES
-    assert not (tmp_path / "run").exists()
-
-
-def test_what_could_not_be_opened_is_not_imported(tmp_path: Path, refused: Refused) -> None:
-    """Heads of 21 columns, which rotary positions cannot turn in pairs."""
-    make("olmoe", tmp_path / "hf", hidden_size=42, num_attention_heads=2, num_key_value_heads=2)
-    line = refused("convert_hf", "import", "hf", "run")
-    assert "a model with it cannot be opened here: model.hidden_size: 42" in line
-    assert [path.name for path in tmp_path.iterdir()] == ["hf"]
 
 
 def test_a_folder_in_bf16_is_checked_in_bf16(tmp_path: Path, refused: Refused) -> None:

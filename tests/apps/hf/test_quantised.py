@@ -118,8 +118,6 @@ def test_a_quantised_folder_is_the_folder_that_it_stands_for(make_folder: Any, t
     like = {"like": tmp_path / "hf", "report": lines.append}
     export_run(tmp_path / "run", tmp_path / "again", **like)  # type: ignore[arg-type]
     assert "quantization_config" not in json.loads((tmp_path / "again/config.json").read_text())
-    if make_folder is quantised_deepseek:
-        assert any("model.layers.2.eh_proj.weight" in line and "left out" in line for line in lines)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn", "e5m2"])

@@ -68,7 +68,7 @@ def asked(path: Path) -> None:
         )
         sampling = Sampling(max_tokens=5, temperature=0.0, stop=("\n",))
         prompts = [list(text.encode())[-59:] for text in ("a", "import os", LONG)]
-        alone = [next(iter(generate(trained, [prompt], sampling, cached=False))) for prompt in prompts]
+        alone = [next(iter(generate(trained, [prompt], sampling, batch_size=1))) for prompt in prompts]
         assert generated == [result.text for result in alone]
 
 

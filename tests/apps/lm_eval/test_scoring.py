@@ -9,7 +9,7 @@ import torch
 from megamoe.apps.evaluation.perplexity import perplexity_on
 from megamoe.apps.evaluation.trained_model import TrainedModel, session
 from megamoe.apps.generation.generate import tokenizer_of
-from megamoe.apps.generation.runner import neighbours, prepare
+from megamoe.apps.generation.runner import leave_capacity_out, neighbours
 from megamoe.apps.lm_eval.scoring import Question, answers
 from megamoe.errors import UserError
 from megamoe.moe.context import MicroBatch
@@ -65,8 +65,9 @@ def against_the_oracle(folder: Path, keep_capacity: bool) -> dict[str, float]:
     with session(["train.micro_batch_size=1"]) as ranks:
         for name in ("threshold", "hash", "capacity"):
             trained = ranks.open(folder / name)
-            prepare(trained, keep_capacity)
-            size = 1 if neighbours(trained, keep_capacity) else 3
+            if not keep_capacity:
+                leave_capacity_out(trained)
+            size = 1 if neighbours(trained) else 3
             asked = [each for each in questions(trained) if each.continuation]
             given = answers(trained, asked, size, LONGEST)
             found[name] = max(
@@ -90,7 +91,7 @@ def all_answers(folder: Path, size: int, *overrides: str) -> list[tuple[float, b
     with session(overrides) as ranks:
         for name in ("threshold", "capacity"):
             trained = ranks.open(folder / name)
-            prepare(trained, keep_capacity=False)
+            leave_capacity_out(trained)
             given += answers(trained, questions(trained), size, LONGEST)
     return given
 

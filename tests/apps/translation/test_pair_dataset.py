@@ -1,9 +1,7 @@
 """Pairs by number, and the plan of batches: shares, order, lengths, and ranks that see what one rank sees."""
 
-import bisect
 import shutil
 from collections import Counter
-from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,11 +20,9 @@ from megamoe.apps.translation.dataset import (
     verify_pairs,
 )
 from megamoe.config.schema import DataConfig, SourceConfig
-from megamoe.data.batches import Batch, pair_batch
 from megamoe.data.vocabulary import Vocabulary, resolve_vocabulary
 from megamoe.errors import UserError
 from tests.support.data.pairs import make_pairs
-from tests.support.data.sources import stream, take
 
 SIZES = {"de": 90, "fr": 40, "it": 11}
 
@@ -147,51 +143,6 @@ def test_batches_have_similar_widths() -> None:
     assert all(left[1] <= right[0] for left, right in pairwise(ends))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_ranks_see_together_what_one_rank_sees(prefix: str, vocabulary: Vocabulary, workers: int) -> None:
-    """Micro batches of 2 by 1, 2 and 3 ranks from buckets of 6 pairs, and resumed inside a later epoch."""
-    assert vocabulary.eod is not None and vocabulary.special.pad is not None
-    make = partial(pair_batch, start=vocabulary.eod, pad=vocabulary.special.pad)
-    pairs = PairDataset(prefix, vocabulary)
-    ordered = OrderedPairs(pairs, PairBatches(pairs, seed=1, exponent=0.7, pairs=6), num_samples=400)
-
-    def seen(start: int, rank: int, ranks: int, taken: int, workers: int = 0) -> list[Batch]:
-        return take(stream(ordered, 2, 2 * start, rank, ranks, workers=workers, make_batch=make), taken)
-
-    def same(left: list[Batch], right: list[Batch]) -> bool:
-        fields = ("source_BL", "labels_BS", "loss_mask_BS", "sample_index_B")
-        return all(
-            torch.equal(getattr(one, field), getattr(other, field))
-            for one, other in zip(left, right, strict=True)
-            for field in fields
-        )
-
-    alone = seen(0, 0, 1, 200)
-    for number, batch in enumerate(alone):
-        assert batch.sample_index_B.tolist() == [2 * number, 2 * number + 1]
-        for row_S, mask_S, index in zip(
-            batch.labels_BS, batch.loss_mask_BS, batch.sample_index_B.tolist(), strict=True
-        ):
-            assert torch.equal(row_S[mask_S.bool()], ordered[index]["target"])
-            assert {*row_S[~mask_S.bool()].tolist()} <= {vocabulary.special.pad}
-    for rank in range(3):
-        assert same(seen(0, rank, 3, 60, workers), alone[rank:180:3])
-    for rank in range(2):
-        assert same(seen(155, rank, 2, 10, workers), alone[155 + rank : 175 : 2])
-
-
-def test_epochs_follow_each_other(prefix: str, vocabulary: Vocabulary) -> None:
-    pairs = PairDataset(prefix, vocabulary)
-    batches = PairBatches(pairs, seed=1, exponent=0.7, pairs=4)
-    starts = [0]
-    for epoch in range(9):
-        starts.append(starts[-1] + len(batches.epoch(epoch)))
-    for number in (0, starts[1] - 1, starts[1], starts[3], 119, 7):
-        epoch, place = batches.locate(number)
-        assert epoch == bisect.bisect_right(starts, number) - 1
-        assert np.array_equal(batches[number], batches.epoch(epoch)[place])
-
-
 def test_samples_are_the_planned_batches(prefix: str, vocabulary: Vocabulary) -> None:
     pairs = PairDataset(prefix, vocabulary)
     batches = PairBatches(pairs, seed=3, pairs=4)
@@ -242,12 +193,3 @@ def test_too_few_pairs(prefix: str, vocabulary: Vocabulary) -> None:
     pairs = PairDataset(prefix, vocabulary)
     with pytest.raises(UserError, match="141 pairs make no batch of 142"):
         PairBatches(pairs, seed=0, pairs=142)
-
-
-def test_a_pair_that_cannot_be_read_is_one_line(prefix: str, vocabulary: Vocabulary, tmp_path: Path) -> None:
-    shutil.copytree(Path(prefix).parent, tmp_path, dirs_exist_ok=True)
-    pairs = PairDataset(str(tmp_path / "train"), vocabulary)
-    (tmp_path / "train.source.bin").write_bytes(b"")
-    ordered = OrderedPairs(pairs, PairBatches(pairs, seed=0, pairs=4), num_samples=4)
-    with pytest.raises(UserError, match=r"train.source.bin had \d+ bytes and now has 0"):
-        take(stream(ordered, 4), 1)

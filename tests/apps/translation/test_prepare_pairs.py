@@ -16,7 +16,7 @@ from megamoe.apps.prepare.write import lengths_of
 from megamoe.apps.translation import prepare as prepare_module
 from megamoe.apps.translation import prepare_command as prepare_pairs
 from megamoe.apps.translation.card import load_pair_card
-from megamoe.apps.translation.pairs import KEYS, Counts, read_json_lines, read_tsv
+from megamoe.apps.translation.pairs import Counts, read_tsv
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.card import DataFiles, load_card
 from megamoe.data.tokenizers import load_tokenizer
@@ -49,26 +49,6 @@ def texts_of(prefix: Path, output: Path) -> list[str]:
     documents = [indexed[number].tolist() for number in range(len(indexed))]
     assert all(document[-1] == tokenizer.eod and tokenizer.eod not in document[:-1] for document in documents)
     return [tokenizer.decode(document) for document in documents]
-
-
-def test_ready_made_splits_stay_as_they_are(tmp_path: Path) -> None:
-    """A training pair that is also a test pair is left out; drawn pairs follow their message's split."""
-    lines = {
-        "train": ["one big river", "two big seas", "three hills"],
-        "test": ["two big seas", "four old trees"],
-    }
-    for split, texts in lines.items():
-        (tmp_path / f"{split}.en").write_text("".join(f"{text}\n" for text in texts))
-        (tmp_path / f"{split}.de").write_text("".join(f"das {text} ist\n" for text in texts))
-    (tmp_path / "more.tsv").write_text("Four old trees!\tquatre arbres\n")
-    files = ["--split-files", "de", tmp_path / "{split}.en", tmp_path / "{split}.de"]
-    more = ["--tsv", "fr", tmp_path / "more.tsv", "--tokenizer", "bytes", "--special", "pad,<2de>,<2fr>"]
-    assert prepare(tmp_path / "out", *files, *more) == 0
-    card = json.loads((tmp_path / "out/card.json").read_text())
-    assert card["pairs"] == {"train": 2, "valid": 0, "test": 3}
-    assert card["left_out"] == {"equal to another pair": 1}
-    test, _, _ = load_pair_card(str(tmp_path / "out/pairs/test"))
-    assert [(one.language, one.pairs) for one in test.languages] == [("de", 2), ("fr", 1)]
 
 
 def test_several_ready_made_splits_and_further_pairs_of_their_messages(tmp_path: Path) -> None:
@@ -195,13 +175,10 @@ def test_other_inputs_give_the_same_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.en").write_text("".join(f"{source}\n" for source, _ in lines))
     (tmp_path / "a.de").write_text("".join(f"{target}\r\n" for _, target in lines))
     (tmp_path / "b.tsv.gz").write_bytes(gzip.compress("".join(f"{s}\t{t}\n" for s, t in lines).encode()))
-    records = [{"s": s, "t": t, "l": "DE"} for s, t in lines]
-    (tmp_path / "c.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
     catalogue = write_po(tmp_path / "de.po", *(entry(s, t) for s, t in lines))
     inputs = {
         "aligned": (["--aligned", "de", tmp_path / "a.en", tmp_path / "a.de"], ("a.en", "a.de")),
         "tsv": (["--tsv", "de", tmp_path / "b.tsv.gz"], ("b.tsv.gz",)),
-        "jsonl": (["--jsonl", tmp_path / "c.jsonl", "--keys", "s,t,l"], ("c.jsonl",)),
         "catalogues": (["--catalogues", catalogue], ("de.po",)),
     }
     written = []
@@ -294,15 +271,10 @@ BAD = {
         "found files of no split, expected train",
     ),
     "different lengths": (["--aligned", "de", "3.txt", "2.txt"], "'2.txt' has 2 lines, '3.txt' has 3"),
-    "the other way": (["--aligned", "de", "2.txt", "3.txt"], "'2.txt' has 2 lines, '3.txt' has 3"),
-    "empty sides": (["--aligned", "de", "empty", "empty"], "are empty; expected a text in each line"),
     "no such file": (["--aligned", "de", "2.txt", "none"], "'none' is no file"),
     "encoding": (["--tsv", "de", "latin1.tsv"], "latin1.tsv:2: not UTF-8 text"),
     "columns": (["--tsv", "de", "3.txt"], "3.txt:1: 1 columns, expected 2"),
     "cut off": (["--tsv", "de", "cut.tsv.gz"], "cut.tsv.gz: cannot be read"),
-    "empty tsv": (["--tsv", "de", "empty"], "empty: empty; expected lines"),
-    "no json": (["--jsonl", "3.txt"], "3.txt:1: not JSON"),
-    "keys": (["--jsonl", "a.jsonl"], "a.jsonl:1: expected texts under source, target, language, found key"),
     "code": (["--tsv", "german", "2.tsv"], "language 'german': expected a code such as de"),
     "language": (
         ["--tsv", "pt_BR", "2.tsv", "--languages", "pt"],
@@ -310,20 +282,16 @@ BAD = {
     ),
     "catalogue": (["--catalogues", "app"], "syntax error"),
     "empty catalogue": (["--catalogues", "fr.po"], "'fr.po': empty: no message in it is translated"),
-    "package": (["--catalogues", "no-such-package"], "pip install --no-deps no-such-package"),
     "no training": (
         ["--tsv", "de", "2.tsv", "--split", "0.0001,1,0"],
         "all 2 pairs fell into valid and test",
     ),
     "split": (["--tsv", "de", "2.tsv", "--split", "0,1,1"], "expected three shares"),
-    "words": (["--tsv", "de", "2.tsv", "--min-words", "9"], "no pairs are left (2 of fewer than 9 words)"),
-    "zero": (["--tsv", "de", "2.tsv", "--min-pairs", "0"], "min_pairs 0: expected at least 1"),
     "overlap": (["--tsv", "de", "2.tsv", "--max-overlap", "25"], "max_overlap 25.0: expected a share"),
     "max label": (
         ["--tsv", "de", "2.tsv", "--max-label", "5"],
         "max_label 5: expected at least min_label, 20",
     ),
-    "special": (["--tsv", "de", "2.tsv", "--special", "masks"], "special 'masks': expected pad, mask"),
     "vocabulary": (["--tsv", "de", "2.tsv", "--vocab-size", "100"], "a byte-level BPE needs at least"),
     "tokenizer": (["--tsv", "de", "2.tsv", "--tokenizer", "none.json"], "'none.json' does not exist"),
 }
@@ -341,7 +309,6 @@ def test_bad_input(
         "empty": b"",
         "latin1.tsv": b"a\tb\nc\t\xe4\n",
         "cut.tsv.gz": gzip.compress(b"a\tb\n" * 9)[:-9],
-        "a.jsonl": b'{"s": "x"}\n',
     }.items():
         Path(name).write_bytes(text)
     write_po(Path("app/locale/de/LC_MESSAGES/django.po")).write_text("msgid\n")
@@ -367,10 +334,8 @@ def test_broken_catalogues_are_left_out_on_demand(tmp_path: Path, capsys: pytest
 
 def test_bad_lines_are_left_out(tmp_path: Path) -> None:
     (tmp_path / "de.tsv").write_text("one\ttwo\nthree\n")
-    (tmp_path / "de.jsonl").write_text('{"source": null}\n{\n')
     counts = Counts(bad_lines="skip")
     assert len(list(read_tsv("de", str(tmp_path / "de.tsv"), counts))) == 1
-    assert not list(read_json_lines(str(tmp_path / "de.jsonl"), KEYS, counts))
-    assert counts.left_out == {"bad line": 3}
+    assert counts.left_out == {"bad line": 1}
     with pytest.raises(UserError, match=r"de\.tsv:2: 1 columns.*--bad-lines skip"):
         list(read_tsv("de", str(tmp_path / "de.tsv"), Counts()))

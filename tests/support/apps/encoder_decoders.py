@@ -20,7 +20,7 @@ from megamoe.train.resolved import resolve_run
 from tests.support.tiny import tiny, tiny_model
 
 END = 0
-DIRECTION = TranslationDirection("en", "de", "none", None)
+DIRECTION = TranslationDirection("en", "de")
 SOURCES = [[5, 7, 11, 2, END], [4, END], [3, 9, 2, 13, 3, 9, 2, 13, END], [6, 6, 6, END]]
 
 

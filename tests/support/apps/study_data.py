@@ -16,21 +16,14 @@ def make_study_data(root: Path) -> None:
     texts = [f"def f_{number}(x):\n    return x * {number}\n" * 8 for number in range(200)]
     (root / "data/stdlib").mkdir(parents=True)
     make_data(root / "data/stdlib/stdlib", texts)
-    pairs = [
-        {
-            "source": f"message {number} of the program",
-            "target": f"{language} {number} " * 3,
-            "language": language,
-        }
-        for language in LANGUAGES
-        for number in range(PAIRS)
-    ]
-    _write(root / "pairs.jsonl", pairs)
+    for language in LANGUAGES:
+        lines = [f"message {n} of the program\t{f'{language} {n} ' * 3}\n" for n in range(PAIRS)]
+        (root / f"{language}.tsv").write_text("".join(lines))
     papers = root / "data/papers"
     prepare_pairs(
         PairPreparation(
             str(papers),
-            jsonl=[str(root / "pairs.jsonl")],
+            tsv=[[language, str(root / f"{language}.tsv")] for language in LANGUAGES],
             tokenizer="bytes",
             bilingual=True,
             split=[0.7, 0.15, 0.15],

@@ -12,16 +12,10 @@ def make_pairs(folder: Path, split: list[float], sizes: dict[str, int] = SIZES) 
 
     The source of pair n is "n", some times; its target is the language's first letter, other times.
     """
-    lines = [
-        f'{{"source": "{str(number) * (number % 5 + 1)}", "target": "{language[0] * (number % 17 + 1)}", '
-        f'"language": "{language}"}}\n'
-        for language, size in sizes.items()
-        for number in range(size)
-    ]
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "all.jsonl").write_text("".join(lines))
-    output = folder / "out"
-    prepare_pairs(
-        PairPreparation(str(output), jsonl=[str(folder / "all.jsonl")], tokenizer="bytes", split=split)
-    )
+    for language, size in sizes.items():
+        lines = [f"{str(n) * (n % 5 + 1)}\t{language[0] * (n % 17 + 1)}\n" for n in range(size)]
+        (folder / f"{language}.tsv").write_text("".join(lines))
+    output, files = folder / "out", [[language, str(folder / f"{language}.tsv")] for language in sizes]
+    prepare_pairs(PairPreparation(str(output), tsv=files, tokenizer="bytes", split=split))
     return output / "pairs"

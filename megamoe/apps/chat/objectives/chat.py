@@ -54,14 +54,20 @@ class Chat(TrainingObjective):
     @classmethod
     def check(cls, options: Config, config: RunConfig) -> None:
         data = config.data
-        if data.mock:
-            raise ValueError("needs conversations; set data.mock to false, and data.sources to them")
-        if data.order != "documents":
-            raise ValueError("conversations are shuffled one by one; leave data.order out")
-        if not data.document_aware:
-            raise ValueError("a conversation must not see another one; set data.document_aware to true")
-        if data.sampling_exponent is not None:
-            raise ValueError("data.sampling_exponent is for several sources; leave it out")
+        for is_wrong, problem in (
+            (data.mock, "needs conversations; set data.mock to false, and data.sources to them"),
+            (data.order != "documents", "conversations are shuffled one by one; leave data.order out"),
+            (
+                not data.document_aware,
+                "a conversation must not see another one; set data.document_aware to true",
+            ),
+            (
+                data.sampling_exponent is not None,
+                "data.sampling_exponent is for several sources; leave it out",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
         for key, sources in _sources(data).items():
             if len(sources) != 1:
                 raise ValueError(f"{key}: found {len(sources)}, expected one; prepare them together")
@@ -93,8 +99,9 @@ class Chat(TrainingObjective):
             raise UserError(
                 f"data.validation: {VALID!r} is the second share of data.split; choose another name"
             )
-        named = config.data.validation
-        self._further = {name: self._open(sources[0].path) for name, sources in named.items()}
+        self._further = {
+            name: self._open(sources[0].path) for name, sources in config.data.validation.items()
+        }
 
     def samples_per_epoch(self) -> int:
         return len(self._packed(self._train, self._parts[0], "train", 1).plan(0))
@@ -149,8 +156,8 @@ class Chat(TrainingObjective):
                 print(
                     f"data {path!r}: {cuts.too_long:,} conversations have more than data.sequence_length "
                     f"{self.config.data.sequence_length} tokens: {cuts.too_long - cuts.dropped:,} are cut "
-                    f"after an answer, {cuts.dropped:,} are left out; {cuts.answers:,} answers of "
-                    f"{cuts.tokens:,} tokens are not learned",
+                    f"after an answer, {cuts.dropped:,} are left out; {cuts.tokens:,} tokens of answers are "
+                    "not learned",
                     flush=True,
                 )
 

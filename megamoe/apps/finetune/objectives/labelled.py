@@ -132,26 +132,24 @@ class Labelled(TrainingObjective, ABC):
     @classmethod
     def check(cls, options: Any, config: RunConfig) -> None:
         data = config.data
-        if data.mock:
-            raise ValueError("needs texts with labels; set data.mock to false, and data.sources to them")
-        if data.order != "documents":
-            raise ValueError("texts are shuffled one by one; leave data.order out")
-        if data.document_aware:
-            raise ValueError("a text is one document; set data.document_aware to false")
-        if data.sampling_exponent is not None:
-            raise ValueError("data.sampling_exponent is for several sources; leave it out")
-        if data.sequence_length <= ENDS:
-            raise ValueError(f"data.sequence_length {data.sequence_length}: expected at least {ENDS + 1}")
-        if config.train.label_smoothing and not cls.smooths:
-            raise ValueError("train.label_smoothing is for labels; leave it out")
-        for key, sources in (
-            ("sources", data.sources),
-            *((f"validation.{k}", v) for k, v in data.validation.items()),
+        least, smooths = ENDS + 1, bool(config.train.label_smoothing)
+        for is_wrong, problem in (
+            (data.mock, "needs texts with labels; set data.mock to false, and data.sources to them"),
+            (data.order != "documents", "texts are shuffled one by one; leave data.order out"),
+            (data.document_aware, "a text is one document; set data.document_aware to false"),
+            (
+                data.sampling_exponent is not None,
+                "data.sampling_exponent is for several sources; leave it out",
+            ),
+            (data.sequence_length < least, f"data.sequence_length: expected at least {least}"),
+            (smooths and not cls.smooths, "train.label_smoothing is for labels; leave it out"),
         ):
+            if is_wrong:
+                raise ValueError(problem)
+        named = {f"validation.{name}": sources for name, sources in data.validation.items()}
+        for key, sources in {"sources": data.sources, **named}.items():
             if len(sources) != 1:
-                raise ValueError(
-                    f"data.{key}: found {len(sources)} sources, expected one file of labelled texts"
-                )
+                raise ValueError(f"data.{key}: found {len(sources)} sources, expected one file of texts")
         if check_split(data)[2] > 0:
             raise ValueError(
                 "data.split: found a share for test, but there is a test set for each language; set it to 0, "

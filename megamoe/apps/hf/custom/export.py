@@ -42,15 +42,12 @@ CUSTOM = "custom"  # as the value of --class
 CODE = ("configuration_megamoe.py", "modeling_megamoe.py", "routing_megamoe.py")
 PACKAGE = "megamoe.apps.hf.custom"
 # What the modules know. noisy, policy: a linear scorer once trained.
-SCORERS = {"linear": "linear", "noisy": "linear", "policy": "linear"}
-SCORERS |= {name: name for name in ("cosine", "hash", "hierarchical")}
+SCORERS = {"linear": "linear", "noisy": "linear", "policy": "linear", "cosine": "cosine", "hash": "hash"}
 SCORE_FUNCTIONS = ("softmax", "sigmoid")
-ONLY_IN_TRAINING = ("expert_dropout", "gating_dropout")  # masks
+ONLY_IN_TRAINING, GROUP_LIMIT = ("expert_dropout", "gating_dropout"), "group_limit"  # masks
 # sinkhorn, balanced, sample: once trained, they take a token's best experts.
 SELECTORS = {"sinkhorn": "top_k", "balanced": "top_k", "sample": "top_k"}
-SELECTORS |= {name: name for name in ("top_k", "threshold", "expert_choice", "table")}
-SELECTORS |= {name: name for name in ("hierarchical_top_k", "entropy_aware")}
-FIXED_CHOICES = {"top_k", "table", "hierarchical_top_k"}
+SELECTORS |= {name: name for name in ("top_k", "threshold", "table", "entropy_aware")}
 UNKNOWN_ACTIVATION = "swiglu_clamped"
 SECTIONS, HELD = "megamoe", "training_tensors"  # keys of config.json
 # What only training needs of a router and of a loss, whose name is the group.
@@ -170,13 +167,12 @@ def custom_family(path: Path, config: RunConfig, reader: CheckpointReader | None
     return replace(FAMILY, held=held)
 
 
-def custom_files(config: RunConfig) -> dict[str, bytes]:
+def custom_files() -> dict[str, bytes]:
     """Return the files of the class by name; they import each other by their place in the folder."""
     texts = {name: (Path(__file__).parent / name).read_text(encoding="utf-8") for name in CODE}
     files = {name: text.replace(f"from {PACKAGE}.", "from .").encode() for name, text in texts.items()}
     # The loop over experts has numbers of tokens that differ at every step, which compiling would not stand.
-    generation = {"disable_compile": True} | ({} if _caches(config) else {"use_cache": False})
-    return files | {GENERATION: (json.dumps(generation, indent=2) + "\n").encode()}
+    return files | {GENERATION: (json.dumps({"disable_compile": True}, indent=2) + "\n").encode()}
 
 
 def _obstacles(config: RunConfig) -> list[str]:
@@ -202,7 +198,7 @@ def _obstacles(config: RunConfig) -> list[str]:
         found["moe.latent_size"] = moe.latent_size is not None and str(moe.latent_size)
         found["moe.router.capacity.name"] = router.capacity.name != "none" and router.capacity.name
         masks = [mask.name for mask in router.masks if mask.name not in ONLY_IN_TRAINING]
-        found["moe.router.masks"] = masks not in ([], ["group_limit"]) and ", ".join(masks)
+        found["moe.router.masks"] = masks not in ([], [GROUP_LIMIT]) and ", ".join(masks)
         found["moe.expert_activation"] = moe.expert_activation == UNKNOWN_ACTIVATION and UNKNOWN_ACTIVATION
     return [f"{key} {value}" for key, value in found.items() if value]
 
@@ -238,7 +234,6 @@ def _model(config: RunConfig) -> Json:
         "logit_scale": model.logit_scale,
         "logit_soft_cap": model.logit_soft_cap,
         "tie_word_embeddings": model.tie_embeddings,
-        "use_cache": _caches(config),
     }
 
 
@@ -247,7 +242,7 @@ def _moe(config: RunConfig) -> Json:
     if not moe_layer_numbers(config):
         return {}
     moe, router, size = config.moe, config.moe.router, expert_ffn_size(config)
-    choices = SELECTORS[router.selector.name]
+    score: Any = router.score_function.options
     return {
         "moe_blocks": [number - 1 for number in moe_block_numbers(config)],
         "inserted_after": [number - 1 for number in inserted_after(config)],
@@ -265,19 +260,15 @@ def _moe(config: RunConfig) -> Json:
             "scorer_options": SCORER_OPTIONS[router.scorer.name](router.scorer.options, config),
             "group_limit": _group_limit(config),
             "score_function": router.score_function.name,
-            "score_function_options": _score_function_options(router.score_function.options),
-            "selector": choices,
+            "score_function_options": {
+                "temperature": score.temperature,
+                "over": getattr(score, "over", None),
+                "has_bias": score.bias_update > 0,
+            },
+            "selector": SELECTORS[router.selector.name],
             "selector_options": SELECTOR_OPTIONS[router.selector.name](router.selector.options),
         },
     }
-
-
-def _caches(config: RunConfig) -> bool:
-    """Whether a generated token leaves the experts of the tokens before it as they are."""
-    dense = not moe_layer_numbers(config)
-    return dense or "over_tokens" not in get_part("selector", config.moe.router.selector.name).provides(
-        config.moe.router.selector.options
-    )
 
 
 def _cosine(options: Any, config: RunConfig) -> Json:
@@ -294,14 +285,8 @@ SCORER_OPTIONS: dict[str, Callable[[Any, RunConfig], Json]] = {
     "noisy": lambda options, config: {},
     "policy": lambda options, config: {},
     "hash": lambda options, config: {"k": config.moe.router.selector.options.k},
-    "hierarchical": lambda options, config: {"groups": options.num_groups(config.moe.num_experts)},
     "cosine": _cosine,
 }
-
-
-def _score_function_options(options: Any) -> Json:
-    has_bias = options.bias_update > 0
-    return {"temperature": options.temperature, "over": getattr(options, "over", None), "has_bias": has_bias}
 
 
 def _best_k(options: Any) -> Json:
@@ -309,37 +294,24 @@ def _best_k(options: Any) -> Json:
     return {"k": getattr(options, "k", 1), "weights": weights, "scale": scale}
 
 
-def _threshold(options: Any) -> Json:
-    given = options.eval_threshold
-    return {"threshold": options.threshold if given is None else given}
-
-
 SELECTOR_OPTIONS: dict[str, Callable[[Any], Json]] = {
     **dict.fromkeys(("top_k", "sample", "sinkhorn", "balanced"), _best_k),
-    "threshold": _threshold,
-    "expert_choice": lambda options: {"k": options.k},
+    "threshold": lambda options: {"threshold": options.eval_threshold or options.threshold},
     "table": lambda options: {"k": options.k, "scale": options.scale},
-    "hierarchical_top_k": lambda options: {"groups": options.groups, "k": options.k},
     "entropy_aware": lambda options: {name: getattr(options, name) for name in ("min_k", "max_k", "weights")},
 }
-
-
-GROUP_LIMITS = {"group_limit": "the only mask that the class has"}
 
 
 def _group_limit(config: RunConfig) -> Json | None:
     """Return the limit with the number of summed experts filled in, as the mask does it."""
     router = config.moe.router
-    found = [mask.options for mask in router.masks if mask.name in GROUP_LIMITS]
-    if not found:
+    limit = next((mask.options for mask in router.masks if mask.name == GROUP_LIMIT), None)
+    if limit is None:
         return None
-    (limit,) = found
     best = limit.best or max(_num_choices(router.selector) // limit.keep, 1)
     return {"num_groups": limit.num_groups, "keep": limit.keep, "score": limit.score, "best": best}
 
 
 def _num_choices(selector: PartChoice) -> int:
     """Return a token's number of experts if it is fixed, otherwise 1, as the selectors declare it."""
-    options = selector.options
-    fixed = FIXED_CHOICES.issuperset([SELECTORS[selector.name]])
-    return getattr(options, "k", 1) * getattr(options, "groups", 1) if fixed else 1
+    return getattr(selector.options, "k", 1) if SELECTORS[selector.name] in ("top_k", "table") else 1

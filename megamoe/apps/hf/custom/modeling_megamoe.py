@@ -362,11 +362,9 @@ class Model(nn.Module):
         """int64 [B, S] -> hidden states behind the last norm, [B, S, H]."""
         config, size = self.config, input_ids.shape[1]
         caches = config.use_cache and not self.training if use_cache is None else use_cache
-        if caches and past_key_values is None and config.router.get("selector") != "expert_choice":
+        if caches and past_key_values is None:
             past_key_values = DynamicCache()
         before = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-        if before and config.router.get("selector") == "expert_choice":
-            raise ValueError("with expert choice every token may change the others: set use_cache=False")
         is_token_BL = _tokens(attention_mask, input_ids, before)
         if position_ids is None:
             position_ids = (is_token_BL.long().cumsum(-1) - 1).clamp_min(0)[:, before:]

@@ -5,7 +5,6 @@ neighbouring experts, M experts of a group, V vocabulary. All is computed in fp3
 """
 
 import math
-from fractions import Fraction
 from typing import Any
 
 import torch
@@ -21,8 +20,7 @@ LOWEST = torch.finfo(torch.float32).min
 class Scorer(nn.Module):
     """A score of each expert for each token.
 
-    linear: W x (+ b). cosine: cos(W x, e) / tau (X-MoE). hash: a table of tokens (Hash Layers). hierarchical:
-    log p(group) + log p(expert in the group) (SGMoE).
+    linear: W x (+ b). cosine: cos(W x, e) / tau (X-MoE). hash: a table of tokens (Hash Layers).
     """
 
     def __init__(self, config: MegamoeConfig) -> None:
@@ -30,7 +28,6 @@ class Scorer(nn.Module):
         self.kind, self.options = config.router["scorer"], config.router["scorer_options"]
         experts, hidden, options = config.num_experts, config.hidden_size, self.options
         self.num_experts = experts
-        self.has_levels = self.kind == "hierarchical"
         self.weight: nn.Parameter | None
         self.table_KV: Tensor
         if self.kind == "hash":
@@ -43,11 +40,9 @@ class Scorer(nn.Module):
         else:
             self.weight = nn.Parameter(torch.empty(experts, hidden))
             self.bias = nn.Parameter(torch.empty(experts)) if options.get("bias") else None
-            if self.kind == "hierarchical":
-                self.group_weight = nn.Parameter(torch.empty(options["groups"], hidden))
 
     def forward(self, hidden_TH: Tensor, ids_T: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Return scores [T, E], and scores of groups [T, L] or the table's experts [T, K]."""
+        """Return scores [T, E], and the table's experts [T, K]."""
         if self.kind == "hash":
             table_TK = self.table_KV[:, ids_T].T
             zeros_TE = torch.zeros(len(ids_T), self.num_experts, device=ids_T.device)
@@ -56,8 +51,6 @@ class Scorer(nn.Module):
             return self._cosine_TE(hidden_TH), None
         assert self.weight is not None
         scores_TE = functional.linear(hidden_TH, self.weight.float())
-        if self.kind == "hierarchical":
-            return scores_TE, functional.linear(hidden_TH, self.group_weight.float())
         return (scores_TE if self.bias is None else scores_TE + self.bias.float()), None
 
     def _cosine_TE(self, hidden_TH: Tensor) -> Tensor:
@@ -109,27 +102,21 @@ class Router(nn.Module):
 
     def forward(self, hidden_TH: Tensor, ids_BS: Tensor, is_token_BS: Tensor) -> tuple[Tensor, ...]:
         """Return which experts compute a token, bool [T, E], with which weights, and logits, fp32 [T, E]."""
-        scores_TE, further = self.scorer(hidden_TH.float(), ids_BS.flatten())
-        grouped = self.scorer.has_levels
-        inner_TE, scores_TE = scores_TE, self._log_probs(scores_TE, further) if grouped else scores_TE
+        scores_TE, table_TK = self.scorer(hidden_TH.float(), ids_BS.flatten())
         bias_E, candidates_TE = self.score_function.bias, None
         ranking_TE = scores_TE if bias_E is None else self.score_function(scores_TE, None) + bias_E
         if self.limit is not None:
             candidates_TE = self._candidates(ranking_TE)
             ranking_TE = ranking_TE.masked_fill(~candidates_TE, -math.inf)
         probs_TE = self.score_function(scores_TE, candidates_TE)
-        if self.choice == "expert_choice":
-            chosen_TE, weight_TE = self._expert_choice(scores_TE, probs_TE, candidates_TE, is_token_BS)
-        elif self.choice == "threshold":
+        if self.choice == "threshold":
             chosen_TE, weight_TE = self._threshold(ranking_TE, probs_TE), probs_TE
         elif self.choice == "entropy_aware":
             chosen_TE, weight_TE = self._entropy_aware(scores_TE, ranking_TE, probs_TE, candidates_TE)
         else:
             if self.choice == "table":
-                scale = self.options["scale"]
-                expert_TK, weight_TK = further, torch.full_like(further, scale, dtype=torch.float32)
-            elif self.choice == "hierarchical_top_k":
-                expert_TK, weight_TK = self._levels(further, inner_TE, candidates_TE)
+                scale, expert_TK = self.options["scale"], table_TK
+                weight_TK = torch.full_like(table_TK, scale, dtype=torch.float32)
             else:
                 expert_TK = ranking_TE.topk(self.options["k"], dim=-1).indices
                 weight_TK = self._weights(scores_TE, probs_TE, candidates_TE, expert_TK)
@@ -140,10 +127,6 @@ class Router(nn.Module):
             chosen_TE = chosen_TE & candidates_TE
         logits_TE = scores_TE / self.score_function.options["temperature"]
         return chosen_TE & is_token_BS.flatten()[:, None], weight_TE, logits_TE
-
-    def _log_probs(self, inner_TE: Tensor, group_TL: Tensor) -> Tensor:
-        inner_TLM = inner_TE.unflatten(1, (group_TL.shape[1], -1)).log_softmax(dim=-1)
-        return (group_TL.log_softmax(dim=-1)[:, :, None] + inner_TLM).flatten(1)
 
     def _candidates(self, ranking_TE: Tensor) -> Tensor:
         """Return the experts of the best groups: by their largest value, or by the sum of their `best`."""
@@ -211,35 +194,3 @@ class Router(nn.Module):
         """Return the first experts of an order, bool [T, E]."""
         place_E = torch.arange(order_TE.shape[1], device=order_TE.device)
         return torch.zeros_like(order_TE, dtype=torch.bool).scatter(1, order_TE, place_E < count_T1)
-
-    def _levels(
-        self, group_TL: Tensor, inner_TE: Tensor, candidates_TE: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return the best experts of the best groups, and the products of both levels' softmax."""
-        inner_TLM = inner_TE.unflatten(1, (group_TL.shape[1], -1))
-        if candidates_TE is not None:
-            candidates_TLM = candidates_TE.view(inner_TLM.shape)
-            inner_TLM = inner_TLM.masked_fill(~candidates_TLM, LOWEST)
-            group_TL = group_TL.masked_fill(~candidates_TLM.any(dim=2), LOWEST)
-        kept, group = group_TL.topk(self.options["groups"], dim=1)
-        size = inner_TLM.shape[2]
-        inner = inner_TLM.gather(1, group[:, :, None].expand(-1, -1, size))
-        best, place = inner.topk(self.options["k"], dim=2)
-        weight_TK = (kept.softmax(dim=1)[:, :, None] * best.softmax(dim=2)).flatten(1)
-        return (group[:, :, None] * size + place).flatten(1), weight_TK
-
-    def _expert_choice(
-        self, scores_TE: Tensor, probs_TE: Tensor, candidates_TE: Tensor | None, is_token_BS: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Let each expert take its best tokens of each sequence, padding left out."""
-        value_TE = scores_TE if self.score_function.is_elementwise else probs_TE
-        if candidates_TE is not None:
-            value_TE = value_TE.masked_fill(~candidates_TE, -math.inf)
-        value_BSE = value_TE.view(*is_token_BS.shape, -1)
-        chosen_BSE = torch.zeros_like(value_BSE, dtype=torch.bool)
-        for value_SE, is_token_S, chosen_SE in zip(value_BSE, is_token_BS, chosen_BSE, strict=True):
-            count = int(is_token_S.sum())
-            places = math.ceil(Fraction(str(self.options["k"])) * count / value_SE.shape[1])
-            value_SE = value_SE.masked_fill(~is_token_S[:, None], -math.inf)
-            chosen_SE.scatter_(0, value_SE.topk(min(places, count), dim=0).indices, True)
-        return chosen_BSE.flatten(0, 1), probs_TE

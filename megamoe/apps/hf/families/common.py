@@ -130,18 +130,10 @@ LATENT_ATTENTION = (
     attention("linear_kv_up_proj", "U C", "kv_b_proj", COLUMNS),
     attention("linear_proj", "H O", "o_proj", ROWS),
 )
-DEPTH = "prediction.depths.{k}."
-# Multi-token prediction (DeepSeek-V3), under the hub's names, which `MtpModel` of transformers 5.14 reads.
-MTP_TENSORS = (
-    TensorMapping(f"{DEPTH}embedding_norm.weight", "H", f"{HF_LAYER}enorm.weight", blocks="further"),
-    TensorMapping(f"{DEPTH}hidden_norm.weight", "H", f"{HF_LAYER}hnorm.weight", blocks="further"),
-    TensorMapping(f"{DEPTH}projection.weight", "H 2H", f"{HF_LAYER}eh_proj.weight", blocks="further"),
-    TensorMapping(
-        f"{DEPTH}blocks.final_layernorm.weight", "H", f"{HF_LAYER}shared_head.norm.weight", blocks="further"
-    ),
-)
-# transformers writes 1 whether or not the folder has such blocks, and is so the default.
-FURTHER_KEY = same(NUM_FURTHER, "model.multi_token_prediction.depth", 1, alias="num_mtp_layers")
+# Multi-token prediction: the tensors of its blocks, which follow the others and are not read; their number.
+FURTHER_BLOCKS = "model.layers.{n}."
+FURTHER_KEY = Entry({NUM_FURTHER: None}, lambda given: {}, lambda config: {}, {"num_mtp_layers": NUM_FURTHER})
+NO_FURTHER: Json = {NUM_FURTHER: 0}
 DECODER = (*ENDS, *NORMS, *QUERY_KEY_VALUE, INPUT_BIAS, OUTPUT_BIAS)
 
 # Every class has RMSNorm before its sub-layers and rotary positions.
@@ -304,15 +296,18 @@ def heads(default: int | None = None) -> Entry:
     return Entry(defaults, read, lambda config: {"head_dim": head_size(config.model)})
 
 
-def full_attention() -> Entry:
-    """Every block sees all earlier tokens (layer_types)."""
+def every_block(name: str, kind: Any) -> Entry:
+    """A list of the kinds of all blocks, of which one kind has a counterpart."""
 
     def read(given: Json) -> Json:
-        if set(given["layer_types"] or []) - {"full_attention"}:
-            raise unsupported("layer_types", given["layer_types"], ["full_attention"])
+        if any(each != kind for each in given[name] or []):
+            raise unsupported(name, given[name], [f"{kind} for each block"])
         return {}
 
-    return Entry({"layer_types": None}, read, lambda config: {})
+    return Entry({name: None}, read, lambda config: {})
+
+
+FULL_ATTENTION = every_block("layer_types", "full_attention")
 
 
 def no_last_windows(window: int, first: int) -> Entry:
@@ -346,7 +341,7 @@ def biases(name: str, default: bool, output: bool = True) -> Entry:
 UNUSED_WINDOW = (
     only("use_sliding_window", False, default=False, written=False),
     ignored("sliding_window", "max_window_layers"),
-    full_attention(),
+    FULL_ATTENTION,
 )
 
 

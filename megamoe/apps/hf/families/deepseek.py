@@ -7,8 +7,10 @@ from megamoe.apps.hf.families.common import (
     BIAS,
     DENSE_FFN,
     ENDS,
+    FURTHER_BLOCKS,
+    FURTHER_KEY,
     LATENT_ATTENTION,
-    MTP_TENSORS,
+    NO_FURTHER,
     NORMS,
     RELEASED,
     SHARED,
@@ -95,6 +97,13 @@ def latent_keys(query_rank: int = 1536, nope: int = 128, value: int = 128) -> tu
 ROUTING = {"moe_layer_freq": 1, "ep_size": 1, "pretraining_tp": 1, "seq_aux": True}
 BIASED_ROUTING = {**ROUTING, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 
+BIASED_NAMES = (
+    only("topk_method", "noaux_tc", default="noaux_tc", written=False),
+    only("scoring_func", "sigmoid", default="sigmoid", written=False),
+    same("rope_interleave", "model.rotary.interleaved", True),
+    FURTHER_KEY,
+)
+
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -132,18 +141,15 @@ DEEPSEEK_V3 = Family(
         *SHARED_KEYS,
         *latent_keys(),
         dense_first(3),
-        group_limit(8, 4, {"score": "sum", "best": 2}),
-        only("topk_method", "noaux_tc", default="noaux_tc", written=False),
-        only("scoring_func", "sigmoid", default="sigmoid", written=False),
-        same("routed_scaling_factor", "moe.router.selector.scale", 2.5),
-        *biased_keys(dense=18432, expert=2048, experts=256),
-        same("rope_interleave", "model.rotary.interleaved", True),
+        *BIASED_NAMES,
+        *biased_keys(2048, 256, dense=18432, scale=2.5, limit=(8, 4)),
         norm_eps(1e-6),
         rotary(),
         TIED,
     ),
-    table=(*TABLE, BIAS, *MTP_TENSORS),
-    released={**RELEASED, **BIASED_ROUTING},
+    table=(*TABLE, BIAS),
+    left_out=FURTHER_BLOCKS,
+    released={**RELEASED, **BIASED_ROUTING, **NO_FURTHER},
 )
 
 # Released under a name of its own, with DeepSeek-V3's code.
@@ -157,20 +163,18 @@ GLM4_MOE_LITE = Family(
         *SHARED_KEYS,
         *latent_keys(768, 192, 256),
         listed_blocks(),
-        group_limit(1, 1, {"score": "sum", "best": 2}),
-        only("topk_method", "noaux_tc", default="noaux_tc", written=False),
-        only("scoring_func", "sigmoid", default="sigmoid", written=False),
-        same("routed_scaling_factor", "moe.router.selector.scale", 1.8),
-        *biased_keys(dense=10240, expert=1536, experts=64, chosen=4),
-        same("rope_interleave", "model.rotary.interleaved", True),
+        *BIASED_NAMES,
+        *biased_keys(1536, 64, dense=10240, chosen=4, scale=1.8),
         norm_eps(1e-5),
         rotary(),
         TIED,
     ),
-    table=(*TABLE, BIAS, *MTP_TENSORS),
+    table=(*TABLE, BIAS),
+    left_out=FURTHER_BLOCKS,
     released={
         **RELEASED,
         **BIASED_ROUTING,
+        **NO_FURTHER,
         "first_k_dense_replace": first_dense,
         "partial_rotary_factor": 1.0,
     },

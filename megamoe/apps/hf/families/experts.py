@@ -1,6 +1,7 @@
 """MoE models whose experts are named as in Qwen2-MoE: this, Qwen3-MoE, OLMoE, GLM-4.5, dots.llm1, ERNIE."""
 
 from dataclasses import replace
+from typing import Any
 
 from megamoe.apps.hf.families.blocks import block_range, dense_first, first_dense, listed_blocks, sparse_steps
 from megamoe.apps.hf.families.common import (
@@ -9,11 +10,13 @@ from megamoe.apps.hf.families.common import (
     DECODER,
     DENSE_FFN,
     EVERY_BLOCK,
+    FULL_ATTENTION,
+    FURTHER_BLOCKS,
     FURTHER_KEY,
     HEAD_NORMS,
     HF_LAYER,
     LAYER,
-    MTP_TENSORS,
+    NO_FURTHER,
     NO_WINDOWS,
     RELEASED,
     RELEASED_MOE,
@@ -24,7 +27,6 @@ from megamoe.apps.hf.families.common import (
     UNUSED_WINDOW,
     WHOLE_NORMS,
     biases,
-    full_attention,
     group_limit,
     groups,
     heads,
@@ -36,7 +38,7 @@ from megamoe.apps.hf.families.common import (
     shared_experts,
 )
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import NUM_FURTHER, Entry, fixed, ignored, mapped, only, same
+from megamoe.apps.hf.keys import NUM_FURTHER, REQUIRED, Entry, fixed, ignored, mapped, only, same
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, row, whole
 from megamoe.config.shapes import expert_ffn_size, ffn_size, head_size
 
@@ -77,17 +79,32 @@ def qwen_keys(dense: int, expert: int, experts: int, chosen: int) -> tuple[Entry
     )
 
 
-def biased_keys(dense: int, expert: int, experts: int, chosen: int = 8) -> tuple[Entry, ...]:
-    """Keys of models like DeepSeek-V3 with the class's defaults: FFN sizes, experts, those of a token."""
+def biased_keys(
+    expert: int,
+    experts: Any,
+    *,
+    dense: int | None = None,
+    chosen: Any = 8,
+    shared: Any = 1,
+    scale: float = 1.0,
+    limit: tuple[int, int] = (1, 1),
+    sums_to_1: bool = True,
+) -> tuple[Entry, ...]:
+    """Keys of models like DeepSeek-V3 with the class's defaults: FFN sizes, experts, those of a token.
+
+    dense: None: no block is dense. limit: the groups of experts, and those of a token. sums_to_1: whether the
+    weights of a token's experts do.
+    """
     return (
         *BIASED_TOP_K,
-        normalised(True),
-        same("intermediate_size", "model.ffn_hidden_size", dense),
+        group_limit(*limit, {"score": "sum", "best": 2}),
+        normalised(sums_to_1),
+        same("routed_scaling_factor", "moe.router.selector.scale", scale),
+        *(() if dense is None else (same("intermediate_size", "model.ffn_hidden_size", dense),)),
         same("moe_intermediate_size", "moe.expert_ffn_hidden_size", expert),
         same("n_routed_experts", "moe.num_experts", experts, alias="num_local_experts"),
-        same("n_shared_experts", "moe.num_shared_experts", 1),
+        same("n_shared_experts", "moe.num_shared_experts", shared),
         same("num_experts_per_tok", "moe.router.selector.k", chosen),
-        FURTHER_KEY,
     )
 
 
@@ -139,9 +156,8 @@ GLM4_MOE = Family(
     keys=(
         *SHARED_KEYS,
         dense_first(1),
-        group_limit(1, 1, {"score": "sum", "best": 2}),
-        same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
-        *biased_keys(dense=10944, expert=1408, experts=128),
+        *biased_keys(1408, 128, dense=10944),
+        FURTHER_KEY,
         mapped("use_qk_norm", "model.attention.query_key_norm", [(False, "none"), (True, "head")], False),
         ignored("router_aux_loss_coef"),
         groups(8),
@@ -149,8 +165,9 @@ GLM4_MOE = Family(
         *norm_and_rotary(1e-5, share=0.5),
         biases("attention_bias", False, output=False),
     ),
-    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED, *MTP_TENSORS),
-    released={**RELEASED, **ROTARY_SHARE},
+    table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
+    left_out=FURTHER_BLOCKS,
+    released={**RELEASED, **ROTARY_SHARE, **NO_FURTHER},
 )
 
 # GLM-4.5's router in every block, without norms of queries and keys.
@@ -160,14 +177,7 @@ SOLAR_OPEN = Family(
     keys=(
         *SHARED_KEYS,
         EVERY_BLOCK,
-        group_limit(1, 1, {"score": "sum", "best": 2}),
-        same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
-        *BIASED_TOP_K,
-        normalised(True),
-        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1280),
-        same("n_routed_experts", "moe.num_experts", 128, alias="num_local_experts"),
-        same("n_shared_experts", "moe.num_shared_experts", 1),
-        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        *biased_keys(1280, 128),
         # Of released folders: no block is dense.
         only("first_k_dense_replace", 0, default=0, written=False),
         only("use_qk_norm", False, default=False, written=False),
@@ -193,18 +203,10 @@ DOTS1 = Family(
     keys=(
         *SHARED_KEYS,
         dense_first(0),
-        group_limit(1, 1, {"score": "sum", "best": 2}),
-        same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
+        *biased_keys(1408, REQUIRED, dense=10944, chosen=REQUIRED, shared=REQUIRED, sums_to_1=False),
         only("scoring_func", "noaux_tc", "sigmoid", None, written=False),
         only("topk_method", "noaux_tc", None, written=False),
         only("moe_layer_freq", 1, default=1, written=False),
-        *BIASED_TOP_K,
-        normalised(False),
-        same("intermediate_size", "model.ffn_hidden_size", 10944),
-        same("moe_intermediate_size", "moe.expert_ffn_hidden_size", 1408),
-        same("n_routed_experts", "moe.num_experts", alias="num_local_experts"),
-        same("n_shared_experts", "moe.num_shared_experts"),
-        same("num_experts_per_tok", "moe.router.selector.k"),
         fixed(model__attention__query_key_norm="head"),
         groups(32),
         heads(),
@@ -212,7 +214,7 @@ DOTS1 = Family(
         biases("attention_bias", False),
         no_last_windows(4096, 62),
         ignored("use_sliding_window"),  # transformers does not read it here
-        full_attention(),
+        FULL_ATTENTION,
     ),
     table=(*DECODER, *HEAD_NORMS, *DENSE_FFN, ROUTER, BIAS, *EXPERTS, *SHARED),
     released={
@@ -334,7 +336,7 @@ HY_V3 = Family(
         *EXPERTS,
         *shared_experts("shared_mlp"),
     ),
-    left_out="model.layers.{n}.",
+    left_out=FURTHER_BLOCKS,
     released={
         **RELEASED_MOE,
         "first_k_dense_replace": first_dense,
@@ -343,7 +345,7 @@ HY_V3 = Family(
         "moe_router_use_sigmoid": True,
         "moe_router_enable_expert_bias": True,
         "expert_hidden_dim": expert_ffn_size,
-        NUM_FURTHER: 0,
+        **NO_FURTHER,
     },
 )
 

@@ -1,9 +1,11 @@
-"""Mixtral and MiniMax-M2: every block is an MoE layer without shared experts."""
+"""Models with an MoE layer in every block: Mixtral, MiniMax-M2, GraniteMoe, GraniteMoeShared, gpt-oss."""
 
 from megamoe.apps.hf.families.common import (
+    ATTENTION,
     BIASED_TOP_K,
     DECODER,
     EVERY_BLOCK,
+    HF_ATTENTION,
     HF_LAYER,
     LAYER,
     RELEASED_MOE,
@@ -11,6 +13,8 @@ from megamoe.apps.hf.families.common import (
     TIED,
     TOP_K,
     WHOLE_NORMS,
+    biases,
+    every_block,
     groups,
     heads,
     loss_weight,
@@ -18,9 +22,22 @@ from megamoe.apps.hf.families.common import (
     rotary,
 )
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same, unsupported
-from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, whole
-from megamoe.config.shapes import expert_ffn_size, head_size
+from megamoe.apps.hf.keys import REQUIRED, Entry, Json, converted, fixed, ignored, only, same, unsupported
+from megamoe.apps.hf.rules import (
+    COLUMNS,
+    EXPERT_BIAS,
+    EXPERT_DOWN,
+    EXPERT_UP,
+    TensorMapping,
+    halves,
+    interleaved,
+    of_each_expert,
+    transposed,
+    transposed_interleaved,
+    whole,
+)
+from megamoe.config import RunConfig
+from megamoe.config.shapes import expert_ffn_size, head_size, shared_ffn_size, window_of
 
 EXPERTS = f"{HF_LAYER}block_sparse_moe.experts.{{e}}."
 
@@ -76,18 +93,6 @@ def rotary_of_size() -> Entry:
     return Entry({**by_share.defaults, "rotary_dim": None, "head_dim": 128}, read, by_share.write)
 
 
-def whole_attention() -> Entry:
-    """Every block sees all earlier tokens, which is the kind 1 (attn_type_list)."""
-
-    def read(given: Json) -> Json:
-        kinds = given["attn_type_list"] or []
-        if any(kind != 1 for kind in kinds):
-            raise unsupported("attn_type_list", kinds, ["1 for each block"])
-        return {}
-
-    return Entry({"attn_type_list": None}, read, lambda config: {})
-
-
 NORM_FACTORS = ("full_attention", "linear_attention", "mlp")
 
 # Sigmoid of each score, chosen with a bias; norms over all heads.
@@ -107,7 +112,7 @@ MINIMAX_M2 = Family(
         only("use_qk_norm", True, default=True, written=False),
         only("qk_norm_type", "per_layer", None, written=False),
         only("use_routing_bias", True, default=True, written=False),
-        whole_attention(),
+        every_block("attn_type_list", 1),
         # Of released folders: no shared expert, multi-token prediction without weights, and keys that their
         # own code does not read, or at the one value that changes nothing.
         only("shared_intermediate_size", 0, default=0, written=False),
@@ -155,4 +160,184 @@ MINIMAX_M2 = Family(
     },
 )
 
-FAMILIES = (MIXTRAL, MINIMAX_M2)
+# Factors on embeddings, residuals, attention and logits; stacked experts.
+MOE, SHARED_MLP = f"{HF_LAYER}block_sparse_moe.", f"{HF_LAYER}shared_mlp."
+DIGITS = 12
+
+
+# The factor on the embeddings of tokens.
+EMBEDDING_FACTOR = converted(
+    "embedding_multiplier",
+    "model.embedding_scale",
+    1.0,
+    read=lambda factor: None if factor == 1 else factor,
+    write=lambda config: config.model.embedding_scale or 1.0,
+)
+# The factor on the attention logits.
+ATTENTION_FACTOR = converted(
+    "attention_multiplier",
+    "model.attention.scale",
+    1.0,
+    read=lambda factor: factor,
+    write=lambda config: config.model.attention.scale or head_size(config.model) ** -0.5,
+)
+# The divisor of the logits.
+LOGIT_DIVISOR = converted(
+    "logits_scaling",
+    "model.logit_scale",
+    1.0,
+    read=lambda divisor: 1 / divisor,
+    write=lambda config: round(1 / config.model.logit_scale, DIGITS),
+)
+
+
+def shared_size() -> Entry:
+    """The joint FFN size of the shared experts; 0: there are none."""
+
+    def read(given: Json) -> Json:
+        size = given["shared_intermediate_size"]
+        if not size:
+            return {"moe.num_shared_experts": 0}
+        return {"moe.num_shared_experts": 1, "moe.shared_expert_ffn_hidden_size": size}
+
+    def write(config: RunConfig) -> Json:
+        return {"shared_intermediate_size": shared_ffn_size(config.moe, expert_ffn_size(config))}
+
+    return Entry({"shared_intermediate_size": 0}, read, write)
+
+
+GRANITE_KEYS = (
+    *SHARED_KEYS,
+    *TOP_K,
+    EVERY_BLOCK,
+    fixed(moe__router__selector__weights="renormalised"),
+    same("intermediate_size", "moe.expert_ffn_hidden_size", 11008),
+    same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
+    same("num_experts_per_tok", "moe.router.selector.k", 2),
+    loss_weight(0.001),
+    EMBEDDING_FACTOR,
+    LOGIT_DIVISOR,
+    same("residual_multiplier", "model.residual_scale", 1.0),
+    ATTENTION_FACTOR,
+    groups(),
+    *norm_and_rotary(1e-6),
+    biases("attention_bias", False),
+)
+GRANITE_TABLE = (
+    *DECODER,
+    TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{MOE}router.layer.weight"),
+    TensorMapping(f"{LAYER}experts.up", "E 2X H", f"{MOE}input_linear.weight", cut=EXPERT_UP),
+    TensorMapping(f"{LAYER}experts.down", "E H X", f"{MOE}output_linear.weight", cut=EXPERT_DOWN),
+)
+
+GRANITE_MOE = Family(
+    "granitemoe",
+    "GraniteMoeForCausalLM",
+    keys=(*GRANITE_KEYS, fixed(moe__num_shared_experts=0)),
+    table=GRANITE_TABLE,
+    released=RELEASED_MOE,
+)
+
+GRANITE_MOE_SHARED = Family(
+    "granitemoeshared",
+    "GraniteMoeSharedForCausalLM",
+    keys=(*GRANITE_KEYS, shared_size()),
+    table=(
+        *GRANITE_TABLE,
+        TensorMapping(f"{LAYER}shared.up", "2S H", f"{SHARED_MLP}input_linear.weight", needs="shared"),
+        TensorMapping(f"{LAYER}shared.down", "H S", f"{SHARED_MLP}output_linear.weight", needs="shared"),
+    ),
+    released=RELEASED_MOE,
+)
+
+# Attention sinks, windows in some blocks, biases everywhere, a clamped SwiGLU.
+STACKED, ROUTER = f"{HF_LAYER}mlp.experts.", f"{HF_LAYER}mlp.router."
+WINDOW, WHOLE = "sliding_attention", "full_attention"
+DEFAULT_WINDOW = 128
+
+
+def windows() -> Entry:
+    """The window, and the blocks that have it: by default the first, the third, ..."""
+
+    def read(given: Json) -> Json:
+        count = given["num_hidden_layers"]
+        kinds = given["layer_types"] or [WHOLE if number % 2 else WINDOW for number in range(count)]
+        if set(kinds) - {WINDOW, WHOLE} or len(kinds) != count:
+            raise unsupported("layer_types", kinds, [f"{count} of {WINDOW} and {WHOLE}"])
+        blocks = [number for number, kind in enumerate(kinds, start=1) if kind == WINDOW]
+        if not blocks or given["sliding_window"] is None:
+            return {}
+        return {"model.attention.window": given["sliding_window"], "model.attention.window_blocks": blocks}
+
+    def write(config: RunConfig) -> Json:
+        model = config.model
+        found = [window_of(model, block + 1) for block in range(model.num_layers)]
+        kinds = [WHOLE if window is None else WINDOW for window in found]
+        # transformers wants a number even if no block has a window.
+        return {"sliding_window": model.attention.window or DEFAULT_WINDOW, "layer_types": kinds}
+
+    defaults = {"sliding_window": DEFAULT_WINDOW, "layer_types": None, "num_hidden_layers": REQUIRED}
+    return Entry(defaults, read, write)
+
+
+# That of the released models' rotary positions.
+YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+GPT_OSS = Family(
+    "gpt_oss",
+    "GptOssForCausalLM",
+    keys=(
+        *SHARED_KEYS,
+        *TOP_K,
+        EVERY_BLOCK,
+        fixed(
+            model__attention__sinks=True,
+            moe__router__selector__weights="renormalised",
+            moe__router__scorer__bias=True,
+            moe__expert_activation="swiglu_clamped",
+            moe__expert_bias=True,
+        ),
+        windows(),
+        same("intermediate_size", "moe.expert_ffn_hidden_size", 2880),
+        same("num_local_experts", "moe.num_experts", 128, alias="num_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k", 4, alias="experts_per_token"),
+        only("swiglu_limit", 7.0, default=7.0),
+        only("swiglu_alpha", 1.702, default=1.702),
+        ignored("initial_context_length"),
+        loss_weight(0.001),
+        groups(8),
+        heads(64),
+        *norm_and_rotary(1e-5, base=150000.0, default=YARN),
+        biases("attention_bias", True),
+    ),
+    table=(
+        *DECODER,
+        TensorMapping(f"{ATTENTION}core_attention.softmax_offset", "N", f"{HF_ATTENTION}sinks", cut=COLUMNS),
+        TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{ROUTER}weight"),
+        TensorMapping(f"{LAYER}router.scorer.bias", "E", f"{ROUTER}bias"),
+        TensorMapping(
+            f"{LAYER}experts.up", "E 2X H", f"{STACKED}gate_up_proj", transposed_interleaved, EXPERT_UP
+        ),
+        TensorMapping(
+            f"{LAYER}experts.up_bias", "E 2X", f"{STACKED}gate_up_proj_bias", interleaved, EXPERT_UP
+        ),
+        TensorMapping(f"{LAYER}experts.down", "E H X", f"{STACKED}down_proj", transposed, EXPERT_DOWN),
+        TensorMapping(f"{LAYER}experts.down_bias", "E H", f"{STACKED}down_proj_bias", cut=EXPERT_BIAS),
+    ),
+    released={
+        **RELEASED_MOE,
+        "experts_per_token": lambda config: config.moe.router.selector.options.k,
+        "initial_context_length": lambda config: (
+            config.model.rotary.original_length or config.data.sequence_length
+        ),
+    },
+)
+
+FAMILIES, FURTHER = (MIXTRAL, MINIMAX_M2), (GRANITE_MOE, GRANITE_MOE_SHARED, GPT_OSS)

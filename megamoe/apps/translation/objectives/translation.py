@@ -77,20 +77,19 @@ class Translation(TrainingObjective):
                 f"bucket: found {options.bucket}, expected a multiple of train.micro_batch_size {micro}, at "
                 f"most {MOST_PAIRS:,}; such as {micro * max(1, round(options.bucket / micro))}"
             )
-        if data.mock:
-            raise ValueError("needs pairs of texts; set data.mock to false, and data.sources to pairs")
-        if data.order != "documents":
-            raise ValueError("pairs are shuffled in buckets; leave data.order out")
-        if data.document_aware:
-            raise ValueError("a pair is one document; set data.document_aware to false")
-        if len(data.sources) > 1:
-            raise ValueError(
-                f"data.sources: found {len(data.sources)}, expected one; prepare all languages together "
-                "(tools/prepare_pairs.py)"
-            )
-        for name, sources in data.validation.items():
+        for is_wrong, problem in (
+            (data.mock, "needs pairs of texts; set data.mock to false, and data.sources to pairs"),
+            (data.order != "documents", "pairs are shuffled in buckets; leave data.order out"),
+            (data.document_aware, "a pair is one document; set data.document_aware to false"),
+        ):
+            if is_wrong:
+                raise ValueError(problem)
+        named = {f"validation.{name}": sources for name, sources in data.validation.items()}
+        for key, sources in {"sources": data.sources, **named}.items():
             if len(sources) != 1:
-                raise ValueError(f"data.validation.{name}: found {len(sources)} sources, expected one")
+                raise ValueError(
+                    f"data.{key}: found {len(sources)}, expected one; prepare languages together"
+                )
         # With further sets it is ignored: tools/evaluate.py --data replaces the data of a saved run.
         if options.validate and not data.validation and check_split(data)[1] <= 0:
             raise ValueError(
