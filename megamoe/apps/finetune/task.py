@@ -26,8 +26,9 @@ from megamoe.config.values import (
 )
 from megamoe.errors import UserError
 
-# Of all metrics more is better.
+# Of all metrics more is better. The first two of a kind are taken if a task names none.
 OF_LABELS = ("accuracy", "f1_macro", "f1_micro", "f1_weighted", "f1_binary", "matthews")
+SECOND = ("second",)  # the column of a pair's other text
 
 
 @dataclass(frozen=True)
@@ -35,50 +36,28 @@ class TaskKind:
     """A kind of task.
 
     objective: the name of its training objective. predicts: `model.predicts`. columns, optional: what a row
-    has. metrics: those that it may be scored by. default_metrics: those that are taken if none are named.
-    has_labels: whether its labels have names. outputs: those of the head; None: one for each label.
+    has. metrics: those that it may be scored by. outputs: those of the head; None: one for each label.
     """
 
     objective: str
     predicts: Literal["label", "number", "tags", "span"]
     columns: tuple[str, ...]
     metrics: tuple[str, ...]
-    default_metrics: tuple[str, ...]
     optional: tuple[str, ...] = ()
-    has_labels: bool = False
     outputs: int | None = None
 
+    @property
+    def has_labels(self) -> bool:
+        """Whether its labels have names."""
+        return self.outputs is None
 
+
+TEXT, WORDS, QUESTION = ("text", "label"), ("words", "tags"), ("question", "context", "answers")
 KINDS = {
-    "classification": TaskKind(
-        "classification",
-        "label",
-        ("text", "label"),
-        OF_LABELS,
-        ("accuracy", "f1_macro"),
-        optional=("second",),
-        has_labels=True,
-    ),
-    "regression": TaskKind(
-        "regression",
-        "number",
-        ("text", "label"),
-        ("pearson", "spearman"),
-        ("pearson", "spearman"),
-        optional=("second",),
-        outputs=1,
-    ),
-    "tagging": TaskKind(
-        "tagging", "tags", ("words", "tags"), OF_LABELS, ("accuracy", "f1_macro"), has_labels=True
-    ),
-    "question_answering": TaskKind(
-        "span",
-        "span",
-        ("question", "context", "answers"),
-        ("exact_match", "f1"),
-        ("exact_match", "f1"),
-        outputs=2,
-    ),
+    "classification": TaskKind("classification", "label", TEXT, OF_LABELS, SECOND),
+    "regression": TaskKind("regression", "number", TEXT, ("pearson", "spearman"), SECOND, outputs=1),
+    "tagging": TaskKind("tagging", "tags", WORDS, OF_LABELS),
+    "question_answering": TaskKind("span", "span", QUESTION, ("exact_match", "f1"), outputs=2),
 }
 
 
@@ -128,7 +107,7 @@ class Task:
     @property
     def metric_names(self) -> list[str]:
         """The metrics, the one by which an epoch is selected first."""
-        return self.metrics if self.metrics is not None else list(self.kind_of_task.default_metrics)
+        return self.metrics if self.metrics is not None else list(self.kind_of_task.metrics[:2])
 
 
 _TASK = TypeAdapter(Task)

@@ -2,24 +2,8 @@
 
 from dataclasses import replace
 
+from megamoe.apps.hf.families import common
 from megamoe.apps.hf.families.blocks import dense_first, first_dense, listed_blocks
-from megamoe.apps.hf.families.common import (
-    BIAS,
-    DENSE_FFN,
-    ENDS,
-    FURTHER_BLOCKS,
-    FURTHER_KEY,
-    LATENT_ATTENTION,
-    NO_FURTHER,
-    NORMS,
-    RELEASED,
-    SHARED,
-    SHARED_KEYS,
-    TIED,
-    TOP_K,
-    group_limit,
-    rotary,
-)
 from megamoe.apps.hf.families.experts import EXPERTS, ROUTER, biased_keys
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same, unsupported
@@ -37,7 +21,15 @@ def norm_eps(default: float) -> Entry:
     return Entry({"rms_norm_eps": default}, read, lambda config: {"rms_norm_eps": config.model.norm_eps})
 
 
-TABLE = (*ENDS, *NORMS, *LATENT_ATTENTION, *DENSE_FFN, ROUTER, *EXPERTS, *SHARED)
+TABLE = (
+    *common.ENDS,
+    *common.NORMS,
+    *common.LATENT_ATTENTION,
+    *common.DENSE_FFN,
+    ROUTER,
+    *EXPERTS,
+    *common.SHARED,
+)
 
 
 def same_heads() -> Entry:
@@ -57,7 +49,7 @@ def same_heads() -> Entry:
 
 def greedy_or_limited() -> Entry:
     """The groups of experts of DeepSeek-V2, which its other method does not read (topk_method)."""
-    limit = group_limit(None, None, {"score": "max"})
+    limit = common.group_limit(None, None, {"score": "max"})
 
     def read(given: Json) -> Json:
         if given["topk_method"] not in METHODS:
@@ -101,16 +93,16 @@ BIASED_NAMES = (
     only("topk_method", "noaux_tc", default="noaux_tc", written=False),
     only("scoring_func", "sigmoid", default="sigmoid", written=False),
     same("rope_interleave", "model.rotary.interleaved", True),
-    FURTHER_KEY,
+    common.FURTHER_KEY,
 )
 
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     keys=(
-        *SHARED_KEYS,
+        *common.SHARED_KEYS,
         *latent_keys(),
-        *TOP_K,
+        *common.TOP_K,
         fixed(
             model__rotary__interleaved=True,
             moe__router__score_function__over="all",
@@ -127,29 +119,29 @@ DEEPSEEK_V2 = Family(
         same("n_shared_experts", "moe.num_shared_experts", 2),
         same("num_experts_per_tok", "moe.router.selector.k"),
         norm_eps(1e-6),
-        rotary(),
-        TIED,
+        common.rotary(),
+        common.TIED,
     ),
     table=TABLE,
-    released={**RELEASED, **ROUTING, "scoring_func": "softmax"},
+    released={**common.RELEASED, **ROUTING, "scoring_func": "softmax"},
 )
 
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     keys=(
-        *SHARED_KEYS,
+        *common.SHARED_KEYS,
         *latent_keys(),
         dense_first(3),
         *BIASED_NAMES,
         *biased_keys(2048, 256, dense=18432, scale=2.5, limit=(8, 4)),
         norm_eps(1e-6),
-        rotary(),
-        TIED,
+        common.rotary(),
+        common.TIED,
     ),
-    table=(*TABLE, BIAS),
-    left_out=FURTHER_BLOCKS,
-    released={**RELEASED, **BIASED_ROUTING, **NO_FURTHER},
+    table=(*TABLE, common.BIAS),
+    left_out=common.FURTHER_BLOCKS,
+    released={**common.RELEASED, **BIASED_ROUTING, **common.NO_FURTHER},
 )
 
 # Released under a name of its own, with DeepSeek-V3's code.
@@ -160,21 +152,21 @@ GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     keys=(
-        *SHARED_KEYS,
+        *common.SHARED_KEYS,
         *latent_keys(768, 192, 256),
         listed_blocks(),
         *BIASED_NAMES,
         *biased_keys(1536, 64, dense=10240, chosen=4, scale=1.8),
         norm_eps(1e-5),
-        rotary(),
-        TIED,
+        common.rotary(),
+        common.TIED,
     ),
-    table=(*TABLE, BIAS),
-    left_out=FURTHER_BLOCKS,
+    table=(*TABLE, common.BIAS),
+    left_out=common.FURTHER_BLOCKS,
     released={
-        **RELEASED,
+        **common.RELEASED,
         **BIASED_ROUTING,
-        **NO_FURTHER,
+        **common.NO_FURTHER,
         "first_k_dense_replace": first_dense,
         "partial_rotary_factor": 1.0,
     },

@@ -1,26 +1,7 @@
 """Models with an MoE layer in every block: Mixtral, MiniMax-M2, GraniteMoe, GraniteMoeShared, gpt-oss."""
 
-from megamoe.apps.hf.families.common import (
-    ATTENTION,
-    BIASED_TOP_K,
-    DECODER,
-    EVERY_BLOCK,
-    HF_ATTENTION,
-    HF_LAYER,
-    LAYER,
-    RELEASED_MOE,
-    SHARED_KEYS,
-    TIED,
-    TOP_K,
-    WHOLE_NORMS,
-    biases,
-    every_block,
-    groups,
-    heads,
-    loss_weight,
-    norm_and_rotary,
-    rotary,
-)
+from megamoe.apps.hf.families import common
+from megamoe.apps.hf.families.common import ATTENTION, HF_ATTENTION, HF_LAYER, LAYER
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import REQUIRED, Entry, Json, converted, fixed, ignored, only, same, unsupported
 from megamoe.apps.hf.rules import (
@@ -58,22 +39,22 @@ MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     keys=(
-        *SHARED_KEYS,
-        *TOP_K,
-        EVERY_BLOCK,
+        *common.SHARED_KEYS,
+        *common.TOP_K,
+        common.EVERY_BLOCK,
         fixed(moe__router__selector__weights="renormalised"),
         same("intermediate_size", "moe.expert_ffn_hidden_size"),
         same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
         same("num_experts_per_tok", "moe.router.selector.k", 2),
-        loss_weight(0.001),
-        groups(8),
-        heads(),
-        *norm_and_rotary(1e-5, base=1e6),
+        common.loss_weight(0.001),
+        common.groups(8),
+        common.heads(),
+        *common.norm_and_rotary(1e-5, base=1e6),
         same("sliding_window", "model.attention.window", None),
         ignored("router_jitter_noise"),
     ),
-    table=(*DECODER, *EXPERT_LINES),
-    released=RELEASED_MOE,
+    table=(*common.DECODER, *EXPERT_LINES),
+    released=common.RELEASED_MOE,
 )
 
 
@@ -82,7 +63,7 @@ def rotary_of_size() -> Entry:
 
     An explicit share counts instead, as in transformers.
     """
-    by_share = rotary(base=5e6, share=1.0)
+    by_share = common.rotary(base=5e6, share=1.0)
 
     def read(given: Json) -> Json:
         size, share = given["rotary_dim"], given["partial_rotary_factor"]
@@ -100,9 +81,9 @@ MINIMAX_M2 = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
     keys=(
-        *SHARED_KEYS,
-        *BIASED_TOP_K,
-        EVERY_BLOCK,
+        *common.SHARED_KEYS,
+        *common.BIASED_TOP_K,
+        common.EVERY_BLOCK,
         fixed(moe__router__selector__weights="renormalised", moe__num_shared_experts=0),
         same("intermediate_size", "moe.expert_ffn_hidden_size", 1536),
         same("num_local_experts", "moe.num_experts", 256, alias="num_experts"),
@@ -112,7 +93,7 @@ MINIMAX_M2 = Family(
         only("use_qk_norm", True, default=True, written=False),
         only("qk_norm_type", "per_layer", None, written=False),
         only("use_routing_bias", True, default=True, written=False),
-        every_block("attn_type_list", 1),
+        common.every_block("attn_type_list", 1),
         # Of released folders: no shared expert, multi-token prediction without weights, and keys that their
         # own code does not read, or at the one value that changes nothing.
         only("shared_intermediate_size", 0, default=0, written=False),
@@ -120,17 +101,17 @@ MINIMAX_M2 = Family(
         *(only(f"layernorm_{part}_beta", 1.0, default=1.0, written=False) for part in NORM_FACTORS),
         ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
         ignored("mlp_intermediate_size", "shared_moe_mode", "max_model_len"),
-        loss_weight(0.001),
-        groups(8),
-        heads(128),
+        common.loss_weight(0.001),
+        common.groups(8),
+        common.heads(128),
         same("rms_norm_eps", "model.norm_eps", 1e-6),
         rotary_of_size(),
-        TIED,
+        common.TIED,
         ignored("router_jitter_noise"),
     ),
     table=(
-        *DECODER,
-        *WHOLE_NORMS,
+        *common.DECODER,
+        *common.WHOLE_NORMS,
         *EXPERT_LINES,
         TensorMapping(
             f"{LAYER}router.score_function.bias",
@@ -141,7 +122,7 @@ MINIMAX_M2 = Family(
         ),
     ),
     released={
-        **RELEASED_MOE,
+        **common.RELEASED_MOE,
         "scoring_func": "sigmoid",
         "use_routing_bias": True,
         "use_qk_norm": True,
@@ -207,24 +188,24 @@ def shared_size() -> Entry:
 
 
 GRANITE_KEYS = (
-    *SHARED_KEYS,
-    *TOP_K,
-    EVERY_BLOCK,
+    *common.SHARED_KEYS,
+    *common.TOP_K,
+    common.EVERY_BLOCK,
     fixed(moe__router__selector__weights="renormalised"),
     same("intermediate_size", "moe.expert_ffn_hidden_size", 11008),
     same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
     same("num_experts_per_tok", "moe.router.selector.k", 2),
-    loss_weight(0.001),
+    common.loss_weight(0.001),
     EMBEDDING_FACTOR,
     LOGIT_DIVISOR,
     same("residual_multiplier", "model.residual_scale", 1.0),
     ATTENTION_FACTOR,
-    groups(),
-    *norm_and_rotary(1e-6),
-    biases("attention_bias", False),
+    common.groups(),
+    *common.norm_and_rotary(1e-6),
+    common.biases("attention_bias", False),
 )
 GRANITE_TABLE = (
-    *DECODER,
+    *common.DECODER,
     TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{MOE}router.layer.weight"),
     TensorMapping(f"{LAYER}experts.up", "E 2X H", f"{MOE}input_linear.weight", cut=EXPERT_UP),
     TensorMapping(f"{LAYER}experts.down", "E H X", f"{MOE}output_linear.weight", cut=EXPERT_DOWN),
@@ -235,7 +216,7 @@ GRANITE_MOE = Family(
     "GraniteMoeForCausalLM",
     keys=(*GRANITE_KEYS, fixed(moe__num_shared_experts=0)),
     table=GRANITE_TABLE,
-    released=RELEASED_MOE,
+    released=common.RELEASED_MOE,
 )
 
 GRANITE_MOE_SHARED = Family(
@@ -247,7 +228,7 @@ GRANITE_MOE_SHARED = Family(
         TensorMapping(f"{LAYER}shared.up", "2S H", f"{SHARED_MLP}input_linear.weight", needs="shared"),
         TensorMapping(f"{LAYER}shared.down", "H S", f"{SHARED_MLP}output_linear.weight", needs="shared"),
     ),
-    released=RELEASED_MOE,
+    released=common.RELEASED_MOE,
 )
 
 # Attention sinks, windows in some blocks, biases everywhere, a clamped SwiGLU.
@@ -294,9 +275,9 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     keys=(
-        *SHARED_KEYS,
-        *TOP_K,
-        EVERY_BLOCK,
+        *common.SHARED_KEYS,
+        *common.TOP_K,
+        common.EVERY_BLOCK,
         fixed(
             model__attention__sinks=True,
             moe__router__selector__weights="renormalised",
@@ -311,14 +292,14 @@ GPT_OSS = Family(
         only("swiglu_limit", 7.0, default=7.0),
         only("swiglu_alpha", 1.702, default=1.702),
         ignored("initial_context_length"),
-        loss_weight(0.001),
-        groups(8),
-        heads(64),
-        *norm_and_rotary(1e-5, base=150000.0, default=YARN),
-        biases("attention_bias", True),
+        common.loss_weight(0.001),
+        common.groups(8),
+        common.heads(64),
+        *common.norm_and_rotary(1e-5, base=150000.0, default=YARN),
+        common.biases("attention_bias", True),
     ),
     table=(
-        *DECODER,
+        *common.DECODER,
         TensorMapping(f"{ATTENTION}core_attention.softmax_offset", "N", f"{HF_ATTENTION}sinks", cut=COLUMNS),
         TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{ROUTER}weight"),
         TensorMapping(f"{LAYER}router.scorer.bias", "E", f"{ROUTER}bias"),
@@ -332,7 +313,7 @@ GPT_OSS = Family(
         TensorMapping(f"{LAYER}experts.down_bias", "E H", f"{STACKED}down_proj_bias", cut=EXPERT_BIAS),
     ),
     released={
-        **RELEASED_MOE,
+        **common.RELEASED_MOE,
         "experts_per_token": lambda config: config.moe.router.selector.options.k,
         "initial_context_length": lambda config: (
             config.model.rotary.original_length or config.data.sequence_length
