@@ -50,7 +50,6 @@ class PairOptions:
             section 3), first in the target, or nowhere.
         max_length: of either side in tokens, with tag and end-of-document token; None: any.
         too_long: what becomes of longer pairs: an error, a cut before the end-of-document token, or none.
-        length_key: what error messages call max_length.
     """
 
     languages: tuple[str, ...] = ()
@@ -58,7 +57,6 @@ class PairOptions:
     tag: Tag = "source"
     max_length: int | None = None
     too_long: TooLong = "error"
-    length_key: str = "max_length"
 
 
 def directions(
@@ -81,7 +79,6 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
         groups: the directions of translation, such as "en-de", in the order of their pairs.
         sizes: the number of pairs of each group.
         source_lengths, target_lengths: the tokens of each item, int32 [pairs].
-        left_out: the number of pairs that are too long and left out.
     """
 
     def __init__(self, prefix: str, vocabulary: Vocabulary, options: PairOptions = PairOptions()) -> None:
@@ -134,18 +131,19 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
 
     def _check_lengths(self) -> None:
         """Set the lengths of the items; cut or leave out what is too long, or raise a UserError."""
-        most, what, key = self._options.max_length, self._options.too_long, self._options.length_key
+        most, what = self._options.max_length, self._options.too_long
         if most is not None and most < LEAST_LENGTH:
-            raise UserError(f"{key} {most}: expected at least {LEAST_LENGTH} (a tag, a token, the end)")
+            raise UserError(
+                f"data.sequence_length {most}: expected at least {LEAST_LENGTH} (a tag, a token, the end)"
+            )
         lengths = self._lengths()
-        self.left_out = 0
         if most is not None:
             is_long_N = np.maximum(*lengths) > most
             if what == "error" and is_long_N.any():
                 raise UserError(
                     f"pairs {self._prefix!r}: {is_long_N.sum()} of {len(is_long_N)} have a side of more than "
-                    f"{key} {most} tokens, the longest {max(map(np.max, lengths))}; raise it, or set "
-                    "too_long to truncate or drop"
+                    f"data.sequence_length {most} tokens, the longest {max(map(np.max, lengths))}; raise it, "
+                    "or set too_long to truncate or drop"
                 )
             if what == "drop" and is_long_N.any():
                 self._keep(~is_long_N)
@@ -154,9 +152,8 @@ class PairDataset(Dataset[dict[str, torch.Tensor]]):
         self.source_lengths, self.target_lengths = lengths
 
     def _keep(self, keep_N: np.ndarray) -> None:
-        self.left_out = int((~keep_N).sum())
         if not keep_N.any():
-            raise UserError(f"pairs {self._prefix!r}: all are too long; raise {self._options.length_key}")
+            raise UserError(f"pairs {self._prefix!r}: all are too long; raise data.sequence_length")
         self.sizes = np.bincount(self._group_N[keep_N], minlength=len(self.groups)).tolist()
         for name in ("_document_N", "_is_reverse_N", "_group_N"):
             setattr(self, name, getattr(self, name)[keep_N])

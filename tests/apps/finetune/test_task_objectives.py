@@ -95,27 +95,6 @@ def _tokenizers(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return ["bytes", str(folder / "tokenizer.json"), str(folder / "tokenizer.model")]
 
 
-TEXT = "Grüße an  die 日本 Welt, the 103"
-
-
-@pytest.mark.parametrize("number", range(3))
-def test_spans_of_tokens_are_their_characters(tokenizers: list[str], number: int) -> None:
-    """They cover the text in order, and the tokens of each word's characters decode to it."""
-    tokenizer = load_tokenizer(tokenizers[number])
-    ids, spans = tokenizer.encode_with_spans(TEXT)
-    assert ids == tokenizer.encode(TEXT)
-    assert {place for low, high in spans for place in range(low, high)} == set(range(len(TEXT)))
-    assert spans == sorted(spans)
-    for word in ("Grüße", "Welt", "103"):
-        start = TEXT.index(word)
-        inside = [
-            token
-            for token, (low, high) in zip(ids, spans, strict=True)
-            if high > start and low < start + len(word)
-        ]
-        assert word in tokenizer.decode(inside)
-
-
 @pytest.mark.parametrize("number", range(3))
 def test_tags_stand_at_the_first_tokens_of_words(tmp_path: Path, tokenizers: list[str], number: int) -> None:
     words = ["hello", "日本", "Grüße", ",", "a"]

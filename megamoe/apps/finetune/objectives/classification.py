@@ -150,7 +150,7 @@ class Regression(TextObjective):
     """
 
     predicts = "number"
-    has_names, outputs, smooths = False, 1, False
+    outputs = 1
     metrics = ("squared_error",)
 
     @classmethod

@@ -78,16 +78,14 @@ class Labelled(TrainingObjective, ABC):
     beside it is this set. `data.validation` names further ones. The training examples come in a new order in
     each epoch. A validation set is taken in one random order, each example at most once.
 
-    A subclass sets has_names: whether the labels have names, which `labels.json` lists; and outputs: those of
-    the head, None: as many as there are names.
+    A subclass sets outputs: those of the head; None: as many as the labels that `labels.json` names. Without
+    named labels it needs none, and train.label_smoothing has no meaning.
     """
 
     architectures = ("encoder",)
     reads = "labels"
     metrics: ClassVar[tuple[str, ...]] = ("accuracy",)
-    has_names: ClassVar[bool] = True
     outputs: ClassVar[int | None] = None
-    smooths: ClassVar[bool] = True  # whether train.label_smoothing has a meaning
 
     @dataclass
     class Config:
@@ -142,7 +140,7 @@ class Labelled(TrainingObjective, ABC):
                 "data.sampling_exponent is for several sources; leave it out",
             ),
             (data.sequence_length < least, f"data.sequence_length: expected at least {least}"),
-            (smooths and not cls.smooths, "train.label_smoothing is for labels; leave it out"),
+            (smooths and cls.outputs is not None, "train.label_smoothing is for labels; leave it out"),
         ):
             if is_wrong:
                 raise ValueError(problem)
@@ -297,7 +295,7 @@ def number_of(line: Line, label: object, labels: tuple[str, ...]) -> int:
 
 
 def _labels(part: type[Labelled], path: str) -> tuple[str, ...]:
-    return tuple(load_label_card(path).labels) if part.has_names else ()
+    return tuple(load_label_card(path).labels) if part.outputs is None else ()
 
 
 def _examples(part: type[Labelled], path: str, vocabulary: Vocabulary, most: int) -> list[Example]:

@@ -31,7 +31,7 @@ class Span(Labelled):
     """
 
     predicts = "span"
-    has_names, outputs, smooths = False, SIDES, False
+    outputs = SIDES
 
     @dataclass
     class Config(Labelled.Config):

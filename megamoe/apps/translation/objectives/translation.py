@@ -184,7 +184,6 @@ class Translation(TrainingObjective):
             tag=self.options.tag,
             max_length=self.config.data.sequence_length,
             too_long=self.options.too_long,
-            length_key="data.sequence_length",
         )
         return PairDataset(prefix, self.vocabulary, options)
 
