@@ -40,7 +40,7 @@ CORE = {
     "kernels": {"compat"},
     "moe": FOUNDATION | {"compat", "kernels"},
     "cpu_kernels": {"compat", "kernels"},
-    "zoo": FOUNDATION | {"moe", "kernels"},
+    "zoo": FOUNDATION | {"data", "moe", "kernels", "objectives"},
     "data": FOUNDATION | {"compat", "megamoe"},
     "metrics": FOUNDATION,
     "model": FOUNDATION | {"compat", "moe", "kernels"},

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from megamoe.metrics import names
-from megamoe.metrics.sinks.summaries import Summaries
+from megamoe.metrics.sinks.summaries import summary_of
 from megamoe.registry import RESERVED_LOSS_NAMES
 from megamoe.train.loop import train
 from tests.metrics.test_summaries import keys, step_of
@@ -33,7 +33,6 @@ WORDS = {  # that stand for the <names> of a pattern
     "set": {"code"},
     "k": {"1"},
     "quantile": {"min", "p25", "median", "p75", "max"},
-    "extreme": {"most", "least"},
     "n": set("1234"),
     "block": {"01", "02", "03"},
 }
@@ -82,7 +81,7 @@ def shown(rows: dict[str, list[dict[str, Any]]]) -> set[str]:
     found: set[str] = set()
     for run in rows.values():
         for row in run:
-            found.update(keys(Summaries(1 if row is run[-1] else 0).of(row)))
+            found.update(keys(summary_of(row)))
     return found
 
 
@@ -90,7 +89,7 @@ def test_every_key_of_a_run_is_declared(rows: dict[str, list[dict[str, Any]]], s
     for run in rows.values():
         assert undeclared(key for row in run for key in row) == []
     assert undeclared(shown) == []
-    assert undeclared(keys(Summaries(100).of(step_of(3, 8)))) == []
+    assert undeclared(keys(summary_of(step_of(3, 8)))) == []
 
 
 PLANTED = """
@@ -117,17 +116,6 @@ def test_a_key_is_declared_once_and_no_loss_may_take_its_name() -> None:
     assert len(set(found)) == len(found)
     of_training = {key.removeprefix("train/") for key in found if key.startswith("train/") and "<" not in key}
     assert of_training == set(RESERVED_LOSS_NAMES)
-
-
-def test_units_of_keys_and_patterns() -> None:
-    units = {
-        **{"moe/layer_02/dead": "experts", "moe/dead": "experts", "layers/dead/max": "experts"},
-        **{"train/z_loss": "1", "train/z_loss/weighted": "nats", names.WEIGHTED_LOSS: "nats"},
-        **{"load/most_1_layer": "block", "load/max": "1", "load/histogram": "experts"},
-        **{"experts_per_token": "tokens", "moe/experts_per_token": "experts"},
-        **{"layers/loss/z_loss/min": "1", "moe/layer_01/masks.0/own": "the part's unit"},
-    }
-    assert {key: names.unit_of(key) for key in units} == units
 
 
 def test_the_formulas_of_speed_hold(rows: dict[str, list[dict[str, Any]]]) -> None:

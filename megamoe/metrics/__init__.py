@@ -1,7 +1,6 @@
 """Recording metrics: metrics.jsonl, W&B, TensorBoard, the console line."""
 
 from megamoe.metrics.console import ProgressLine, print_summary
-from megamoe.metrics.reader import read_metrics
 from megamoe.metrics.recorder import Recorder, check_record
 
-__all__ = ["ProgressLine", "Recorder", "check_record", "print_summary", "read_metrics"]
+__all__ = ["ProgressLine", "Recorder", "check_record", "print_summary"]

@@ -160,11 +160,6 @@ OVER_LAYERS = SHOWN.add(
     "`min`, `p25`, `median`, `p75` and `max` over layers; of names with a slash `min`, `median` and `max`, "
     "and of the first 16 such names in alphabetical order",
 )
-EXTREME = SHOWN.add(
-    "load/<extreme>_<n>", "1", "load / mean of the n-th `most` and `least` loaded expert, n from 1 to 3"
-)
-EXTREME_LAYER = SHOWN.add("load/<extreme>_<n>_layer", "block", "the block of that expert")
-EXTREME_EXPERT = SHOWN.add("load/<extreme>_<n>_expert", "index", "that expert")
 LOAD_HISTOGRAM = SHOWN.add(
     "load/histogram", "experts", "experts by load / mean, in 32 bins up to 4; the last has all above"
 )
@@ -229,15 +224,6 @@ def metric_of(key: str) -> Metric | None:
     name = found[2] if found else key.removeprefix("moe/")
     fitting = (it for table in tables for it in table if keys_like(it.key).fullmatch(name))
     return max(fitting, key=lambda it: len(WORD.sub("", it.key)), default=None)
-
-
-def unit_of(key: str) -> str:
-    """Return the unit of a key that is declared, or of a pattern."""
-    found = metric_of(key)
-    assert found is not None, key
-    if found.key == OVER_LAYERS:
-        return unit_of(of_layer(0)[key.removeprefix("layers/").rpartition("/")[0]])
-    return found.unit
 
 
 def validation_key(keys: Iterable[str]) -> str | None:

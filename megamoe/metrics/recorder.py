@@ -23,7 +23,7 @@ class JsonLinesSink:
     """One JSON object per line, on disk as soon as it is logged.
 
     JSON has no NaN and no infinities: they are written as the strings "NaN", "Infinity" and
-    "-Infinity", which say what happened (null would not); `read_metrics` gives the floats back.
+    "-Infinity", which say what happened (null would not); `reader` gives the floats back.
     """
 
     def __init__(self, path: Path, keep_until: int | None) -> None:

@@ -36,23 +36,6 @@ class ModelSize:
     matrices: tuple[int, int, int] = (0, 0, 0)
     frozen: int = 0
 
-    def times(self, share: float) -> "ModelSize":
-        """Return a share of all."""
-
-        def part(number: int) -> int:
-            return round(share * number)
-
-        expert, sharded, others = self.matrices
-        return ModelSize(
-            part(self.total),
-            part(self.active),
-            part(self.expert),
-            part(self.tensor_sharded),
-            part(self.moe_dense),
-            (part(expert), part(sharded), part(others)),
-            part(self.frozen),
-        )
-
     def matrices_on_rank(self, tensor_parallel: int, expert_ranks: int) -> tuple[float, float]:
         """Return those of one rank that are in matrices; see `on_rank`."""
         experts, sharded, others = self.matrices

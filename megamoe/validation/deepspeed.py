@@ -32,6 +32,23 @@ RENAMED = {
     "cpu_offload_param": '"offload_param": {"device": "cpu"}',
     "cpu_offload_use_pin_memory": '"pin_memory": true inside offload_optimizer and offload_param',
 }
+NOT_FINITE = "so a broken gradient would reach the weights"
+WITH_EXPERTS = "which DeepSpeed does not do with experts"  # at ZeRO 3
+# DeepSpeed's own AdamW gets no learning rate of a step, and its moments are in no checkpoint.
+OF_ITS_OWN = (
+    "with which DeepSpeed steps a part of the weights by an optimizer that has neither the schedule nor a "
+    "place in checkpoints"
+)
+# The values that keys must have where they are given, and why no other.
+FIXED: dict[tuple[str, ...], tuple[Any, str]] = {
+    ("zero_optimization", "zero_quantized_gradients"): (False, WITH_EXPERTS),
+    ("zero_optimization", "zero_hpz_partition_size"): (1, WITH_EXPERTS),
+    ("zero_optimization", "compute_grad_norm"): (True, NOT_FINITE),
+    ("bf16", "check_grad_overflow"): (True, NOT_FINITE),
+    ("gradient_allreduce_op",): ("mean", "expected 'mean', for which the loss is scaled"),
+    ("zero_optimization", "offload_optimizer", "ratio"): (1.0, OF_ITS_OWN),
+    ("zero_optimization", "offload_optimizer", "super_offload"): (False, OF_ITS_OWN),
+}
 # The ZeRO stages that support each offload.
 STAGES = {
     ("offload_optimizer", "cpu"): (1, 2, 3),
@@ -68,11 +85,9 @@ def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> 
     section = content.get("zero_optimization", {})
     yield from _of_zero(section)
     yield from _of_experts(section, plan.stage)
-    yield from _of_overflow_checks(content)
-    yield from _of_reductions(content)
+    yield from _of_fixed(content, plan.stage)
     yield from _of_numbers(content)
     yield from _of_offload(section, plan.stage)
-    yield from _of_own_optimizers(section)
     yield from _of_moments(section, plan.stage, config.optimizer)
     yield from _of_muon(section, config.optimizer)
     yield from _of_mean(section, config.optimizer)
@@ -119,35 +134,21 @@ def _of_quoted(where: str, section: dict[str, Any], parsed: Any) -> Iterator[str
 
 
 def _of_experts(section: dict[str, Any], stage: int) -> Iterator[str]:
-    """Yield what DeepSpeed does not do with experts, and a bucket that ranks cannot share."""
+    """Yield a bucket that ranks cannot share."""
     bucket = section.get("allgather_bucket_size", 0)
     if stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
         yield f"zero_optimization.allgather_bucket_size is {bucket!r}, expected an even number"
-    for key, without in (("zero_quantized_gradients", False), ("zero_hpz_partition_size", 1)):
-        value = section.get(key, without)
-        if stage == 3 and value != without:
-            yield (
-                f"zero_optimization.{key} is {value!r}, which DeepSpeed does not do with experts; leave "
-                "it out"
-            )
 
 
-def _of_overflow_checks(content: dict[str, Any]) -> Iterator[str]:
-    """Yield the checks, switched off, by which DeepSpeed skips a step with gradients that are not finite."""
-    for section, key in (("zero_optimization", "compute_grad_norm"), ("bf16", "check_grad_overflow")):
-        value = content.get(section, {}).get(key, True)
-        if value is not True:
-            yield f"{section}.{key} is {value!r}, so a broken gradient would reach the weights; leave it out"
-
-
-def _of_reductions(content: dict[str, Any]) -> Iterator[str]:
-    """Yield a sum of gradients over ranks where the loss is scaled for their mean."""
-    operation = content.get("gradient_allreduce_op", "mean")
-    if operation != "mean":
-        yield (
-            f"gradient_allreduce_op is {short(operation)}, expected 'mean', for which the loss is scaled; "
-            "leave it out"
-        )
+def _of_fixed(content: dict[str, Any], stage: int) -> Iterator[str]:
+    """Yield keys of `FIXED` with another value than the one that they must have."""
+    for (*sections, key), (value, why) in FIXED.items():
+        section = content
+        for name in sections:
+            section = section.get(name) or {}
+        found = section.get(key, value)
+        if found != value and (stage == 3 or why != WITH_EXPERTS):
+            yield f"{'.'.join([*sections, key])} is {short(found)}, {why}; leave it out"
 
 
 def _of_numbers(content: dict[str, Any]) -> Iterator[str]:
@@ -209,21 +210,6 @@ def _of_async_io() -> Iterator[str]:
             "offload to 'nvme' needs DeepSpeed's async_io op, which cannot be built here; install libaio "
             "with its headers (Debian: apt-get install libaio-dev) and ninja, or set device: cpu"
         )
-
-
-def _of_own_optimizers(section: dict[str, Any]) -> Iterator[str]:
-    """Yield offload by which DeepSpeed steps a part of the weights with an AdamW of its own making.
-
-    The learning rate of a step does not reach it, and its moments are in no checkpoint.
-    """
-    offload = section.get("offload_optimizer") or {}
-    for key, without in (("ratio", 1.0), ("super_offload", False)):
-        if offload.get(key, without) != without:
-            yield (
-                f"zero_optimization.offload_optimizer.{key} is {short(offload[key])}, with which DeepSpeed "
-                "steps a part of the weights by an optimizer that has neither the schedule nor a place in "
-                f"checkpoints; leave {key} out"
-            )
 
 
 def _of_moments(section: dict[str, Any], stage: int, config: OptimizerConfig) -> Iterator[str]:

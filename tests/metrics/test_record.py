@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from megamoe.apps.report.record import read_metrics
 from megamoe.config.schema import LogConfig
 from megamoe.errors import UserError
 from megamoe.metrics import reader
-from megamoe.metrics.reader import read_metrics
 from megamoe.metrics.recorder import Recorder, check_record
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from megamoe.apps.report.record import read_metrics
 from megamoe.config.schema import LogConfig, WandbConfig
-from megamoe.metrics.reader import read_metrics
 from megamoe.metrics.recorder import Recorder
 from megamoe.metrics.sinks.wandb_sink import choose_mode
 

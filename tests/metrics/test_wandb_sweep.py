@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from megamoe.config import load_config
-from megamoe.metrics.sinks.summaries import Summaries
+from megamoe.metrics.sinks.summaries import summary_of
 from megamoe.metrics.sinks.wandb_sink import ID_FILE, _run_id
 from tests.metrics.test_summaries import step_of
 from tests.support.tiny import ROOT
@@ -32,7 +32,7 @@ def test_the_sweep_starts_valid_runs_in_folders_of_their_own(tmp_path: Path) -> 
     config = load_config(ROOT / config_file, overrides)
     assert (config.name, config.seed, config.optimizer.lr) == ("sweep-abc123", 2, 1e-3)
     assert config.moe.losses["switch_balance"].options.weight == 0.01 and config.log.wandb.enabled
-    assert sweep["metric"]["name"] in Summaries(0).of(step_of(2, 8)).scalars
+    assert sweep["metric"]["name"] in summary_of(step_of(2, 8)).scalars
 
 
 def test_a_run_of_a_sweep_has_the_id_that_its_agent_chose(

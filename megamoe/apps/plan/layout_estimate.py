@@ -8,6 +8,7 @@ well they order.
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import accumulate, pairwise
+from typing import Any
 
 from megamoe.apps.plan.activations import activation_bytes
 from megamoe.apps.plan.assumptions import ASSUMED
@@ -107,6 +108,15 @@ class Estimate:
         return self.seconds / self.samples
 
 
+def _share_of(size: ModelSize, share: float) -> ModelSize:
+    """Return a share of all parameters."""
+    numbers: dict[str, Any] = {
+        name: round(share * number) for name, number in vars(size).items() if name != "matrices"
+    }
+    experts, sharded, others = (round(share * number) for number in size.matrices)
+    return ModelSize(**numbers, matrices=(experts, sharded, others))
+
+
 def estimate(
     config: RunConfig, plan: ParallelPlan, sizes: Sizes, gpu: Gpu, gpus_per_node: int, load: float
 ) -> Estimate:
@@ -115,7 +125,7 @@ def estimate(
     schedule = BatchSchedule.from_config(config.train, layout.data)
     micro_batches = schedule.final // schedule.unit
     share, slowest = _largest_stage(sizes.blocks, sizes.after, layout.pipeline, parallel.pipeline_chunks)
-    size = sizes.size if share == 1 else sizes.size.times(share)
+    size = sizes.size if share == 1 else _share_of(sizes.size, share)
     dense, experts = size.on_rank(layout.tensor, layout.expert_ranks)
     memory = gpu.memory * ASSUMED.bytes
     each = slowest * _micro_batch(config, plan, sizes, gpu, gpus_per_node, load)

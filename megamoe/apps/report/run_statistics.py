@@ -13,12 +13,12 @@ import numpy as np
 import yaml
 
 from megamoe.apps.command import aligned
+from megamoe.apps.report.record import read_metrics
 from megamoe.config.yaml_text import parse_yaml
 from megamoe.errors import UserError
 from megamoe.io import CONFIG_FILE, METRICS_FILE, SUMMARY_FILE, read_json, read_plain, real, reason
 from megamoe.metrics import names
 from megamoe.metrics.formats import format_count, format_number, readable
-from megamoe.metrics.reader import read_metrics
 from megamoe.redaction import redact
 
 Rows = list[dict[str, Any]]

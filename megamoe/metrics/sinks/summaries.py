@@ -12,7 +12,6 @@ from megamoe.metrics import names
 FIVE = {"min": 0.0, "p25": 0.25, "median": 0.5, "p75": 0.75, "max": 1.0}
 THREE = {name: FIVE[name] for name in ("min", "median", "max")}
 MOST_FURTHER = 16  # names with a slash (losses, parts' own numbers) that are summarised
-EXTREMES = 3  # most and least loaded experts
 LOAD_EDGES = np.linspace(0.0, 4.0, 33)  # of load / mean; the last bin holds all above
 MOST_WIDTHS = 33  # bins of the experts per token; the last holds all above
 
@@ -52,26 +51,14 @@ def summary_of(metrics: dict[str, Any]) -> StepSummary:
     if widths:
         shown.histograms[names.WIDTHS] = _widths(list(widths.values()))
     if loads:
-        _show_load(shown, loads)
+        _show_load(shown, list(loads.values()))
     return shown
 
 
-def _show_load(shown: StepSummary, loads: dict[int, list[int]]) -> None:
-    numbers, fill = list(loads), names.fill
-    relative = _relative_load(list(loads.values()))
-    relative_N = np.concatenate(relative)  # of the experts of all layers
-    first_L = np.cumsum([0, *map(len, relative)])
+def _show_load(shown: StepSummary, loads: list[list[int]]) -> None:
+    relative_N = np.concatenate(_relative_load(loads))  # of the experts of all layers
     for quantile, value in _quantiles(relative_N.tolist(), FIVE).items():
-        shown.scalars[fill(names.LOAD_QUANTILE, quantile)] = value
-    order = np.argsort(relative_N, kind="stable")
-    for name, places in (("least", order), ("most", order[::-1])):
-        for rank, place in enumerate(places[:EXTREMES].tolist(), start=1):
-            layer = int(np.searchsorted(first_L, place, side="right")) - 1
-            shown.scalars |= {
-                fill(names.EXTREME, name, rank): float(relative_N[place]),
-                fill(names.EXTREME_LAYER, name, rank): numbers[layer],
-                fill(names.EXTREME_EXPERT, name, rank): place - int(first_L[layer]),
-            }
+        shown.scalars[names.fill(names.LOAD_QUANTILE, quantile)] = value
     counts, _ = np.histogram(np.minimum(relative_N, LOAD_EDGES[-1]), LOAD_EDGES)
     shown.histograms[names.LOAD_HISTOGRAM] = counts.tolist(), LOAD_EDGES.tolist()
 

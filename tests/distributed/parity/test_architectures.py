@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from megamoe.data.batches import Item
-from megamoe.objectives.span_corruption import SpanCorruption
 from megamoe.registry import register
+from megamoe.zoo.objectives.span_corruption import SpanCorruption
 from tests.support.checkpoint_files import assert_same_bits, read_tensors
 from tests.support.data.pairs import make_pairs
 from tests.support.ranks.pool import Pool

@@ -10,7 +10,7 @@ from megamoe.data.batches import Item, pair_batch
 from megamoe.data.special import SpecialTokens
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.errors import UserError
-from megamoe.objectives.span_corruption import SpanCorruption
+from megamoe.zoo.objectives.span_corruption import SpanCorruption
 from tests.support.tiny import tiny
 
 WORDS, EOD = 50, 7

@@ -1,0 +1,1 @@
+"""Training objectives of further papers."""
