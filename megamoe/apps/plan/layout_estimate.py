@@ -37,6 +37,7 @@ from megamoe.validation.memory import states_of
 
 PASSES = 6  # over what a block keeps: forward, and twice as much backward, each read and written
 LOGIT_BYTES = 24  # of a logit, read and written in both passes
+KEPT_LOGIT_BYTES = 4
 LAUNCHES = 150  # of a block's both passes
 UPDATE_BYTES = 30  # of a parameter: gradient, master weight and moments read, all but the gradient written
 SMALL = 0.02  # of a block's time, to compute one of its small modules again
@@ -144,9 +145,9 @@ def estimate(
         else:  # reduced once in fp32; not scattered with tensor parallelism, nor at ZeRO 0
             once += ring * (6 if plan.stage and layout.tensor == 1 else 10)
     idle = (layout.pipeline - 1) / parallel.pipeline_chunks  # micro batches
-    # The last of several stages has room for the logits.
-    of_logits = sizes.vocabulary if layout.pipeline == 1 else 0
-    held = states_of(config, plan, size).total + activation_bytes(config, of_logits, plan)
+    held = states_of(config, plan, size).total + activation_bytes(config, 0, plan)
+    tokens = config.train.micro_batch_size * config.data.sequence_length / layout.batch_ranks
+    held += KEPT_LOGIT_BYTES * tokens * sizes.vocabulary
     return Estimate((micro_batches + idle) * each + once, held, schedule.final)
 
 
