@@ -104,16 +104,13 @@ class Sharding:
 
     def placement(self, shape: tuple[int, ...], layout: Layout, rank: int) -> Placement:
         """Return the placement of the rank's local tensor, whose shape is `shape`."""
-        dim_shards = []
-        if self.tensor is not None and layout.tensor > 1:
-            dim, stride = self.tensor
-            dim_shards.append(DimShard(dim, layout.tensor_rank(rank), layout.tensor, stride))
-        if self.expert and layout.expert > 1:
-            dim_shards.append(DimShard(0, layout.expert_rank(rank), layout.expert))
-        if self.slices is not None and layout.expert_tensor > 1:
-            dim, stride = self.slices
-            dim_shards.append(DimShard(dim, rank % layout.expert_tensor, layout.expert_tensor, stride))
-        return Placement(shape, tuple(dim_shards))
+        cuts = (
+            (self.tensor, layout.tensor_rank(rank), layout.tensor),
+            ((0, 1) if self.expert else None, layout.expert_rank(rank), layout.expert),
+            (self.slices, rank % layout.expert_tensor, layout.expert_tensor),
+        )
+        shards = (DimShard(cut[0], index, count, cut[1]) for cut, index, count in cuts if cut and count > 1)
+        return Placement(shape, tuple(shards))
 
     def to_json(self) -> dict[str, Any]:
         """Return the attributes that are set, as plain data."""

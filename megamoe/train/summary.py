@@ -52,7 +52,7 @@ def summary_rows(run: ResolvedRun, world: World, first_step: int, samples: int) 
     config = run.config
     size = model_size(config, run.vocabulary.size)
     return {
-        "run": [*_run_rows(run, first_step, samples), *_moment_rows(config.optimizer, world)],
+        "run": _run_rows(run, first_step, samples),
         "model": _model_rows(config, run.vocabulary, size),
         "ranks": _rank_rows(run, world),
         "backends": list(backend_rows(config, run.kernels, run.plan.precision).items()),
@@ -85,14 +85,6 @@ def _optimizer(config: OptimizerConfig, steps: int) -> str:
     if warmup_steps(config, steps):
         line += f" after {warmup_steps(config, steps):,} steps of warm-up"
     return f"{line}, {decay} {weight_decay(config):g}" if weight_decay(config) else line
-
-
-def _moment_rows(config: OptimizerConfig, world: World) -> list[tuple[str, object]]:
-    """Return the row that warns of the time of moments in bf16 on a GPU."""
-    if config.moments == "fp32" or world.device.type == "cpu":
-        return []
-    slow = "moments in bf16 have no fused kernel: some 50 kernels for each 2^24 parameters, in place of one"
-    return [("warning", f"{slow}; set optimizer.moments=fp32 if the memory allows it")]
 
 
 def _mup(model: ModelConfig) -> str:

@@ -146,9 +146,9 @@ def _of_fixed(content: dict[str, Any], stage: int) -> Iterator[str]:
         section = content
         for name in sections:
             section = section.get(name) or {}
-        found = section.get(key, value)
-        if found != value and (stage == 3 or why != WITH_EXPERTS):
-            yield f"{'.'.join([*sections, key])} is {short(found)}, {why}; leave it out"
+        stated = section.get(key, value)
+        if stated != value and (stage == 3 or why != WITH_EXPERTS):
+            yield f"{'.'.join([*sections, key])} is {short(stated)}, {why}; leave it out"
 
 
 def _of_numbers(content: dict[str, Any]) -> Iterator[str]:

@@ -1,11 +1,7 @@
 """The summary before a run: its MoE layers, its length and its parameters."""
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
-
-import pytest
-import torch
 
 from megamoe.config import RunConfig
 from megamoe.data.vocabulary import Vocabulary
@@ -49,16 +45,6 @@ def test_the_layers_and_their_experts_are_named(one_rank: None) -> None:
     assert (found["MoE blocks"], found["experts"]) == ("1, 2", "4 of FFN size 12, 2 shared")
     assert found["auxiliary losses"] == "none"
     assert rows_of("moe.latent_size=8")["experts"] == "4 of FFN size 12 on latent rows of 8"
-
-
-@pytest.mark.parametrize(
-    ("device", "moments", "warns"), [("cuda", "bf16", True), ("cuda", "fp32", False), ("cpu", "bf16", False)]
-)
-def test_the_time_of_moments_in_bf16_on_a_gpu_is_told(device: str, moments: str, warns: bool) -> None:
-    config = tiny(f"optimizer.moments={moments}", "parallel.deepspeed=ds_configs/zero1_bf16.json")
-    world = replace(find_world(), device=torch.device(device))
-    rows = dict(summary_rows(run_of(config), world, first_step=0, samples=0)["run"])
-    assert str(rows.get("warning", "")).startswith("moments in bf16 have no fused kernel") == warns
 
 
 def test_the_run_is_given_in_steps(one_rank: None) -> None:
