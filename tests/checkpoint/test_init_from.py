@@ -170,7 +170,7 @@ def test_refused_in_one_line(tmp_path: Path, case: Case, expect_message: Callabl
     """saved, run: of the checkpoint's model and of this run's."""
     row = case.row
     save(tmp_path / "step", tiny(*row.get("saved", ())), 2)
-    HARMS.get(row.get("harm"), lambda folder: None)(tmp_path / "step")
+    HARMS.get(row.get("harm", ""), lambda folder: None)(tmp_path / "step")
     model = tiny_gpt(tiny(*row.get("run", ())))
     message = told(lambda: load(model, tmp_path / "step", row.get("experts", "same")), tmp_path)
     expect_message(case, message)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from megamoe.apps.report.record import Record
+from megamoe.apps.report.record import read_metrics
 from megamoe.config.schema import LogConfig, WandbConfig
 from megamoe.metrics.recorder import Recorder
 from megamoe.metrics.sinks.summaries import summary_of
@@ -75,7 +75,7 @@ def last_rows(run: SentRun) -> dict[int, dict[str, Any]]:
 def check_history(run: SentRun, metrics_file: Path) -> None:
     """Compare the last row of every step with metrics.jsonl, key by key."""
     rows = last_rows(run)
-    records = Record(metrics_file).read()
+    records = read_metrics(metrics_file)
     assert list(rows) == [record["step"] for record in records] and rows
     for record in records:
         expected, row = _for_wandb(summary_of(record)), rows[record["step"]]
@@ -185,4 +185,4 @@ def test_a_server_that_refuses_costs_one_warning(
     server.unknown.clear()
     warnings = [entry.getMessage() for entry in logged_warnings if entry.name.startswith("megamoe")]
     assert len(warnings) == 1 and warnings[0].endswith("the run goes on without it")
-    assert [row["step"] for row in Record(tmp_path / "metrics.jsonl").read()] == [1]
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1]

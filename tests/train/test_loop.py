@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from megamoe.apps.report.record import Record
+from megamoe.apps.report.record import read_metrics
 from megamoe.config.schema import TrainConfig
 from megamoe.errors import ExitCode, UserError
 from megamoe.moe.part import StepContext
@@ -265,7 +265,7 @@ def test_steps_with_a_loss_of_nan_are_reported_counted_and_not_saved(
     rows = run(tmp_path, "train.steps=8", "checkpoint={every: 2, keep: 9}", "train.max_skipped_in_a_row=3")
     assert [row.get("train/skipped_steps") for row in rows] == [None, None, None, 1, 2, 2, 2, 3]
     assert [row["step"] for row in rows if row["train/lm_loss"] == "NaN"] == [4, 5, 8]
-    assert [row["step"] for row in Record(tmp_path / "run/metrics.jsonl").read()] == list(range(1, 9))
+    assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl")] == list(range(1, 9))
     assert checkpoints(tmp_path / "run") == ["latest", *(f"step_{n:08d}" for n in (2, 6, 8))]
     reported = [line for line in capsys.readouterr().out.splitlines() if "skipped" in line]
     assert reported.pop() == "the last step was skipped; the checkpoint holds the weights from before"

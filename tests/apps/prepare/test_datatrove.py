@@ -11,8 +11,8 @@ import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe.apps.prepare.prepare import Preparation, prepare
+from megamoe.apps.prepare.verify import verify_in_full
 from megamoe.data.card import DataFiles, load_card
-from megamoe.data.verify import verify_in_full
 from megamoe.errors import UserError
 
 pytest.importorskip("datatrove", reason="the extra datatrove is not installed")
