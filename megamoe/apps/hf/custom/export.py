@@ -305,7 +305,7 @@ SELECTOR_OPTIONS: dict[str, Callable[[Any], Json]] = {
 def _group_limit(config: RunConfig) -> Json | None:
     """Return the limit with the number of summed experts filled in, as the mask does it."""
     router = config.moe.router
-    limit = next((mask.options for mask in router.masks if mask.name == GROUP_LIMIT), None)
+    limit = next((mask.options for mask in router.masks if mask.name not in ONLY_IN_TRAINING), None)
     if limit is None:
         return None
     best = limit.best or max(_num_choices(router.selector) // limit.keep, 1)
@@ -314,4 +314,4 @@ def _group_limit(config: RunConfig) -> Json | None:
 
 def _num_choices(selector: PartChoice) -> int:
     """Return a token's number of experts if it is fixed, otherwise 1, as the selectors declare it."""
-    return getattr(selector.options, "k", 1) if SELECTORS[selector.name] in ("top_k", "table") else 1
+    return int(SELECTOR_OPTIONS[selector.name](selector.options).get("k", 1))
