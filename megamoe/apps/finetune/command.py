@@ -38,7 +38,8 @@ def _run(options: argparse.Namespace) -> int:
     layout = [each for each in of_run if each.startswith(("parallel.", "plugins="))]
     with session(layout) as ranks:
         places = options.checkpoint, options.output
-        return int(finetune(task, ranks, *places, of_run, overwrite=options.overwrite))
+        how = {"overwrite": options.overwrite, "bad_lines": options.bad_lines}
+        return int(finetune(task, ranks, *places, of_run, **how))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -48,6 +49,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--checkpoint", type=Path, required=True, help="a step_* folder, or a run's")
     add("--output", type=Path, metavar="DIR", help="default: runs/<task>/<pretrained run>")
     add("--overwrite", action="store_true", help="replace the results in the output folder")
+    bad_lines = "a line that is no example is an error (default), or is left out and counted"
+    add("--bad-lines", choices=("error", "skip"), default="error", help=bad_lines)
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     of_runs = "overrides of the runs; task.KEY=VALUE: of the task"
     add("overrides", nargs="*", metavar="section.key=value", help=of_runs)

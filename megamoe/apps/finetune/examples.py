@@ -4,7 +4,7 @@ import csv
 import glob
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,11 +34,13 @@ class Examples:
     """All examples of a task.
 
     labels: the names, in the order of their numbers; none of a task without. sets: the rows by the names
-    train, valid and test.NAME, with the keys that the objective reads.
+    train, valid and test.NAME, with the keys that the objective reads. left_out: what is wrong with each line
+    that is no example.
     """
 
     labels: list[str]
     sets: dict[str, list[Row]]
+    left_out: Sequence[str] = ()
 
     @property
     def tests(self) -> list[str]:
@@ -46,8 +48,8 @@ class Examples:
         return [name.removeprefix(TEST) for name in self.sets if name.startswith(TEST)]
 
 
-def read_examples(task: Task) -> Examples:
-    """Read and check all files of a task.
+def read_examples(task: Task, bad_lines: str = "error") -> Examples:
+    """Read and check all files of a task. bad_lines: `skip` leaves lines out that are no examples.
 
     Raises:
         UserError: naming the file, and the line of an example that is not what the kind of task has.
@@ -56,7 +58,8 @@ def read_examples(task: Task) -> Examples:
     if task.valid is not None:
         paths[VALID] = task.valid
     paths |= {TEST + name: path for name, path in _test_files(task).items()}
-    lines = {name: _lines(task, path) for name, path in paths.items()}
+    left_out: list[str] | None = [] if bad_lines == "skip" else None
+    lines = {name: _lines(task, path, left_out) for name, path in paths.items()}
     labels = _labels(task, lines[TRAIN])
     if task.kind_of_task.has_labels:
         for of_set in lines.values():
@@ -64,7 +67,7 @@ def read_examples(task: Task) -> Examples:
     if task.positive is not None and task.positive not in labels:
         raise UserError(f"positive: {task.positive!r} is no label of the task; it has {listed(labels)}")
     sets = {name: [line.content for line in of_set] for name, of_set in lines.items()}
-    return Examples(labels, sets)
+    return Examples(labels, sets, left_out or ())
 
 
 def write_examples(examples: Examples, folder: Path) -> None:
@@ -113,8 +116,11 @@ def _test_files(task: Task) -> dict[str, str]:
     return found
 
 
-def _lines(task: Task, path: str) -> list[Line]:
-    """Return the rows of a file with the keys that the task's objective reads, checked."""
+def _lines(task: Task, path: str, left_out: list[str] | None) -> list[Line]:
+    """Return the rows of a file with the keys that the task's objective reads, checked.
+
+    left_out: gets what is wrong with a line that is no example; None: that is an error.
+    """
     try:
         content = read_plain(Path(path), LARGEST).decode("utf-8-sig")
     except (OSError, ValueError) as error:
@@ -128,16 +134,25 @@ def _lines(task: Task, path: str) -> list[Line]:
         raise UserError(f"{path!r}: expected a file that ends in {ENDING}, {' or '.join(TABLES)}")
     part: Any = get_part("objective", task.kind_of_task.objective)
     assert issubclass(part, Labelled)
-    lines = []
+    lines, bad = [], []
     for number, row in rows:
         where = f"{path!r}, line {number}"
-        line = Line(where, _row(task, _content(row, where), where))
-        part.verify(line)
-        if task.kind_of_task.has_labels and not all(map(str.strip, labels_of([line.content]))):
-            raise UserError(f"{where}: a label is empty; remove the line, or give the label a name")
-        lines.append(line)
+        try:
+            line = Line(where, _row(task, _content(row, where), where))
+            part.verify(line)
+            if task.kind_of_task.has_labels and not all(map(str.strip, labels_of([line.content]))):
+                raise UserError(f"{where}: a label is empty; remove the line, or give the label a name")
+        except UserError as error:
+            if left_out is None:
+                raise UserError(f"{error}; or leave such lines out with --bad-lines skip") from None
+            bad.append(str(error))
+        else:
+            lines.append(line)
     if not lines:
-        raise UserError(f"{path!r} has no examples; name another file, or leave the set out")
+        more = f"; the first of {len(bad)} bad lines: {bad[0]}" if bad else ""
+        raise UserError(f"{path!r} has no examples; name another file, or leave the set out{more}")
+    if left_out is not None:
+        left_out += bad
     return lines
 
 

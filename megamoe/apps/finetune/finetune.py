@@ -63,10 +63,11 @@ def finetune(
     overrides: Sequence[str] = (),
     *,
     overwrite: bool = False,
+    bad_lines: str = "error",
 ) -> ExitCode:
     """Tune the model of a checkpoint to a task with each of its seeds, and print and write the results.
 
-    output: by default `runs/<task>/<name of the pretrained run>`.
+    output: by default `runs/<task>/<name of the pretrained run>`. bad_lines: see `read_examples`.
 
     A seed that is complete is not repeated, and one that was interrupted goes on. A seed that a signal or
     `train.exit_after_*` stops ends the call. Collective over all ranks.
@@ -75,7 +76,9 @@ def finetune(
         UserError: on every rank, for every mistake that a user can correct.
     """
     check_libraries()
-    examples = read_examples(task)
+    examples = read_examples(task, bad_lines)
+    if left_out := examples.left_out:
+        session.world.say(f"bad lines left out: {len(left_out)}, the first: {left_out[0]}")
     work = _Work.of(task, examples, session, checkpoint, output, overrides)
     _on_first(session, lambda: work.open(overwrite))
     found: dict[int, SeedScores] = {}

@@ -111,6 +111,34 @@ def test_tables_are_read_as_json_lines_are(tmp_path: Path) -> None:
         read_examples(load_task(path, [override]))
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "lines", "bad"),
+    [
+        ("classification", "train.jsonl", ["{", json.dumps(LINE), json.dumps(NO), "3"], [1, 4]),
+        ("classification", "test.de.jsonl", ['{"text": "\\ud800", "label": "no"}', json.dumps(LINE)], [1]),
+        ("classification", "test.de.tsv", ["label\ttext", "no", "yes\ta", " \ta", "no\ta\tb"], [2, 4, 5]),
+        ("regression", "valid.csv", ["text,label", "a,b", "a,1.5", "a,inf"], [2, 4]),
+        ("tagging", "valid.jsonl", [json.dumps(WORDS), json.dumps({**WORDS, "tags": ["A"]})], [2]),
+    ],
+)  # fmt: skip
+def test_bad_lines_are_left_out(
+    tmp_path: Path, name: str, file: str, lines: list[str], bad: list[int]
+) -> None:
+    """With a file of bad lines alone there is no set."""
+    task, path = make_task(tmp_path, name), tmp_path / name / file
+    path.write_text("\n".join(lines))
+    named = f"task.{file.split('.')[0]}={json.dumps({'de': str(path)} if 'test' in file else str(path))}"
+    with pytest.raises(UserError, match=f"line {bad[0]}: .*; or leave such lines out with --bad-lines skip"):
+        read_examples(load_task(task, [named]))
+    found = read_examples(load_task(task, [named]), "skip")
+    assert [int(text.split("line ")[1].split(":")[0]) for text in found.left_out] == bad
+    head = 0 if file.endswith("jsonl") else 1
+    assert len(found.sets[file.rpartition(".")[0]]) == len(lines) - head - len(bad)
+    path.write_text("\n".join([*lines[:head], lines[bad[0] - 1]]))
+    with pytest.raises(UserError, match="has no examples; .* the first of 1 bad lines: "):
+        read_examples(load_task(task, [named]), "skip")
+
+
 def test_languages_of_a_pattern_and_labels_in_order(tmp_path: Path) -> None:
     found = read_examples(load_task(make_task(tmp_path, "pairs"), []))
     assert (found.tests, found.labels) == (["de", "en"], ["0", "1"])

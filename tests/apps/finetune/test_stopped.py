@@ -37,10 +37,13 @@ def test_a_stopped_seed_is_not_evaluated(
     monkeypatch.setattr(module, "_on_first", lambda _, action: action())
     for name in ("check_libraries", "results", "save_results", "table_of"):
         monkeypatch.setattr(module, name, lambda *_: None)
-    monkeypatch.setattr(module, "read_examples", lambda *_: None)
+    examples = SimpleNamespace(left_out=["'a', line 2: no JSON", "'b', line 1: no JSON"])
+    monkeypatch.setattr(module, "read_examples", lambda *_: examples)
     session: Any = SimpleNamespace(world=SimpleNamespace(say=print, is_first=True))
     task: Any = SimpleNamespace(seeds=[1])
     assert module.finetune(task, session, tmp_path) is code
     assert evaluated == ([] if state == "stopped" else [1])
     told = "seed 1: stopped at step 2 of 6; repeat the command to go on"
-    assert (told in capsys.readouterr().out) == (state == "stopped")
+    printed = capsys.readouterr().out
+    assert (told in printed) == (state == "stopped")
+    assert printed.count("bad lines left out: 2, the first: 'a', line 2: no JSON\n") == 1
