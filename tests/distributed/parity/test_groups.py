@@ -188,9 +188,8 @@ def test_multi_token_prediction_follows_the_last_block(pool: Pool, tmp_path: Pat
 def test_recomputed_replayed_and_resumed_runs_are_the_same_to_the_bit(
     pool: Pool, alone: Alone, tmp_path: Path, name: str
 ) -> None:
-    more: list[dict[str, Any]] = (
-        [{"model__recompute": ["norms", "moe"]}, {"train__in_flight": 2}] if name == "chains" else []
-    )
+    both: list[dict[str, Any]] = [{"model__recompute": ["norms", "moe"]}, {"train__in_flight": 2}]
+    more = both if name == "chains" else []
     router = (GROUPS if name == "groups" else CHAINS)["moe__router"]
     assert_same_to_the_bit(pool, JOBS[name], alone(name), tmp_path, router, *more)
 
