@@ -165,8 +165,8 @@ def _of_control(results: dict[str, Any]) -> str:
 def _differences(plan: Plan) -> str:
     """Return the rows' `differences` from their papers, each with the rows that have it."""
     rows_of: dict[str, list[str]] = {}
-    for row, tree in plan.configs.items():
-        for text in tree.get("differences", []):
+    for row in plan.configs:
+        for text in plan.differences[row]:
             rows_of.setdefault(text, []).append(row)
     lines = [
         f"- {text}" + (f" ({', '.join(rows)})" if len(rows) < len(plan.configs) else "")

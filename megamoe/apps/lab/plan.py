@@ -37,7 +37,7 @@ class Plan:
 
     configs: each row's configuration as a tree, without seed and name. all_configs: the same of all rows that
     the size has, those that `--rows` leaves out too. tuning_configs: of the rows that are trained for the
-    tuning. task_overrides: `task.key=value` of the user.
+    tuning. task_overrides: `task.key=value` of the user. differences: of each row from its paper.
     """
 
     name: str
@@ -50,6 +50,7 @@ class Plan:
     tuning_configs: dict[str, dict[str, Any]]
     claims: list[tuple[ClaimText, Claim]]
     task_overrides: list[str]
+    differences: dict[str, list[str]]
 
     @property
     def seeds(self) -> list[int]:
@@ -89,10 +90,14 @@ def load_plan(
     if of_task and not any(stage.finetune for stage in study.stages.values()):
         raise UserError(f"{of_task[0]}: the study has no stage `finetune`; leave it out")
 
-    def config_of(name: str) -> dict[str, Any]:
-        return _config(path.parent, study, chosen, study.rows[name], of_run)
+    differences: dict[str, list[str]] = {}
+    all_configs: dict[str, dict[str, Any]] = {}
 
-    all_configs = {}
+    def config_of(name: str) -> dict[str, Any]:
+        tree = _config(path.parent, study, chosen, study.rows[name], of_run)
+        differences[name] = tree.pop("differences", [])  # which have no effect
+        return tree
+
     for name in {**of_size, **of_call}:
         with nullcontext() if name in of_call else suppress(UserError):  # of a row that is not run
             all_configs[name] = config_of(name)
@@ -100,7 +105,19 @@ def load_plan(
     configs = {name: all_configs[name] for name in of_call}
     tuned = study.tuned_rows
     tuning_configs = configs if tuned is None else {name: config_of(name) for name in tuned}
-    return Plan(path.stem, path, study, size, chosen, configs, all_configs, tuning_configs, claims, of_task)
+    return Plan(
+        path.stem,
+        path,
+        study,
+        size,
+        chosen,
+        configs,
+        all_configs,
+        tuning_configs,
+        claims,
+        of_task,
+        differences,
+    )
 
 
 def _check_own_keys(study: Study, name: str, size: Size, overrides: list[str]) -> None:

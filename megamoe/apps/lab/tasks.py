@@ -173,7 +173,7 @@ def _training(
     if isinstance(train := tree.get("train"), dict):
         tree["train"] = {key: value for key, value in train.items() if key not in STOPS}
         stops = [f"train.{key}={json.dumps(train[key])}" for key in STOPS if key in train]
-    unnamed = {key: value for key, value in tree.items() if key != "differences"}  # which have no effect
+    unnamed = tree
     tree = merge(tree, {"name": name, "output": str(runs), "seed": seed})
     config = configured(plan, row, tree, stops)
     if by is not None:
