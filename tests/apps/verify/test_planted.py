@@ -11,7 +11,6 @@ from tests.faults import FAULTS
 from tests.planted_faults import copy_of_code, planted
 
 JITTER = "moe.router.scorer.jitter=0.1"
-IN_FLIGHT = ("in_flight 2", "parallel.expert=2", "train.in_flight=2", JITTER)
 # By fault: a part of the layout's line, and overrides of the demo that the promise is about.
 NOTICED: dict[str, tuple[str, ...]] = {
     "tensor-sync": ("2 ranks, TP 2",),
@@ -21,10 +20,8 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "expert-slices": ("2 ranks, ETP 2",),
     "by-node-forward": ("by_node",),
     "by-node-backward": ("by_node",),
-    "gated-weights": ("2 ranks, TP 2",),
     "muon-slices": ("2 ranks, ZeRO 1", "optimizer.name=muon"),
     "muon-momentum": ("2 ranks, ZeRO 1", "optimizer.name=muon"),
-    "tied-embedding-twice": ("2 ranks, PP 2",),
     "ema-restored": ("2 ranks, ZeRO 1", "optimizer.ema=0.5"),
     "resume-position": ("2 ranks, ZeRO 1",),
     "clipping": ("2 ranks, EP 2", "optimizer.grad_clip=0.1"),
@@ -32,9 +29,13 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "stage-context": ("model.recompute", "parallel.pipeline=2", "model.recompute=full", JITTER),
     "tied-stages": ("2 ranks, PP 2",),
     "stages-norm": ("2 ranks, PP 2",),
-    "turn-micro-batch": IN_FLIGHT,
-    "turn-recomputed": (*IN_FLIGHT, "model.recompute=full"),
-    "turn-gradients": IN_FLIGHT,
+    "turn-recomputed": (
+        "in_flight 2",
+        "parallel.expert=2",
+        "train.in_flight=2",
+        JITTER,
+        "model.recompute=full",
+    ),
 }
 
 
