@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import glob
 import json
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -283,7 +284,11 @@ def _with_paths(sources: Any, key: str) -> Any:
 
 
 def _datasets_of(path: str, key: str) -> list[str]:
-    """Return the prepared datasets that a path with `*` names, sorted; another path as it stands."""
+    """Return the prepared datasets that a path with `*` names, sorted; another path as it stands.
+
+    `.bin` or `.idx` at its end, and `~` at its start, are what a shell would complete or expand.
+    """
+    path = os.path.expanduser(path.removesuffix(".bin").removesuffix(ENDING))
     if "*" not in path:
         return [path]
     found = sorted(name.removesuffix(ENDING) for name in _matches(path + ENDING, key))

@@ -3,8 +3,11 @@
 import dataclasses
 import json
 import re
+from functools import cache
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
+import yaml
 from pydantic import ValidationError
 
 from megamoe.registry import nearest, unknown_name_message
@@ -27,6 +30,7 @@ _EXPECTED = {
     "literal_error": "{expected}",
 }
 _LONGEST = 80
+NAMES_ELSEWHERE = Path(__file__).with_name("names_elsewhere.yaml")
 
 
 UNKNOWN, MISSING = "unexpected_keyword_argument", ("missing", "missing_argument")
@@ -51,6 +55,9 @@ def problems_of(error: ValidationError, schema: Any) -> list[str]:
 
 def _line(problem: Any, steps: list[str], schema: Any) -> str:
     kind, context = problem["type"], problem.get("ctx", {})
+    in_list = any(map(str.isdigit, steps))  # whose keys no other framework has
+    if kind == UNKNOWN and not in_list and (ours := key_for(steps[-1])):
+        return _at(steps[:-1], f"unknown key {steps[-1]!r}; {ours}")
     if kind == UNKNOWN:
         return _at(steps[:-1], unknown_name_message("key", steps[-1], _known_keys(schema, steps[:-1])))
     if kind == "part":
@@ -65,6 +72,24 @@ def _line(problem: Any, steps: list[str], schema: Any) -> str:
     if kind == "string_type" and isinstance(problem["input"], bool):
         hint = "; yes, no, on and off are true and false unless they stand in quotes"
     return _at(steps, f"expected {expected}, found {found}{hint}")
+
+
+def key_for(name: str) -> str | None:
+    """Return which key of ours says what a key or option of another framework says; None for other names.
+
+    name: such as `num_hidden_layers`, `top_k`, `--num-layers`; see names_elsewhere.yaml.
+    """
+    row = _names_elsewhere().get(name.lstrip("-").replace("-", "_").lower())
+    if row is None:
+        return None
+    example, note = row.get("example"), row.get("note")
+    return f"here it is {row['key']}" + f", as in {example}" * bool(example) + f"; {note}" * bool(note)
+
+
+@cache
+def _names_elsewhere() -> dict[str, dict[str, str]]:
+    table: dict[str, dict[str, str]] = yaml.safe_load(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
+    return table
 
 
 def shown(value: Any) -> str:

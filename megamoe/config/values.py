@@ -16,7 +16,7 @@ SHORTEST_MINUTES, LONGEST_MINUTES = 0.01, 10**7
 
 
 def is_path(text: str) -> str:
-    """Return the text if a file system can hold such a path.
+    """Return the path, with the user's folder for `~`, if a file system can hold it.
 
     Raises:
         ValueError: what was expected, in words.
@@ -30,14 +30,15 @@ def is_path(text: str) -> str:
         )
     if len(os.fsencode(text)) > LONGEST_PATH:
         raise ValueError(f"expected a path of at most {LONGEST_PATH:,} bytes; shorten it")
-    return text
+    return os.path.expanduser(text)
 
 
 def is_dataset(text: str) -> str:
     """Return the path if a file ending can be appended to its last component."""
-    if not PurePath(is_path(text)).name:
+    path = is_path(text)
+    if not PurePath(path).name:
         raise ValueError("expected the path of a prepared dataset, without .bin or .idx")
-    return text
+    return path
 
 
 def is_run_name(text: str) -> str:

@@ -26,7 +26,13 @@ MOST_RANKS = 1 << 17  # that --check compares a layout with
 def main(arguments: list[str] | None = None) -> int:
     """Read the configuration, train; return the exit code (megamoe.errors.ExitCode)."""
     end_with_launcher()
-    options = _parser().parse_intermixed_args(arguments)
+    parser = _parser()
+    options, unknown = parser.parse_known_intermixed_args(arguments)
+    if unknown:
+        from megamoe.config.messages import key_for
+
+        ours = key_for(unknown[0].partition("=")[0])
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}" + f"; {ours}, without --" * bool(ours))
     overrides = options.overrides + (["checkpoint.resume=auto"] if options.resume else [])
 
     try:

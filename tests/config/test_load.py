@@ -221,3 +221,18 @@ def test_the_dump_names_every_key(load: Load) -> None:
 
     config = load(FULL)
     check(config, yaml.safe_load(dump_yaml(config)))
+
+
+def test_paths_are_as_a_shell_writes_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`~` is the user's folder, and a dataset may have the ending of one of its files."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "corpus.idx").touch()
+    overrides = [
+        "data.sources=[~/corpus.bin, '~/*.bin']",
+        "output=~/runs",
+        "data.validation={held: ~/corpus.idx}",
+    ]
+    config = load_config(None, overrides)
+    assert [source.path for source in config.data.sources] == [str(tmp_path / "corpus")] * 2
+    assert config.data.validation["held"][0].path == str(tmp_path / "corpus")
+    assert config.output == str(tmp_path / "runs")
