@@ -162,6 +162,11 @@ def _without_dropped_losses(moe: dict[str, Any]) -> dict[str, Any]:
     return {**moe, "losses": {name: value for name, value in losses.items() if value != "none"}}
 
 
+# Keys that are gone, which the resolved YAML of earlier runs and checkpoints has with a value that was off.
+GONE = {
+    "log": ("noise_scale_every", "attention_logits_every", "gradient_shares_every", "heat_map_every"),
+    "optimizer": ("qk_clip",),
+}
 _RUN = TypeAdapter(RunConfig)
 ENDING = ".idx"  # of a prepared dataset
 COMMAND_LINE = "command line"
@@ -252,6 +257,9 @@ def dump_yaml(config: RunConfig) -> str:
 def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the tree with presets, `layers: none`, bare source paths and patterns of paths written out."""
     tree = copy.deepcopy(tree)
+    for section, keys in GONE.items():
+        if isinstance(held := tree.get(section), dict):
+            tree[section] = {key: it for key, it in held.items() if key not in keys or _was_on(key, it)}
     moe, data = tree.get("moe"), tree.get("data")
     if isinstance(moe, dict):
         moe = tree["moe"] = expand_preset(moe)
@@ -266,6 +274,10 @@ def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
                 for name, value in data["validation"].items()
             }
     return tree
+
+
+def _was_on(key: str, value: Any) -> bool:
+    return value not in (None, 0, 100 if key == "heat_map_every" else 0)  # 100: its default
 
 
 def _with_paths(sources: Any, key: str) -> Any:

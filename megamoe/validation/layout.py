@@ -15,7 +15,7 @@ from megamoe.config.shapes import (
 )
 from megamoe.errors import Problem
 from megamoe.moe.capabilities import capabilities
-from megamoe.parallel.layout import Layout, divisors
+from megamoe.parallel.layout import Layout, divisors, fewest_ranks
 from megamoe.validation.exchange import exchange_problems
 from megamoe.validation.layer_groups import named
 
@@ -28,8 +28,10 @@ def layout_problems(config: RunConfig, layout: Layout, precision: Precision | No
     parallel = config.parallel
     if parallel.sequence and parallel.tensor == 1:
         yield Problem("parallel.sequence", "true needs parallel.tensor above 1; set it to false")
+    fewest = fewest_ranks(parallel)
+    more = f"; or start more ranks: torchrun --nproc-per-node {fewest} pretrain_gpt_moe.py ..."
     for key, reason in misfits(config, layout, precision):
-        legal = _legal(config, layout, precision, key)
+        legal = _legal(config, layout, precision, key) + more * (layout.ranks < fewest)
         yield Problem(f"parallel.{key}", f"{getattr(parallel, key)} {reason}; {legal}")
     yield from exchange_problems(config, layout)
 
