@@ -113,11 +113,21 @@ def _early_ranks(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture
-def expect_message(request: pytest.FixtureRequest) -> Callable[..., None]:
+def expect_message(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Compare a message, or several, each in one line, with that of a row of a table of refusals.
 
-    A row whose message is [] is accepted. Rewriting makes no refused row accepted, nor the reverse.
+    A row whose message is [] is accepted. Rewriting makes no refused row accepted, nor the reverse. Messages
+    list names, so parts of plugins that other tests have loaded are not known.
     """
+    if "own_registry" not in request.fixturenames:
+        from megamoe import registry
+
+        registry.discover()
+        known = {
+            kind: {name: part for name, part in parts.items() if registry.is_ours(part)}
+            for kind, parts in registry._parts.items()
+        }
+        monkeypatch.setattr(registry, "_parts", known)
 
     def expect(case: Any, message: str | list[str]) -> None:
         expected = case.row.get("message")

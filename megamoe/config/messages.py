@@ -7,9 +7,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
-import yaml
 from pydantic import ValidationError
 
+from megamoe.config.yaml_text import parse_yaml
 from megamoe.registry import nearest, unknown_name_message
 
 _EXPECTED = {
@@ -88,7 +88,7 @@ def key_for(name: str) -> str | None:
 
 @cache
 def _names_elsewhere() -> dict[str, dict[str, str]]:
-    table: dict[str, dict[str, str]] = yaml.safe_load(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
+    table: dict[str, dict[str, str]] = parse_yaml(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
     return table
 
 

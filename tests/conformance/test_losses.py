@@ -49,7 +49,7 @@ def test_a_loss_is_recorded_once_under_recomputation() -> None:
     assert again.losses == pytest.approx(plain.losses, rel=1e-6)
 
 
-@fails_with(Edit(LOSSES, "            if not values or not self.training:", "            if True:"))
+@fails_with(Edit(LOSSES, "        if not values or not self.training:", "        if True:"))
 def test_the_gradient_of_a_loss_reaches_the_router() -> None:
     """The auxiliary loss is computed and logged, but its gradient reaches no weight.
 

@@ -41,8 +41,8 @@ def test_clipping_counts_the_experts(one_rank: None) -> None:
 @fails_with(
     Edit(
         "megamoe.parallel.chunks",
-        "DimShard(0, layout.expert_rank(rank), layout.expert)",
-        "DimShard(0, 0, layout.expert)",
+        "((0, 1) if self.expert else None, layout.expert_rank(rank), layout.expert)",
+        "((0, 1) if self.expert else None, 0, layout.expert)",
     )
 )
 def test_a_checkpoint_has_the_experts_of_every_rank() -> None:

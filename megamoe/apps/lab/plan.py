@@ -105,19 +105,8 @@ def load_plan(
     configs = {name: all_configs[name] for name in of_call}
     tuned = study.tuned_rows
     tuning_configs = configs if tuned is None else {name: config_of(name) for name in tuned}
-    return Plan(
-        path.stem,
-        path,
-        study,
-        size,
-        chosen,
-        configs,
-        all_configs,
-        tuning_configs,
-        claims,
-        of_task,
-        differences,
-    )
+    of_study, of_rows = (path.stem, path, study, size, chosen), (configs, all_configs, tuning_configs)
+    return Plan(*of_study, *of_rows, claims, of_task, differences)
 
 
 def _check_own_keys(study: Study, name: str, size: Size, overrides: list[str]) -> None:
