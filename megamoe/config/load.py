@@ -162,10 +162,15 @@ def _without_dropped_losses(moe: dict[str, Any]) -> dict[str, Any]:
     return {**moe, "losses": {name: value for name, value in losses.items() if value != "none"}}
 
 
-# Keys that are gone, which the resolved YAML of earlier runs and checkpoints has with a value that was off.
-GONE = {
-    "log": ("noise_scale_every", "attention_logits_every", "gradient_shares_every", "heat_map_every"),
-    "optimizer": ("qk_clip",),
+# Keys that are gone with their defaults, which the resolved YAML of earlier runs and checkpoints has.
+GONE: dict[str, dict[str, Any]] = {
+    "log": {
+        "noise_scale_every": 0,
+        "attention_logits_every": 0,
+        "gradient_shares_every": 0,
+        "heat_map_every": 100,
+    },
+    "optimizer": {"qk_clip": None},
 }
 _RUN = TypeAdapter(RunConfig)
 ENDING = ".idx"  # of a prepared dataset
@@ -257,9 +262,10 @@ def dump_yaml(config: RunConfig) -> str:
 def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the tree with presets, `layers: none`, bare source paths and patterns of paths written out."""
     tree = copy.deepcopy(tree)
-    for section, keys in GONE.items():
+    for section, defaults in GONE.items():
         if isinstance(held := tree.get(section), dict):
-            tree[section] = {key: it for key, it in held.items() if key not in keys or _was_on(key, it)}
+            gone = {key for key, default in defaults.items() if held.get(key) in (default, 0, None)}
+            tree[section] = {key: value for key, value in held.items() if key not in gone}
     moe, data = tree.get("moe"), tree.get("data")
     if isinstance(moe, dict):
         moe = tree["moe"] = expand_preset(moe)
@@ -274,10 +280,6 @@ def _without_shorthands(tree: dict[str, Any]) -> dict[str, Any]:
                 for name, value in data["validation"].items()
             }
     return tree
-
-
-def _was_on(key: str, value: Any) -> bool:
-    return value not in (None, 0, 100 if key == "heat_map_every" else 0)  # 100: its default
 
 
 def _with_paths(sources: Any, key: str) -> Any:

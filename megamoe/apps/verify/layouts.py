@@ -18,7 +18,7 @@ SHORT = {
     "parallel.tensor": "TP",
     "parallel.expert": "EP",
     "parallel.expert_tensor": "ETP",
-    "parallel.deepspeed": "ZeRO",
+    "zero": "ZeRO",
 }
 ALWAYS: list[tuple[int, Changes]] = [  # ranks, and what differs from one
     (2, {"zero": 1}),
@@ -58,8 +58,7 @@ class Variant:
         words = [f"{self.ranks} rank{'s' * (self.ranks > 1)}"]
         for key, value in self.changes.items():
             text = value["name"] if isinstance(value, dict) else value
-            name = SHORT.get(key, "ZeRO" if key == "zero" else key)
-            words.append("SP" if key == "parallel.sequence" else f"{name} {text}")
+            words.append("SP" if key == "parallel.sequence" else f"{SHORT.get(key, key)} {text}")
         return ", ".join(words)
 
     def tree(self, small: Tree, folder: Path) -> Tree:
@@ -81,12 +80,13 @@ class Variant:
         return [each for each in found if each != self]
 
 
-def own_variant(config: RunConfig, ranks: int, stage: int, tree: Tree) -> Variant:
+def own_variant(config: RunConfig, stage: int, tree: Tree) -> Variant:
     """Return the run's own layout with sizes of at most two (an exchange by node: four).
 
-    ranks: the most. tree: the small run on one rank, from which it differs.
+    stage: of ZeRO. tree: the small run on one rank, from which it differs.
     """
-    sizes = {key: min(2, int(getattr(config.parallel, key.partition(".")[2]))) for key in list(SHORT)[:-1]}
+    names = [key for key in SHORT if key != "zero"]
+    sizes = {key: min(2, int(getattr(config.parallel, key.partition(".")[2]))) for key in names}
     changes: Changes = {key: size for key, size in sizes.items() if size > 1}
     if config.parallel.sequence:
         changes["parallel.sequence"] = True
@@ -101,7 +101,7 @@ def own_variant(config: RunConfig, ranks: int, stage: int, tree: Tree) -> Varian
     changes |= {"zero": stage} if stage else {}
     parallel = {key: value for key, value in changes.items() if key.startswith("parallel.")}
     fewest = fewest_ranks(parse_config(changed(tree, parallel)).parallel)
-    return Variant(min(max(ranks, fewest), max(2, fewest)), changes)
+    return Variant(max(2, fewest), changes)
 
 
 def stage_of(config: RunConfig) -> int:

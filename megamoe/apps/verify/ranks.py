@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,14 @@ class Worlds:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
         # Of the fork server: the libraries' warnings at import, and threads that ranks would fight for.
-        os.environ.update(PYTHONWARNINGS="ignore", OMP_NUM_THREADS="1")
+        own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+        before = {name: os.environ.pop(name, None) for name in own}
+        os.environ.update(own)
+        forkserver.ensure_running()
+        for name, value in before.items():
+            del os.environ[name]
+            if value is not None:
+                os.environ[name] = value
 
     def run(
         self, function: Callable[..., Any], ranks: int, *arguments: Any, log: Path, timeout_s: float = 600

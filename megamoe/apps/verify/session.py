@@ -29,10 +29,11 @@ class Session:
         self.tree, self.lines = shrunk(config)
         self.folder, self.most_tries = folder, most_tries
         self.worlds = Worlds("megamoe.apps.verify.train_run")
-        own = own_variant(config, most_ranks, stage_of(config), self.tree)
+        own = own_variant(config, stage_of(config), self.tree)
         every = [own, *(Variant(*each) for each in ALWAYS)]
         self.variants = [each for number, each in enumerate(every) if each not in every[:number]]
-        self.variants = [each for each in self.variants if each.ranks <= most_ranks and only in str(each)]
+        self.variants = [each for each in self.variants if only in str(each)]
+        self.most_ranks = most_ranks
         if not self.variants:
             names = "; ".join(map(str, every))
             raise UserError(f"--only: found {only!r}, expected a part of one of: {names}")
@@ -66,6 +67,9 @@ class Session:
         say("\n".join(["smaller than the run:", *(f"  {line}" for line in self.lines)]))
         failed = False
         for variant in self.variants:
+            if variant.ranks > self.most_ranks:
+                say(f"left out   {variant}: more than --ranks {self.most_ranks}")
+                continue
             if refused := self._refused(variant):
                 say(f"refused    {variant}: {refused}")
                 continue

@@ -50,7 +50,7 @@ def test_own_layout_has_every_kind_at_size_two() -> None:
     overrides = ["parallel.pipeline=16", "parallel.expert=64", "parallel.tensor=4", "parallel.sequence=true"]
     config = load_config(EXAMPLES / "recipes" / "deepseek_v3.yaml", overrides)
     tree, _ = shrunk(config)
-    assert str(own_variant(config, 8, 1, tree)) == (
+    assert str(own_variant(config, 1, tree)) == (
         "4 ranks, PP 2, TP 2, EP 2, SP, model.recompute full, ZeRO 1"
     )
 

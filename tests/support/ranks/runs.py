@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megamoe.apps.verify.layouts import CUT_ALL as CUT_ALL
 from megamoe.config import RunConfig, parse_config
 from megamoe.data.batches import Batch
 from megamoe.moe.router import Router
@@ -30,13 +31,6 @@ PLAIN_FILES = [
     for path in sorted(DS_CONFIGS.glob("*.json"))
     if not path.stem.endswith(("fp16", "nvme", "_cuda"))
 ]
-# ZeRO 3 keeps small parameters whole and some gathered, which would be all parameters of these tests.
-CUT_ALL = {
-    "stage3_param_persistence_threshold": 0,
-    "stage3_max_live_parameters": 0,
-    "stage3_max_reuse_distance": 0,
-    "stage3_prefetch_bucket_size": 0,
-}
 
 # Of 21 words, the mock chain visits every third (its stride is 7): in some sequences a third of the tokens
 # are ends of documents, in others none is, so loss masks differ much between micro batches.
