@@ -9,6 +9,7 @@ importing its file is enough. Parts come from three places:
 """
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.metadata
@@ -44,6 +45,8 @@ BUILTIN_PACKAGES = (
     "megamoe.apps.finetune.objectives",
     "megamoe.apps.translation.objectives",
 )
+PRESETS = ("megamoe.moe.presets", "megamoe.zoo.presets")  # modules of these; they import no torch
+REGISTERED = re.compile(r'^@(?:registry\.)?register\(\s*"(\w+)",\s*"(\w+)"', re.MULTILINE)
 # What a run calls of the applications where its configuration asks for it: module and name of each entry. The
 # core imports no application; it asks for one by name, as for a part.
 APPLICATIONS = {
@@ -64,6 +67,7 @@ _presets: dict[str, "Preset"] = {}
 _plugin_files: dict[str, dict[str, Path]] = {}  # plugin as named -> its source files by name
 _plugin_digests: dict[str, dict[str, str]] = {}  # plugin as named -> their SHA-256 when it was loaded
 _discovered = False
+_only_names = False  # see `names_only`
 
 PartClass = TypeVar("PartClass", bound=type)
 
@@ -173,6 +177,12 @@ def _expect(value: Any, key: str, *types: type) -> None:
         raise ValueError(f"{key}: expected {wanted}, found {value!r}")
 
 
+class NamedPart:
+    """Stands for a built-in part whose module is not imported: see `names_only`."""
+
+    Config = dict
+
+
 def get_preset(name: str) -> Preset:
     """Return the preset registered as `name`; if there is none, raise UserError with the nearest name."""
     discover()
@@ -193,8 +203,7 @@ def _full_name(part: type) -> str:
 
 def get_part(kind: str, name: str) -> Any:
     """Return the class registered as `name`; if there is none, raise UserError with the nearest name."""
-    discover()
-    known = _parts[kind]
+    known = _known(kind)
     if name not in known:
         raise UserError(unknown_name_message(label(kind), name, list(known)))
     return known[name]
@@ -202,8 +211,14 @@ def get_part(kind: str, name: str) -> Any:
 
 def list_parts(kind: str) -> dict[str, type]:
     """Return every registered part of a kind, by name."""
+    return dict(sorted(_known(kind).items()))
+
+
+def _known(kind: str) -> dict[str, type]:
+    if _only_names and not _discovered:
+        return dict.fromkeys(names_in_sources()[kind], NamedPart)
     discover()
-    return dict(sorted(_parts[kind].items()))
+    return _parts[kind]
 
 
 def unknown_name_message(what: str, name: object, known: list[str]) -> str:
@@ -229,10 +244,50 @@ def nearest(name: object, known: list[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
+@functools.cache
+def names_in_sources() -> dict[str, list[str]]:
+    """Return the names of the built-in parts by kind, sorted, from the text of their modules.
+
+    Nothing is imported but the packages that hold them.
+    """
+    names: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for package_name in BUILTIN_PACKAGES:
+        package = importlib.util.find_spec(package_name)
+        for folder in (package and package.submodule_search_locations) or ():
+            for path in Path(folder).rglob("*.py"):
+                for kind, name in REGISTERED.findall(path.read_text(encoding="utf-8")):
+                    names[kind].append(name)
+    return {kind: sorted(found) for kind, found in names.items()}
+
+
+def preset_names() -> list[str]:
+    """Return the names of the presets, sorted; of the built-in ones no part is imported."""
+    with names_only():
+        return sorted(list_presets())
+
+
+@contextmanager
+def names_only() -> Iterator[None]:
+    """In this context a part is known by its name: `get_part` returns `NamedPart`, and imports no torch.
+
+    Presets are whole. Where the built-in parts have been imported before, nothing changes.
+    """
+    global _only_names
+    _only_names = True
+    try:
+        yield
+    finally:
+        _only_names = False
+
+
 def discover() -> None:
-    """Import every module of the built-in packages, once."""
+    """Import every module of the built-in packages, once; of `names_only`, the presets alone."""
     global _discovered
     if _discovered:
+        return
+    if _only_names:
+        for package_name in PRESETS:
+            importlib.import_module(package_name)
         return
     _discovered = True
     for package_name in BUILTIN_PACKAGES:

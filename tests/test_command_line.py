@@ -230,7 +230,7 @@ def test_a_run_its_folder_and_its_checkpoint(
 
 def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     """Nothing of the vendors comes before the line, and PyTorch's compiler is not imported for it."""
-    (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "model.num_attention_heads=3")))
+    (tmp_path / "run.yaml").write_text(dump_yaml(tiny("output=runs", "moe.shared_expert_mode=residual")))
     done = subprocess.run(
         [sys.executable, "-X", "importtime", ROOT / "pretrain_gpt_moe.py", "--config", "run.yaml"],
         cwd=tmp_path,
@@ -243,7 +243,8 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     lines: list[str] = []
     for line in done.stderr.splitlines():
         (imports if line.startswith("import time:") else lines).append(line)
-    expected = "error: model.hidden_size: 16 does not divide by model.num_attention_heads 3"
+    expected = "error: moe.shared_expert_mode: found residual, but moe.num_shared_experts is 0; "
+    expected += "set it to 1, or the mode to sum"
     assert (done.stdout, lines) == ("", [expected])
     modules = {line.rpartition("|")[2].strip() for line in imports}
     assert "megamoe.train.loop" in modules and "torch._dynamo.symbolic_convert" not in modules

@@ -116,6 +116,8 @@ def _build_options(kind: str, name: str, options: dict[str, Any]) -> Any:
         raise _problem(
             str(error) if near else f"{error}; one of your own needs its file in plugins"
         ) from None
+    if config_class is registry.NamedPart.Config:
+        return options
     known = [field.name for field in dataclasses.fields(config_class)]
     for key in options:
         if key not in known:

@@ -11,13 +11,14 @@ torchrun --nproc-per-node 2 -m megamoe --config run.yaml [section.key=value ...]
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from megamoe.errors import LONGEST_LINE, ConfigError, ExitCode, UserError, printable
-from megamoe.parallel.parent_death import end_with_launcher
+from megamoe.parallel.parent_death import end_with_launcher, is_launched
 from megamoe.resilience.error_reporting import exit_process, hide_secrets, report_error
 
 MOST_RANKS = 1 << 17  # that --check compares a layout with
@@ -40,6 +41,13 @@ def main(arguments: list[str] | None = None) -> int:
         from megamoe.config import load_config
 
         check_versions()
+        from megamoe.validation.early import early_problems, shorter_warmup
+
+        overrides += (shorter := shorter_warmup(options.config, overrides))
+        if (options.check or _has_one_node()) and (problems := early_problems(options.config, overrides)):
+            return _told(problems) if options.check else report_error(UserError(problems[0]))
+        if shorter and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
+            print(f"note: {shorter[0]}, as the command line's train.steps is less", file=sys.stderr)
         configure_libraries()
         if options.check or options.ranks is not None:
             return _check(options, overrides)
@@ -92,6 +100,14 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
     for line in differences_told(config.differences):
         print(line)
     return ExitCode.FINISHED
+
+
+def _has_one_node() -> bool:
+    """Whether no launcher started this process, or torchrun all of the ranks on this node."""
+    variables = os.environ
+    if is_launched():
+        return variables.get("LOCAL_WORLD_SIZE") == variables.get("WORLD_SIZE", "")
+    return "RANK" not in variables and "SLURM_PROCID" not in variables
 
 
 def _told(problems: Sequence[object]) -> int:

@@ -19,7 +19,8 @@ from megamoe.parallel.launch import World
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, fill_in, resolve_parallel
 from megamoe.train.objective import build_objective, data_vocabulary, localized_run, num_added_ids
 from megamoe.validation.memory import memory_problems
-from megamoe.validation.run import validate, warmup_problems
+from megamoe.validation.run import validate
+from megamoe.validation.schedule import warmup_problems
 from megamoe.validation.training_objective import objective_problems, source_problems
 
 

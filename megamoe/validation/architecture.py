@@ -6,7 +6,6 @@ from megamoe.config.model_schema import LatentConfig, ModelConfig, RotaryConfig
 from megamoe.config.schema import RunConfig, StackLayersConfig
 from megamoe.config.shapes import Stack, has_input_bias, head_size, stacks
 from megamoe.errors import Problem
-from megamoe.kernels.attention.rotary import YarnScaling
 
 # The keys that each scaling needs, and those that it may have.
 NEEDED = {
@@ -65,16 +64,22 @@ def _scaling_problems(model: ModelConfig) -> Iterator[Problem]:
             "model.rotary.low_frequency_factor",
             f"found {low}, expected less than high_frequency_factor {high}",
         )
-    fast = rotary.beta_fast or YarnScaling.beta_fast
-    slow = rotary.beta_slow or YarnScaling.beta_slow
-    if rotary.scaling == "yarn" and fast < slow:
+    if rotary.scaling == "yarn":
+        yield from _yarn_problems(rotary)
+    if rotary.scaling == "yarn" and model.rope_base <= 1:
+        yield Problem("model.rope_base", f"found {model.rope_base}; scaling yarn needs one above 1")
+
+
+def _yarn_problems(rotary: RotaryConfig) -> Iterator[Problem]:
+    from megamoe.kernels.attention.rotary import YarnScaling  # which imports torch
+
+    fast, slow = rotary.beta_fast or YarnScaling.beta_fast, rotary.beta_slow or YarnScaling.beta_slow
+    if fast < slow:
         yield Problem(
             "model.rotary.beta_fast",
             f"found {fast:g}, expected at least beta_slow {slow:g}; a pair that turns more often than "
             "beta_fast keeps its frequency",
         )
-    if rotary.scaling == "yarn" and model.rope_base <= 1:
-        yield Problem("model.rope_base", f"found {model.rope_base}; scaling yarn needs one above 1")
 
 
 def _column_problems(model: ModelConfig) -> Iterator[Problem]:

@@ -17,7 +17,7 @@ from megamoe.errors import Problem
 from megamoe.moe.capabilities import provides
 from megamoe.moe.validation import part_problems
 from megamoe.object_storage import has_credentials, without_credentials
-from megamoe.optim.schedule import BatchSchedule, warmup_steps
+from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.registry import get_part
@@ -34,9 +34,8 @@ from megamoe.validation.layout import layout_problems, row_unit
 from megamoe.validation.mup import mup_problems
 from megamoe.validation.pipeline import in_flight_problems, pipeline_problems
 from megamoe.validation.recompute import recompute_problems, recompute_stage_problems
+from megamoe.validation.schedule import batch_problems, schedule_problems
 from megamoe.validation.training_objective import objective_problems, routing_record_problems
-
-MOST_SIZES = 100_000  # of the batch size's growth
 
 
 def validate(config: RunConfig, ranks: int, plan: ParallelPlan | None) -> Iterator[Problem]:
@@ -87,7 +86,7 @@ def section_problems(config: RunConfig, ranks: int, precision: Precision | None)
         yield from _start_problems(config)
     if layout.is_whole:
         yield from batch_problems(config, layout.data)
-    yield from _schedule_problems(config)
+    yield from schedule_problems(config)
     yield from _optimizer_problems(config.optimizer)
     yield from _blend_problems(config.data)
     yield from backend_problems(config, precision)
@@ -261,92 +260,6 @@ def _sublayer_problems(config: RunConfig) -> Iterator[Problem]:
             "checkpoint.init.experts",
             f"found {experts}, but experts of {sublayers} sub-layers are no FFN; set moe.expert_sublayers=1",
         )
-
-
-def batch_problems(config: RunConfig, data_parallel: int) -> Iterator[Problem]:
-    """Yield batch sizes that the data-parallel ranks cannot share, and a growth that misses its end."""
-    train = config.train
-    unit = train.micro_batch_size * data_parallel
-    sizes = [("train.global_batch_size", train.global_batch_size or unit)]
-    if train.batch_rampup is not None:
-        sizes += [
-            ("train.batch_rampup.start", train.batch_rampup.start),
-            ("train.batch_rampup.increment", train.batch_rampup.increment),
-        ]
-    for key, size in sizes:
-        if size % unit:
-            yield Problem(
-                key,
-                f"{size} is not a multiple of {unit} (train.micro_batch_size {train.micro_batch_size} x "
-                f"{data_parallel} data-parallel ranks); nearest: "
-                f"{max(unit, (size + unit // 2) // unit * unit)}",
-            )
-    if train.batch_rampup is None:
-        return
-    growth = sizes[0][1] - train.batch_rampup.start
-    if growth < 0 or growth % train.batch_rampup.increment:
-        yield Problem(
-            "train.batch_rampup",
-            f"from {train.batch_rampup.start} by {train.batch_rampup.increment} does not reach "
-            f"train.global_batch_size {sizes[0][1]}",
-        )
-    elif growth // train.batch_rampup.increment > MOST_SIZES:
-        yield Problem(
-            "train.batch_rampup.increment",
-            f"{train.batch_rampup.increment} makes more than {MOST_SIZES:,} batch sizes of a growth by "
-            f"{growth}; raise it",
-        )
-
-
-def _schedule_problems(config: RunConfig) -> Iterator[Problem]:
-    optimizer = config.optimizer
-    if config.train.steps is not None and config.train.epochs is not None:
-        yield Problem(
-            "train.steps",
-            f"found {config.train.steps} beside train.epochs {config.train.epochs:g}, and both say how long "
-            "the run is; leave one out (on the command line: train.steps=null)",
-        )
-    if config.train.epochs is not None and config.data.mock:
-        yield Problem("train.epochs", "data.mock has no end, so no epochs; set train.steps instead")
-    if optimizer.warmup_share is not None and optimizer.warmup_steps:
-        yield Problem(
-            "optimizer.warmup_share",
-            f"found {optimizer.warmup_share:g} beside optimizer.warmup_steps {optimizer.warmup_steps}; leave "
-            "one of them out",
-        )
-    elif config.train.steps is not None and config.train.epochs is None:  # else when the data is read
-        yield from warmup_problems(config, config.train.steps)
-    if config.train.loss_spike.action == "stop" and config.train.loss_spike.sigmas is None:
-        yield Problem(
-            "train.loss_spike.action",
-            "found stop, but no sigmas say what a spike is; set train.loss_spike.sigmas, such as 6",
-        )
-    if optimizer.min_lr > optimizer.lr:
-        yield Problem("optimizer.min_lr", f"{optimizer.min_lr} is more than optimizer.lr {optimizer.lr}")
-
-
-def warmup_problems(config: RunConfig, steps: int) -> Iterator[Problem]:
-    """Yield why the warm-up, or the decay of `wsd`, does not fit into the schedule of so many steps."""
-    optimizer = config.optimizer
-    end, warmup = optimizer.decay_steps or steps, warmup_steps(optimizer, steps)
-    decay = optimizer.wsd_decay_steps
-    of_schedule = f"more than the {end} steps of the schedule (optimizer.decay_steps, by default the run's)"
-    if optimizer.schedule == "constant":
-        return
-    if optimizer.schedule == "wsd" and decay is not None and warmup <= end < warmup + decay:
-        after = f" after a warm-up of {warmup}" if warmup else ""
-        yield Problem(
-            "optimizer.wsd_decay_steps",
-            f"{decay}{after} is {of_schedule}; lower optimizer.wsd_decay_steps or the warm-up",
-        )
-    if warmup <= end:
-        return
-    if optimizer.warmup_share is None:
-        way_out = f"set optimizer.warmup_steps={end} or less"
-        yield Problem("optimizer.warmup_steps", f"{warmup} is {of_schedule}; {way_out}")
-    else:
-        found = f"{optimizer.warmup_share:g} of {steps} steps, {warmup}, is {of_schedule}"
-        yield Problem("optimizer.warmup_share", f"{found}; set a smaller optimizer.warmup_share")
 
 
 def _blend_problems(data: DataConfig) -> Iterator[Problem]:

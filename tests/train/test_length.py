@@ -10,7 +10,7 @@ from megamoe.data.datasets import samples_per_epoch
 from megamoe.errors import ExitCode, UserError, raise_first
 from megamoe.optim.schedule import BatchSchedule, run_steps
 from megamoe.train.loop import train
-from megamoe.validation.run import warmup_problems
+from megamoe.validation.schedule import warmup_problems
 from tests.support.data.sources import make_data
 from tests.support.tiny import restored_process, tiny
 

@@ -26,7 +26,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--kind", choices=KINDS, help="only parts of this kind")
     parser.add_argument("--plugin", action="append", default=[], help="also the parts of this file or module")
+    parser.add_argument("--names", action="store_true", help="only the names of the built-in parts, at once")
     options = parser.parse_args(arguments)
+    if options.names:
+        names = {**registry.names_in_sources(), "preset": registry.preset_names()}
+        for kind in [options.kind] if options.kind else filter(names.get, KINDS):
+            print(f"{kind}: {', '.join(names[kind])}")
+        return 0
     try:
         for plugin in options.plugin:
             registry.load_plugin(plugin)

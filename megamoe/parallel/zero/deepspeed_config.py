@@ -14,7 +14,6 @@ from typing import Any, Literal
 from megamoe.config.schema import Precision, RunConfig
 from megamoe.errors import UserError
 from megamoe.io import parse_json, read_plain, reason
-from megamoe.parallel.exchange import with_nodes
 from megamoe.parallel.layout import Layout
 
 OF_THE_YAML = {
@@ -188,6 +187,8 @@ class ParallelPlan:
         Raises:
             UserError: if the file and `parallel.precision` disagree.
         """
+        from megamoe.parallel.exchange import with_nodes  # which imports torch
+
         precision, offload = resolve_precision(config, content), read_offload(content)
         layout = with_nodes(config, Layout.of(config.parallel, ranks))
         return cls(layout, zero_stage(content), precision, offload, json.dumps(content))
