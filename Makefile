@@ -65,7 +65,7 @@ compare: $(STAMP) $(DEMO_DATA).card.json
 catalogues: $(STAMP) $(CATALOGUES)/card.json
 
 $(CATALOGUES)/card.json: constraints/catalogues.txt | $(STAMP) $(WHEELS)/.complete
-	$(PY) tools/prepare_pairs.py --catalogues $(WHEELS)/*.whl --min-words 3 --min-pairs 200 \
+	$(PY) examples/catalogues/prepare_catalogues.py $(WHEELS)/*.whl --min-words 3 --min-pairs 200 \
 	  --vocab-size 16384 --output $(CATALOGUES) --overwrite
 
 $(WHEELS)/.complete: constraints/catalogues.txt | $(STAMP)
@@ -124,7 +124,7 @@ papers-data: $(STAMP) $(PAPERS_DATA)/card.json
 
 # English and the 21 languages that have most texts in the classification task of `make catalogues`.
 $(PAPERS_DATA)/card.json: constraints/catalogues.txt | $(STAMP) $(WHEELS)/.complete
-	$(PY) tools/prepare_pairs.py --catalogues $(WHEELS)/*.whl --min-words 3 --vocab-size 8192 \
+	$(PY) examples/catalogues/prepare_catalogues.py $(WHEELS)/*.whl --min-words 3 --vocab-size 8192 \
 	  --bilingual --max-overlap 0.1 --label-by application --max-label 400 --split 0.85,0.03,0.12 \
 	  --languages nl,gl,fr,it,de,pt_BR,ru,es,ca,uk,pl,ja,tr,fi,ro,cs,sv,hu,ta,pt,da --output $(PAPERS_DATA) --overwrite
 

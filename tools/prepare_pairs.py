@@ -1,4 +1,4 @@
-"""Turn parallel text into pairs for translation, a multilingual corpus and a classification task.
+"""Turn parallel text into pairs for translation and a multilingual corpus.
 
 The same as `megamoe prepare-pairs`, whose `--help` shows the arguments.
 """

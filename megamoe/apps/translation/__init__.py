@@ -1,1 +1,1 @@
-"""Parallel text: reading it from files and message catalogues, preparing it, and batches of it."""
+"""Parallel text: reading it from files, preparing it, and batches of it."""

@@ -66,7 +66,7 @@ class Pair:
     Attributes:
         source, target: the texts, as they stand in the file.
         language: of the target, such as "de" or "pt_BR".
-        label: which application or module it comes from; empty if that is not known.
+        label: what it is about, such as the module that it comes from; empty if that is not known.
         identities: further texts that identify the message, such as the singular of a plural. Pairs with a
             source or an identity in common go to the same split.
         split: train, valid or test where the file is of one; empty if the split is to be drawn.

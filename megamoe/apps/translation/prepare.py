@@ -1,4 +1,4 @@
-"""Preparing pairs: one folder with pairs, a corpus for each language, a tokenizer and a classification task.
+"""Preparing pairs: one folder with pairs, a corpus for each language, and a tokenizer.
 
 Design choices:
 - the folder is written beside its place and renamed when it is complete, so a killed run leaves nothing that
@@ -7,11 +7,9 @@ Design choices:
 - pairs are held in memory, as messages of all languages must be compared to split them.
 """
 
-import math
 import os
-import re
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from megamoe import __version__
@@ -26,7 +24,6 @@ from megamoe.apps.prepare.write import (
     write_tokens,
 )
 from megamoe.apps.translation.card import LanguageCard, PairCard
-from megamoe.apps.translation.catalogues import find_catalogues, read_catalogue
 from megamoe.apps.translation.pairs import (
     SPLITS,
     Counts,
@@ -43,7 +40,6 @@ from megamoe.apps.translation.select import (
     outside_of_ready_splits,
     overlap,
     split_pairs,
-    write_labels,
 )
 from megamoe.data.card import DataCard, DataFiles, PairFiles, SourceCard, load_checked, save_checked
 from megamoe.data.special import expand, language_tag
@@ -63,7 +59,6 @@ class PairPreparation:
     """The options of tools/prepare_pairs.py."""
 
     output: str  # folder
-    catalogues: list[str] = field(default_factory=list)
     aligned: list[list[str]] = field(default_factory=list)  # of [language, source file, target file]
     split_files: list[list[str]] = field(default_factory=list)  # the same, with {split} in both names
     tsv: list[list[str]] = field(default_factory=list)  # of [language, file]
@@ -74,14 +69,10 @@ class PairPreparation:
     min_pairs: int = 1
     max_overlap: float = 1.0  # in pairs/valid and pairs/test: share of a source's words in its target
     bilingual: bool = False  # also corpora of pairs
-    min_label: int = 20
-    max_label: int | None = None  # training texts of a label; None: all
-    label_by: str = "module"  # or application: its first name alone
     split: list[float] = field(default_factory=lambda: [0.9, 0.05, 0.05])
     tokenizer: str = TRAIN
     vocab_size: int = 8192  # of a tokenizer that is trained
     special: str = "pad,mask,sentinels"
-    skip_broken: bool = False
     overwrite: bool = False
 
 
@@ -93,8 +84,7 @@ class PairsSummary:
     source_language: str
     pairs: dict[str, int]  # by split
     languages: dict[str, int]  # pairs by language
-    left_out: dict[str, int]  # pairs, messages or catalogues by reason
-    labels: list[str]  # of the classification task
+    left_out: dict[str, int]  # pairs by reason
     vocab_size: int
     tokens: dict[str, int]  # of the training corpus by language
     options: dict[str, object]
@@ -113,14 +103,23 @@ class PairsSummary:
                 + ")",
                 f"most pairs: {', '.join(f'{language} {number:,}' for language, number in most)}",
                 f"corpora: {len(self.tokens)} languages, {sum(self.tokens.values()):,} tokens, vocabulary "
-                f"{self.vocab_size:,}; labels: {len(self.labels)}",
+                f"{self.vocab_size:,}",
                 f"left out: {'; '.join(left_out) or 'nothing'}",
             ]
         )
 
 
-def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
+Further = Callable[[Counts], Iterator[Pair]]
+Finish = Callable[[Sequence[Pair], Sequence[str], Path], None]
+
+
+def prepare_pairs(
+    preparation: PairPreparation, further: Further | None = None, finish: Finish | None = None
+) -> PairsSummary:
     """Read, split, tokenize and write pairs; return what was done.
+
+    further: yields pairs beside those of the files. finish: gets the pairs, the split of each and the new
+    folder, to which it may add files before the folder is published.
 
     Raises:
         UserError: for input that is missing, broken or empty, an output that exists or cannot be written,
@@ -131,7 +130,7 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
     counts = Counts(bad_lines=preparation.bad_lines)
     source_language = check_language(preparation.source_language)
     pairs = keep_pairs(
-        _read(preparation, counts),
+        _read(preparation, counts, further),
         counts,
         source_language=source_language,
         languages=preparation.languages,
@@ -149,6 +148,8 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
         with locked_folder(partial, preparation.output):
             writer = _Writer(preparation, source_language, pairs, splits, partial / "new", output)
             summary = writer.write(counts)
+            if finish is not None:
+                finish(pairs, splits, partial / "new")
             _publish(partial, output)
     except OSError as error:
         raise unwritable(preparation.output, error) from error
@@ -156,15 +157,11 @@ def prepare_pairs(preparation: PairPreparation) -> PairsSummary:
 
 
 def _check(preparation: PairPreparation, output: Path) -> None:
-    for name in ("min_words", "min_pairs", "min_label"):
+    for name in ("min_words", "min_pairs"):
         if getattr(preparation, name) < 1:
             raise UserError(f"{name} {getattr(preparation, name)}: expected at least 1")
     if not 0 <= preparation.max_overlap <= 1:
         raise UserError(f"max_overlap {preparation.max_overlap}: expected a share from 0 to 1, such as 0.3")
-    if preparation.max_label is not None and preparation.max_label < preparation.min_label:
-        raise UserError(
-            f"max_label {preparation.max_label}: expected at least min_label, {preparation.min_label}"
-        )
     if preparation.vocab_size > LARGEST_VOCABULARY:
         raise UserError(f"vocab_size {preparation.vocab_size}: expected at most {LARGEST_VOCABULARY:,}")
     if not output.name:
@@ -188,33 +185,16 @@ def _check(preparation: PairPreparation, output: Path) -> None:
     expand(preparation.special)
 
 
-def _read(preparation: PairPreparation, counts: Counts) -> Iterator[Pair]:
-    given = (preparation.catalogues, preparation.aligned, preparation.split_files, preparation.tsv)
-    if not any(given):
-        raise UserError("no pairs: name them with --catalogues, --aligned, --split-files or --tsv")
+def _read(preparation: PairPreparation, counts: Counts, further: Further | None) -> Iterator[Pair]:
+    if not any((preparation.aligned, preparation.split_files, preparation.tsv, further)):
+        raise UserError("no pairs: name them with --aligned, --split-files or --tsv")
     yield from read_splits(preparation.split_files, counts)
     for language, source, target in preparation.aligned:
         yield from read_aligned(language, source, target, counts)
     for language, path in preparation.tsv:
         yield from read_tsv(language, path, counts)
-    for item in preparation.catalogues:
-        yield from _read_catalogues(item, preparation, counts)
-
-
-def _read_catalogues(item: str, preparation: PairPreparation, counts: Counts) -> Iterator[Pair]:
-    found = 0
-    for file in find_catalogues([item]):
-        try:
-            for pair in read_catalogue(file, counts):
-                found += 1
-                yield pair
-        except UserError as error:
-            if not preparation.skip_broken:
-                raise
-            counts.left_out["broken catalogues"] += 1
-            counts.warnings.append(f"left out: {error}")
-    if not found:
-        raise UserError(f"catalogues {item!r}: empty: no message in it is translated; leave it out")
+    if further is not None:
+        yield from further(counts)
 
 
 @dataclass
@@ -243,21 +223,12 @@ class _Writer:
         for split in SPLITS:
             self._write_pairs(split, counts)
         tokens = self._write_corpora()
-        labels = write_labels(
-            self._labelled(),
-            self.splits,
-            self.source_language,
-            self.preparation.min_label,
-            self.folder / "labels",
-            self._most_texts(),
-        )
         summary = PairsSummary(
             megamoe=__version__,
             source_language=self.source_language,
             pairs={split: self.splits.count(split) for split in SPLITS},
             languages=count_languages(self.pairs),
             left_out=dict(counts.left_out.most_common()),
-            labels=labels,
             vocab_size=self._tokenizer.vocab_size,
             tokens=tokens,
             options=asdict(self.preparation),
@@ -266,21 +237,6 @@ class _Writer:
         )
         save_checked(asdict(summary), self.folder / CARD_FILE)
         return summary
-
-    def _labelled(self) -> Sequence[Pair]:
-        """Return the pairs with the labels of `label_by`."""
-        if self.preparation.label_by == "module":
-            return self.pairs
-        return [replace(pair, label=re.split("[./]", pair.label)[0]) for pair in self.pairs]
-
-    def _most_texts(self) -> dict[str, int] | None:
-        """Return how many texts of a label each split's sets may have: `max_label` in proportion to it."""
-        most, shares = self.preparation.max_label, self.preparation.split
-        if most is None:
-            return None
-        return {
-            split: math.ceil(most * share / shares[0]) for split, share in zip(SPLITS, shares, strict=True)
-        }
 
     def _find_tokenizer(self, counts: Counts) -> Tokenizer:
         """Return the tokenizer: trained on the training texts of all languages, or the one that is named."""

@@ -1,6 +1,5 @@
-"""Turn parallel text into pairs for translation, a multilingual corpus and a classification task.
+"""Turn parallel text into pairs for translation and a multilingual corpus.
 
-python tools/prepare_pairs.py --catalogues data/wheels/*.whl --min-words 3 --output data/catalogues
 python tools/prepare_pairs.py --aligned de train.en train.de --aligned fr news.en news.fr --output data/news
 python tools/prepare_pairs.py --split-files de 'wmt/{split}.en' 'wmt/{split}.de' --output data/wmt
 python tools/prepare_pairs.py --tsv de pairs.tsv.gz --tsv fr more.tsv --output data/mixed
@@ -10,6 +9,7 @@ import argparse
 import signal
 import sys
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from megamoe.apps.command import parser_of, run_tool
@@ -18,20 +18,25 @@ from megamoe.errors import UserError, printable
 
 def main(arguments: list[str] | None = None) -> int:
     """Prepare; return the exit code."""
-    options = _parser().parse_args(arguments)
+    return run(pairs_parser(__doc__), arguments, prepare)
+
+
+def run(
+    parser: argparse.ArgumentParser, arguments: list[str] | None, work: Callable[[dict[str, Any]], None]
+) -> int:
+    """Do the work with the options that were given, by name; return the exit code."""
+    options = vars(parser.parse_args(arguments))
     # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return run_tool(lambda: _run(vars(options)))
+    return run_tool(lambda: work(options))
 
 
-def _parser() -> argparse.ArgumentParser:
+def pairs_parser(description: str | None) -> argparse.ArgumentParser:
     """Return the parser; what the command line leaves out has the default of `PairPreparation`."""
-    parser = parser_of(__doc__)
+    parser = parser_of(description)
     parser.argument_default = argparse.SUPPRESS
-    add = parser.add_argument
-    files, items = ("LANGUAGE", "SOURCE", "TARGET"), "of gettext: wheels, folders, files"
-    add("--catalogues", nargs="+", action="extend", metavar="ITEM", help=items)
+    add, files = parser.add_argument, ("LANGUAGE", "SOURCE", "TARGET")
     add("--aligned", nargs=3, action="append", metavar=files, help="files of text, line by line translations")
     add("--split-files", nargs=3, action="append", metavar=files, help="the same, with {split} in both names")
     add("--tsv", nargs=2, action="append", metavar=("LANGUAGE", "FILE"), help="lines of source, tab, target")
@@ -43,16 +48,12 @@ def _parser() -> argparse.ArgumentParser:
     share = "of a source's words in its target, at most, for pairs/valid and pairs/test (default 1)"
     add("--max-overlap", type=float, metavar="SHARE", help=share)
     add("--bilingual", action="store_true", help="also corpora whose documents are a source and its target")
-    add("--min-label", type=int, help="leave out labels with fewer training texts (default 20)")
-    add("--max-label", type=int, help="keep at most so many training texts of a label (default all)")
-    add("--label-by", choices=("module", "application"), help="what the labels are (default module)")
     add("--split", type=_shares, help="shares of train, valid and test, by message (default 0.9,0.05,0.05)")
     kinds = "train (default) or sentencepiece, which make one; bytes, a tokenizer.json, a folder, a .model"
     add("--tokenizer", metavar="REF", help=kinds)
     add("--vocab-size", type=int, help="of the tokenizer that is trained (default 8192)")
     add("--special", metavar="NAMES", help="tokens to reserve beside <2de> (default pad,mask,sentinels)")
     add("--bad-lines", choices=("error", "skip"), help="lines of --tsv that are no pair")
-    add("--skip-broken", action="store_true", help="leave broken catalogues out, with a warning")
     add("--overwrite", action="store_true", help="replace a folder of prepared pairs")
     return parser
 
@@ -68,17 +69,16 @@ def _shares(text: str) -> list[float]:
         raise argparse.ArgumentTypeError(f"{text!r}: expected numbers such as 0.9,0.05,0.05") from None
 
 
-def _run(options: dict[str, Any]) -> None:
+def prepare(options: dict[str, Any], **hooks: Any) -> None:
+    """Prepare pairs and say what was done. hooks: of `prepare_pairs`."""
     from megamoe.apps.translation.prepare import TRAINED, PairPreparation, prepare_pairs
 
-    if "catalogues" in options:
-        options["catalogues"] = [name for item in options["catalogues"] for name in _words(item)]
     preparation = PairPreparation(**options)
     for name in ("vocab_size", "special"):
         if name in options and preparation.tokenizer not in (*TRAINED, "bytes"):
             option = f"--{name.replace('_', '-')} {options[name]}"
             raise UserError(f"{option} is for --tokenizer train, sentencepiece or bytes")
-    summary = prepare_pairs(preparation)
+    summary = prepare_pairs(preparation, **hooks)
     for line in summary.warnings:
         print(f"warning: {printable(line)}", file=sys.stderr)
     print(summary.text(preparation.output))

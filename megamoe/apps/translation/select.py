@@ -1,17 +1,12 @@
-"""Which pairs are kept, which split each belongs to, and a classification task from labelled pairs."""
+"""Which pairs are kept, and which split each belongs to."""
 
 import hashlib
-import json
 import math
 import re
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
-from megamoe import __version__
-from megamoe.apps.prepare.write import file_card
 from megamoe.apps.translation.pairs import SPLITS, Counts, Pair, select_languages
-from megamoe.data.card import save_checked
 from megamoe.errors import UserError
 
 WORD = re.compile(r"\w+")
@@ -187,109 +182,3 @@ def in_split(pairs: Sequence[Pair], splits: Sequence[str], split: str) -> Iterat
 def count_languages(pairs: Iterable[Pair]) -> dict[str, int]:
     """Return the number of pairs of each language, in the order of their codes."""
     return dict(sorted(Counter(pair.language for pair in pairs).items()))
-
-
-LABELS_FILE = "labels.json"
-LEAST_LABELS = 2
-
-
-def write_labels(
-    pairs: Sequence[Pair],
-    splits: Sequence[str],
-    source_language: str,
-    min_examples: int,
-    folder: Path,
-    most: Mapping[str, int] | None = None,
-) -> list[str]:
-    """Write train.jsonl, valid.jsonl and test.LANGUAGE.jsonl; return the labels, sorted.
-
-    Training and validation texts are the sources, in the source language. The test sets are the test split's
-    sources, and for each language their translations. A text with several labels, in any split, is left out,
-    and so is a label with fewer than `min_examples` training texts. Nothing is written for fewer than two
-    labels.
-
-    most: by split, how many texts of a label are kept in each of its sets; None: all. They are drawn by a
-    hash of the source, so that the sets of all languages have the same messages.
-    """
-    labels_of: dict[str, set[str]] = defaultdict(set)
-    for pair in pairs:
-        labels_of[pair.source].add(pair.label)
-    unique = {source: min(labels) for source, labels in labels_of.items() if len(labels) == 1}
-    counts = Counter(_sources(in_split(pairs, splits, "train"), unique).values())
-    labels = sorted(label for label, number in counts.items() if label and number >= min_examples)
-    if len(labels) < LEAST_LABELS:
-        return []
-    folder.mkdir()
-    sets = _sets(pairs, splits, source_language, unique)
-    if most is not None:
-        source_of = _source_of(pair for pair in in_split(pairs, splits, "test") if pair.source in unique)
-        for name, label_of in sets.items():
-            split, _, language = name.partition(".")
-            sets[name] = _at_most(most[split], label_of, source_of.get(language, {}))
-        counts = Counter(sets["train"].values())
-    content = {}
-    for name, label_of in sets.items():
-        language = name.partition(".")[2] or source_language
-        lines = [
-            json.dumps({"text": text, "label": label, "language": language}, ensure_ascii=False)
-            for text, label in label_of.items()
-            if label in labels
-        ]
-        if not lines:
-            continue
-        path = folder / f"{name}.jsonl"
-        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
-        file = file_card(path)
-        content[path.name] = {"examples": len(lines), "size": file.size, "sha256": file.sha256}
-    save_checked(
-        {
-            "megamoe": __version__,
-            "labels": labels,
-            "train": {one: counts[one] for one in labels},
-            "files": content,
-        },
-        folder / LABELS_FILE,
-    )
-    return labels
-
-
-def _sets(
-    pairs: Sequence[Pair], splits: Sequence[str], source_language: str, unique: dict[str, str]
-) -> dict[str, dict[str, str]]:
-    """Return the label of each text, by set."""
-    sets: dict[str, dict[str, str]] = {
-        "train": _sources(in_split(pairs, splits, "train"), unique),
-        "valid": _sources(in_split(pairs, splits, "valid"), unique),
-        f"test.{source_language}": _sources(in_split(pairs, splits, "test"), unique),
-    }
-    labels_of: dict[tuple[str, str], set[str]] = defaultdict(set)
-    for pair in pairs:
-        labels_of[pair.language, pair.target].add(pair.label)
-    for pair in in_split(pairs, splits, "test"):
-        if pair.source in unique and len(labels_of[pair.language, pair.target]) == 1:
-            sets.setdefault(f"test.{pair.language}", {})[pair.target] = unique[pair.source]
-    return sets
-
-
-def _source_of(pairs: Iterable[Pair]) -> dict[str, dict[str, str]]:
-    """Return the source of each translation, by language; of several the one that is drawn first."""
-    found: dict[str, dict[str, str]] = defaultdict(dict)
-    for pair in pairs:
-        of_language = found[pair.language]
-        known = of_language.get(pair.target, pair.source)
-        of_language[pair.target] = min(known, pair.source, key=uniform)
-    return found
-
-
-def _at_most(number: int, label_of: dict[str, str], source_of: Mapping[str, str]) -> dict[str, str]:
-    """Return so many texts of each label, in their order."""
-    drawn: dict[str, list[str]] = defaultdict(list)
-    for text in sorted(label_of, key=lambda text: uniform(source_of.get(text, text))):
-        drawn[label_of[text]].append(text)
-    kept = {text for texts in drawn.values() for text in texts[:number]}
-    return {text: label for text, label in label_of.items() if text in kept}
-
-
-def _sources(pairs: Iterable[Pair], unique: dict[str, str]) -> dict[str, str]:
-    """Return the label of each source that has one label, in the order of the pairs."""
-    return {pair.source: unique[pair.source] for pair in pairs if pair.source in unique}

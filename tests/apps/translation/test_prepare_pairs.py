@@ -22,9 +22,7 @@ from megamoe.data.card import DataFiles, load_card
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.data.vocabulary import resolve_vocabulary
 from megamoe.errors import UserError
-from tests.support.data.catalogue_files import entry, write_package, write_po
 
-ROOT = Path(__file__).resolve().parents[3]
 WORDS = {"de": "ein", "fr": "un", "pt_BR": "um"}
 
 
@@ -33,13 +31,23 @@ def prepare(output: Path, *options: object) -> int:
     return prepare_pairs.main([*map(str, options), "--output", str(output)])
 
 
+def tables(folder: Path) -> list[object]:
+    """Options for 60 messages in each language; the language's word begins every target."""
+    options: list[object] = []
+    for language, word in WORDS.items():
+        names = [f"{module} {number}" for module in ("blog", "shop") for number in range(30)]
+        lines = [f"{name.replace(' ', ' message ')} %(name)s\t{word} {name} %(name)s\n" for name in names]
+        (folder / f"{language}.tsv").write_text("".join(lines))
+        options += ["--tsv", language, folder / f"{language}.tsv"]
+    return options
+
+
 @pytest.fixture(name="prepared", scope="module")
 def _prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The pairs of a small package, with a trained tokenizer."""
+    """Pairs with a trained tokenizer."""
     folder = tmp_path_factory.mktemp("pairs")
-    write_package(folder / "app", WORDS)
-    options = ["--vocab-size", "420", "--split", "0.6,0.2,0.2", "--min-label", "5", "--min-words", "3"]
-    assert prepare(folder / "out", "--catalogues", folder / "app", *options) == 0
+    options = ["--vocab-size", "420", "--split", "0.6,0.2,0.2", "--min-words", "3"]
+    assert prepare(folder / "out", *tables(folder), *options) == 0
     return folder / "out"
 
 
@@ -124,27 +132,14 @@ def test_datasets_are_verified_like_others(prepared: Path) -> None:
     assert np.load(prefixes[0].with_name(f"{prefixes[0].name}.counts.npy")).sum() == card.tokens
 
 
-def test_summary_and_labels(prepared: Path) -> None:
+def test_summary(prepared: Path) -> None:
     summary = json.loads((prepared / "card.json").read_text())
     assert summary["languages"] == dict.fromkeys(WORDS, 60)
     assert sum(summary["pairs"].values()) == 180
-    path = prepared.parent / "app" / "blog" / "locale" / "de" / "LC_MESSAGES" / "django.po"
+    path = prepared.parent / "de.tsv"
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    expected = {"name": str(path), "size": path.stat().st_size, "sha256": digest, "documents": 30}
-    assert len(summary["sources"]) == 6 and summary["sources"][0] == expected
-    assert summary["labels"] == ["app.blog", "app.shop"]
-    assert (prepared / "labels" / "test.pt_BR.jsonl").exists()
-
-
-def test_labels_by_application(tmp_path: Path) -> None:
-    """The first name of each module."""
-    for name in ("app", "other"):
-        for module in ("one", "two"):
-            entries = [entry(f"{name} {module} {n} text", f"ein {name} {module} {n}") for n in range(20)]
-            write_po(tmp_path / name / module / "locale/de/LC_MESSAGES/django.po", *entries)
-    options = ["--label-by", "application", "--min-label", "5", "--tokenizer", "bytes"]
-    assert prepare(tmp_path / "out", "--catalogues", tmp_path / "app", tmp_path / "other", *options) == 0
-    assert json.loads((tmp_path / "out/labels/labels.json").read_text())["labels"] == ["app", "other"]
+    expected = {"name": str(path), "size": path.stat().st_size, "sha256": digest, "documents": 60}
+    assert len(summary["sources"]) == 3 and summary["sources"][0] == expected
 
 
 def test_copies_are_left_out_of_valid_and_test_pairs(tmp_path: Path) -> None:
@@ -175,11 +170,9 @@ def test_other_inputs_give_the_same_pairs(tmp_path: Path) -> None:
     (tmp_path / "a.en").write_text("".join(f"{source}\n" for source, _ in lines))
     (tmp_path / "a.de").write_text("".join(f"{target}\r\n" for _, target in lines))
     (tmp_path / "b.tsv.gz").write_bytes(gzip.compress("".join(f"{s}\t{t}\n" for s, t in lines).encode()))
-    catalogue = write_po(tmp_path / "de.po", *(entry(s, t) for s, t in lines))
     inputs = {
         "aligned": (["--aligned", "de", tmp_path / "a.en", tmp_path / "a.de"], ("a.en", "a.de")),
         "tsv": (["--tsv", "de", tmp_path / "b.tsv.gz"], ("b.tsv.gz",)),
-        "catalogues": (["--catalogues", catalogue], ("de.po",)),
     }
     written = []
     for name, (options, files) in inputs.items():
@@ -196,9 +189,8 @@ def test_other_inputs_give_the_same_pairs(tmp_path: Path) -> None:
 
 
 def test_sentencepiece(tmp_path: Path) -> None:
-    write_package(tmp_path / "app", WORDS)
     options = ["--tokenizer", "sentencepiece", "--vocab-size", "440", "--split", "1,0,0"]
-    assert prepare(tmp_path / "out", "--catalogues", tmp_path / "app", *options) == 0
+    assert prepare(tmp_path / "out", *tables(tmp_path), *options) == 0
     prefix = tmp_path / "out" / "pairs" / "train.target"
     verify_in_full(str(prefix))
     data = DataConfig(sources=[SourceConfig(path=str(prefix))])
@@ -221,12 +213,12 @@ def test_a_run_that_ends_early_leaves_nothing(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "write_labels", full_disk)
+        patch.setattr(prepare_module, "save_checked", full_disk)
         assert prepare(out, *options) == 2
     assert "cannot be written: No space left on device" in capsys.readouterr().err
     assert not out.exists() and not partial.exists()
     with monkeypatch.context() as patch:
-        patch.setattr(prepare_module, "write_labels", lambda *_: (_ for _ in ()).throw(SystemError))
+        patch.setattr(prepare_module, "save_checked", lambda *_: (_ for _ in ()).throw(SystemError))
         assert prepare(out, *options) == 1
     assert not out.exists() and not partial.exists()
     (partial / "new" / "pairs").mkdir(parents=True)  # what a killed run leaves
@@ -261,7 +253,7 @@ def test_replacing_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 BAD = {
-    "no input": ([], "no pairs: name them with --catalogues"),
+    "no input": ([], "no pairs: name them with --aligned"),
     "no mark": (
         ["--split-files", "de", "train.en", "{split}.de"],
         "'train.en': expected {split} in the name",
@@ -280,18 +272,12 @@ BAD = {
         ["--tsv", "pt_BR", "2.tsv", "--languages", "pt"],
         "language 'pt' is not in the data; near ones are pt_BR",
     ),
-    "catalogue": (["--catalogues", "app"], "syntax error"),
-    "empty catalogue": (["--catalogues", "fr.po"], "'fr.po': empty: no message in it is translated"),
     "no training": (
         ["--tsv", "de", "2.tsv", "--split", "0.0001,1,0"],
         "all 2 pairs fell into valid and test",
     ),
     "split": (["--tsv", "de", "2.tsv", "--split", "0,1,1"], "expected three shares"),
     "overlap": (["--tsv", "de", "2.tsv", "--max-overlap", "25"], "max_overlap 25.0: expected a share"),
-    "max label": (
-        ["--tsv", "de", "2.tsv", "--max-label", "5"],
-        "max_label 5: expected at least min_label, 20",
-    ),
     "vocabulary": (["--tsv", "de", "2.tsv", "--vocab-size", "100"], "a byte-level BPE needs at least"),
     "tokenizer": (["--tsv", "de", "2.tsv", "--tokenizer", "none.json"], "'none.json' does not exist"),
 }
@@ -311,25 +297,11 @@ def test_bad_input(
         "cut.tsv.gz": gzip.compress(b"a\tb\n" * 9)[:-9],
     }.items():
         Path(name).write_bytes(text)
-    write_po(Path("app/locale/de/LC_MESSAGES/django.po")).write_text("msgid\n")
-    write_po(Path("fr.po"), entry("one", ""))
     options, message = BAD[case]
     assert prepare(Path("out"), *options) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not Path("out").exists() and not Path(".out.partial").exists()
-
-
-def test_broken_catalogues_are_left_out_on_demand(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_po(tmp_path / "app/de.po", entry("one", "eins"))
-    (tmp_path / "app/fr.po").write_text("msgid\n")
-    options = ["--catalogues", tmp_path / "app", "--tokenizer", "bytes"]
-    assert prepare(tmp_path / "out", *options) == 2
-    capsys.readouterr()
-    assert prepare(tmp_path / "out", *options, "--skip-broken") == 0
-    printed = capsys.readouterr()
-    assert printed.err.startswith("warning: left out: ") and "fr.po: broken" in printed.err
-    assert "1 broken catalogues" in printed.out
 
 
 def test_bad_lines_are_left_out(tmp_path: Path) -> None:

@@ -1,14 +1,12 @@
-"""Which pairs are kept, how messages are split, and the classification task."""
+"""Codes of languages, which pairs are kept, and how messages are split."""
 
-import json
 import math
 import random
-from pathlib import Path
 
 import pytest
 
-from megamoe.apps.translation.pairs import Counts, Pair
-from megamoe.apps.translation.select import SPLITS, keep_pairs, overlap, split_pairs, write_labels
+from megamoe.apps.translation.pairs import Counts, Pair, normalize_language, select_languages
+from megamoe.apps.translation.select import SPLITS, keep_pairs, overlap, split_pairs
 from megamoe.errors import UserError
 
 
@@ -82,102 +80,19 @@ def test_wrong_shares(shares: list[float]) -> None:
         split_pairs([], shares)
 
 
-def test_labels(tmp_path: Path) -> None:
-    pairs = [
-        Pair(f"{label} {n}", f"{language} {label} {n}", language, label)
-        for language in ("de", "fr")
-        for label in ("shop", "blog", "rare")
-        for n in range(3 if label == "rare" else 30)
-    ]
-    pairs.append(Pair("shop 1", "zweimal", "de", "blog"))  # two labels: left out
-    splits = split_pairs(pairs, [0.6, 0.2, 0.2])
-    assert write_labels(pairs, splits, "en", 10, tmp_path / "labels") == ["blog", "shop"]
-    card = json.loads((tmp_path / "labels" / "labels.json").read_text())
-    assert card["labels"] == ["blog", "shop"]
-    sets = ("test.de", "test.en", "test.fr", "train", "valid")
-    assert sorted(card["files"]) == [f"{name}.jsonl" for name in sets]
-    split_of = {pair.source: split for pair, split in zip(pairs, splits, strict=True)}
-    for name, facts in card["files"].items():
-        examples = [json.loads(line) for line in (tmp_path / "labels" / name).read_text().splitlines()]
-        assert len(examples) == facts["examples"]
-        language = name.split(".")[1] if name.startswith("test") else "en"
-        sources = {one["text"].removeprefix(f"{language} ") for one in examples}
-        wanted = {
-            source
-            for source, split in split_of.items()
-            if split == name.split(".")[0] and source != "shop 1" and not source.startswith("rare")
-        }
-        assert sources == wanted
-        assert all(one["label"] in one["text"] and one["language"] == language for one in examples)
-    assert write_labels(pairs, splits, "en", 1000, tmp_path / "none") == []
-    assert not (tmp_path / "none").exists()
-
-
-def test_a_translation_with_several_labels_is_left_out(tmp_path: Path) -> None:
-    """A word of two messages with different labels, one of them perhaps in training."""
-    pairs = [
-        Pair("open a file", "öffnen", "de", "editor"),
-        Pair("unlock", "öffnen", "de", "bank"),
-        Pair("open a file", "ouvrir", "fr", "editor"),
-        Pair("save", "sichern", "de", "editor"),
-        Pair("secure", "sichern", "de", "bank"),
-        Pair("close", "schließen", "de", "editor"),
-        Pair("close it", "schließen", "de", "editor"),
-        *(Pair(f"{label} {n}", "x", "de", label) for label in ("editor", "bank") for n in range(3)),
-    ]
-    splits = ["test"] * 4 + ["train"] + ["test"] * 2 + ["train"] * 6
-    assert write_labels(pairs, splits, "en", 3, tmp_path / "labels") == ["bank", "editor"]
-
-    def texts(language: str) -> list[str]:
-        path = tmp_path / "labels" / f"test.{language}.jsonl"
-        return [json.loads(line)["text"] for line in path.read_text().splitlines()]
-
-    assert (texts("de"), texts("fr")) == (["schließen"], ["ouvrir"])
-    assert texts("en") == ["open a file", "unlock", "save", "close", "close it"]
-
-
-def test_a_translation_of_several_messages_is_drawn_with_the_first_of_them(tmp_path: Path) -> None:
-    """In each language by its own messages, though languages have words in common."""
-    pairs = [
-        Pair(f"{label} {n}", f"{label} word {n // 2 + shift}", language, label)
-        for label in ("shop", "blog")
-        for language, shift in (("de", 0), ("fr", 3))
-        for n in range(40)
-    ]
-    train = [Pair(f"{label} train {n}", "x", "de", label) for label in ("shop", "blog") for n in range(3)]
-    splits = ["test"] * len(pairs) + ["train"] * len(train)
-    most = {"train": 9, "valid": 9, "test": 8}
-    write_labels([*pairs, *train], splits, "en", 3, tmp_path / "labels", most)
-
-    def numbers(language: str) -> set[tuple[str, int]]:
-        path = tmp_path / "labels" / f"test.{language}.jsonl"
-        rows = [json.loads(line) for line in path.read_text().splitlines()]
-        return {(row["label"], int(row["text"].rpartition(" ")[2])) for row in rows}
-
-    english = {(label, number // 2) for label, number in numbers("en")}
-    assert english <= numbers("de")
-    assert {(label, number + 3) for label, number in english} <= numbers("fr")
-
-
-def test_at_most_so_many_texts_of_a_label(tmp_path: Path) -> None:
-    """The same messages in all languages; a label with fewer keeps all."""
-    pairs, splits = [], []
-    for language in ("de", "fr"):
-        for number in range(60):
-            label = "shop" if number % 6 else "blog"
-            pairs.append(Pair(f"message {number}", f"{language} {number}", language, label))
-            splits.append("train" if number < 30 else "test")
-    most = {"train": 8, "valid": 1, "test": 7}
-    assert write_labels(pairs, splits, "en", 5, tmp_path / "labels", most) == ["blog", "shop"]
-
-    def numbers(name: str) -> dict[str, list[str]]:
-        lines = map(json.loads, (tmp_path / "labels" / f"{name}.jsonl").read_text().splitlines())
-        found: dict[str, list[str]] = {}
-        for line in lines:
-            found.setdefault(line["label"], []).append(line["text"].split()[1])
-        return found
-
-    assert {label: len(found) for label, found in numbers("train").items()} == {"blog": 5, "shop": 8}
-    assert {label: len(found) for label, found in numbers("test.en").items()} == {"blog": 5, "shop": 7}
-    assert numbers("test.en") == numbers("test.de") == numbers("test.fr")
-    assert json.loads((tmp_path / "labels" / "labels.json").read_text())["train"] == {"blog": 5, "shop": 8}
+def test_codes_of_languages() -> None:
+    codes = {
+        "DE": "de",
+        "pt-br": "pt_BR",
+        "sr@latin": "sr_Latn",
+        "zh_hans_hk": "zh_Hans_HK",
+        "es_419": "es_419",
+        "de_DE.UTF-8": "de_DE",
+    }
+    assert {code: normalize_language(code) for code in codes} == codes
+    assert {normalize_language(code) for code in ("templates", "x", "", "de-")} == {None}
+    assert select_languages(["pt-br", "de"], {"de", "pt_BR", "fr"}) == ["de", "pt_BR"]
+    with pytest.raises(UserError, match=r"language 'pt' is not in the data; near ones are pt_BR, pt_PT"):
+        select_languages(["pt"], ["de", "pt_BR", "pt_PT"])
+    with pytest.raises(UserError, match=r"language 'xx' .*there are de, fr"):
+        select_languages(["xx"], ["de", "fr"])

@@ -1,18 +1,32 @@
-"""Finding gettext catalogues in wheels and folders, and reading their pairs. No code is imported."""
+"""Turn the message catalogues of programs into pairs, corpora and a classification task.
+
+python examples/catalogues/prepare_catalogues.py data/wheels/*.whl --min-words 3 --output data/catalogues
+
+Reads gettext's catalogues in wheels and folders; no code of theirs is imported. Beside what
+`tools/prepare_pairs.py` writes there are `labels/`: which module a message comes from.
+"""
 
 import gettext
 import hashlib
+import json
+import math
 import re
 import struct
+import sys
 import zipfile
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from megamoe.apps.translation.pairs import Counts, Pair, normalize_language
-from megamoe.data.card import SourceCard
+from megamoe import __version__
+from megamoe.apps.prepare.write import file_card
+from megamoe.apps.translation import prepare_command
+from megamoe.apps.translation.pairs import SPLITS, Counts, Pair, check_language, normalize_language
+from megamoe.apps.translation.select import in_split, uniform
+from megamoe.data.card import SourceCard, save_checked
 from megamoe.errors import UserError
 from megamoe.io import real
 
@@ -41,22 +55,19 @@ class CatalogueFile:
     files: Mapping[str, Path | zipfile.Path]
 
 
-def find_catalogues(items: list[str]) -> list[CatalogueFile]:
-    """Return the catalogues of wheels, folders and .po or .mo files, sorted in each item.
+def find_catalogues(item: str) -> list[CatalogueFile]:
+    """Return the catalogues of a wheel, a folder, or a .po or .mo file, sorted.
 
     Raises:
-        UserError: if an item does not exist or has no catalogue.
+        UserError: if it does not exist or has no catalogue.
     """
-    found: list[CatalogueFile] = []
-    for item in items:
-        catalogues = _in_item(item)
-        if not catalogues:
-            raise UserError(
-                f"catalogues {item!r}: no .po or .mo file in it; expected LANGUAGE/LC_MESSAGES/*.po "
-                "(or .mo), or LANGUAGE.po"
-            )
-        found += catalogues
-    return found
+    catalogues = _in_item(item)
+    if not catalogues:
+        raise UserError(
+            f"catalogues {item!r}: no .po or .mo file in it; expected LANGUAGE/LC_MESSAGES/*.po (or .mo), or "
+            "LANGUAGE.po"
+        )
+    return catalogues
 
 
 def _in_item(item: str) -> list[CatalogueFile]:
@@ -267,3 +278,164 @@ def _default_text(comment: str) -> str:
             break
         parts.append(line[1:-1])
     return re.sub(r"\\(.)", lambda found: "\n" if found[1] == "n" else found[1], "".join(parts)).strip()
+
+
+LABELS_FILE = "labels.json"
+LEAST_LABELS = 2
+SHARES = (0.9, 0.05, 0.05)  # of train, valid and test by default
+
+
+def write_labels(
+    pairs: Sequence[Pair],
+    splits: Sequence[str],
+    source_language: str,
+    min_examples: int,
+    folder: Path,
+    most: Mapping[str, int] | None = None,
+) -> list[str]:
+    """Write train.jsonl, valid.jsonl and test.LANGUAGE.jsonl; return the labels, sorted.
+
+    Training and validation texts are the sources, in the source language. The test sets are the test split's
+    sources, and for each language their translations. A text with several labels, in any split, is left out,
+    and so is a label with fewer than `min_examples` training texts. Nothing is written for fewer than two
+    labels.
+
+    most: by split, how many texts of a label are kept in each of its sets; None: all. They are drawn by a
+    hash of the source, so that the sets of all languages have the same messages.
+    """
+    labels_of: dict[str, set[str]] = defaultdict(set)
+    for pair in pairs:
+        labels_of[pair.source].add(pair.label)
+    unique = {source: min(labels) for source, labels in labels_of.items() if len(labels) == 1}
+    counts = Counter(_sources(in_split(pairs, splits, "train"), unique).values())
+    labels = sorted(label for label, number in counts.items() if label and number >= min_examples)
+    if len(labels) < LEAST_LABELS:
+        return []
+    folder.mkdir()
+    sets = _sets(pairs, splits, source_language, unique)
+    if most is not None:
+        source_of = _source_of(pair for pair in in_split(pairs, splits, "test") if pair.source in unique)
+        for name, label_of in sets.items():
+            split, _, language = name.partition(".")
+            sets[name] = _at_most(most[split], label_of, source_of.get(language, {}))
+        counts = Counter(sets["train"].values())
+    content = {}
+    for name, label_of in sets.items():
+        language = name.partition(".")[2] or source_language
+        lines = [
+            json.dumps({"text": text, "label": label, "language": language}, ensure_ascii=False)
+            for text, label in label_of.items()
+            if label in labels
+        ]
+        if not lines:
+            continue
+        path = folder / f"{name}.jsonl"
+        path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        file = file_card(path)
+        content[path.name] = {"examples": len(lines), "size": file.size, "sha256": file.sha256}
+    save_checked(
+        {
+            "megamoe": __version__,
+            "labels": labels,
+            "train": {one: counts[one] for one in labels},
+            "files": content,
+        },
+        folder / LABELS_FILE,
+    )
+    return labels
+
+
+def _sets(
+    pairs: Sequence[Pair], splits: Sequence[str], source_language: str, unique: dict[str, str]
+) -> dict[str, dict[str, str]]:
+    """Return the label of each text, by set."""
+    sets: dict[str, dict[str, str]] = {
+        "train": _sources(in_split(pairs, splits, "train"), unique),
+        "valid": _sources(in_split(pairs, splits, "valid"), unique),
+        f"test.{source_language}": _sources(in_split(pairs, splits, "test"), unique),
+    }
+    labels_of: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for pair in pairs:
+        labels_of[pair.language, pair.target].add(pair.label)
+    for pair in in_split(pairs, splits, "test"):
+        if pair.source in unique and len(labels_of[pair.language, pair.target]) == 1:
+            sets.setdefault(f"test.{pair.language}", {})[pair.target] = unique[pair.source]
+    return sets
+
+
+def _source_of(pairs: Iterable[Pair]) -> dict[str, dict[str, str]]:
+    """Return the source of each translation, by language; of several the one that is drawn first."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for pair in pairs:
+        of_language = found[pair.language]
+        known = of_language.get(pair.target, pair.source)
+        of_language[pair.target] = min(known, pair.source, key=uniform)
+    return found
+
+
+def _at_most(number: int, label_of: dict[str, str], source_of: Mapping[str, str]) -> dict[str, str]:
+    """Return so many texts of each label, in their order."""
+    drawn: dict[str, list[str]] = defaultdict(list)
+    for text in sorted(label_of, key=lambda text: uniform(source_of.get(text, text))):
+        drawn[label_of[text]].append(text)
+    kept = {text for texts in drawn.values() for text in texts[:number]}
+    return {text: label for text, label in label_of.items() if text in kept}
+
+
+def _sources(pairs: Iterable[Pair], unique: dict[str, str]) -> dict[str, str]:
+    """Return the label of each source that has one label, in the order of the pairs."""
+    return {pair.source: unique[pair.source] for pair in pairs if pair.source in unique}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Prepare; return the exit code."""
+    parser = prepare_command.pairs_parser(__doc__)
+    parser.set_defaults(skip_broken=False, min_label=20, max_label=None, label_by="module")
+    add = parser.add_argument
+    add("catalogues", nargs="+", metavar="ITEM", help="of gettext: wheels, folders, .po or .mo files")
+    add("--skip-broken", action="store_true", help="leave broken catalogues out, with a warning")
+    add("--min-label", type=int, help="leave out labels with fewer training texts (default 20)")
+    add("--max-label", type=int, help="keep at most so many training texts of a label (default all)")
+    add("--label-by", choices=("module", "application"), help="what the labels are (default module)")
+    return prepare_command.run(parser, arguments, _work)
+
+
+def _work(options: dict[str, Any]) -> None:
+    items, skips = options.pop("catalogues"), options.pop("skip_broken")
+    least, most, kind = (options.pop(name) for name in ("min_label", "max_label", "label_by"))
+    if not 1 <= least <= (most or least):
+        raise UserError(f"--min-label {least}: expected at least 1, and at most --max-label")
+
+    def finish(pairs: Sequence[Pair], splits: Sequence[str], folder: Path) -> None:
+        if kind == "application":
+            pairs = [replace(pair, label=re.split("[./]", pair.label)[0]) for pair in pairs]
+        shares, source_language = options.get("split", SHARES), options.get("source_language", "en")
+        of_splits = {split: share / shares[0] for split, share in zip(SPLITS, shares, strict=True)}
+        bounds = most and {split: math.ceil(most * share) for split, share in of_splits.items()}
+        language = check_language(source_language)
+        labels = write_labels(pairs, splits, language, least, folder / "labels", bounds)
+        print(f"labels: {len(labels)}")
+
+    prepare_command.prepare(options, further=partial(read_catalogues, items, skips), finish=finish)
+
+
+def read_catalogues(items: list[str], skips: bool, counts: Counts) -> Iterator[Pair]:
+    """Yield the pairs of all catalogues. skips: broken ones are left out, with a warning."""
+    for item in items:
+        found = 0
+        for file in find_catalogues(item):
+            try:
+                for pair in read_catalogue(file, counts):
+                    found += 1
+                    yield pair
+            except UserError as error:
+                if not skips:
+                    raise
+                counts.left_out["broken catalogues"] += 1
+                counts.warnings.append(f"left out: {error}")
+        if not found:
+            raise UserError(f"catalogues {item!r}: empty: no message in it is translated; leave it out")
+
+
+if __name__ == "__main__":
+    sys.exit(main())
