@@ -4,11 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megamoe.kernels.attention.core import (
-    apply_rotary_with_documents,
-    bidirectional_attention,
-    cross_attention,
-)
+from megamoe.kernels.attention.core import bidirectional_attention, cross_attention, turned
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.kernels.attention.rotary import Rotary
 from megamoe.kernels.choice import Kernels
@@ -46,10 +42,8 @@ def test_within_documents(rotary: Rotary | None, bounds_B: list[list[int]]) -> N
     )
     documents = Documents.of(start_BS)
     sides = (heads(length, HEADS, 1), heads(length, GROUPS, 2), heads(length, GROUPS, 3))
-    query, key, value = sides
-    if rotary is not None:
-        query, key = (apply_rotary_with_documents(side, rotary, documents, PLAIN) for side in (query, key))
-    expected = exact_attention(query, key, value, (start_BS[:, :, None] == start_BS[:, None, :])[:, None])
+    query, key = turned(*sides[:2], rotary, documents, PLAIN)
+    expected = exact_attention(query, key, sides[2], (start_BS[:, :, None] == start_BS[:, None, :])[:, None])
     found = bidirectional_attention(*sides, rotary, None, documents, kernels=PLAIN)
     assert_same(found, expected, sides)
 

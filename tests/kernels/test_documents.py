@@ -16,7 +16,7 @@ from megamoe.kernels.library import Library
 from tests.kernels.test_attention import Sides, each, make
 from tests.support.kernels.chosen import (
     apply_rotary,
-    apply_rotary_in_documents,
+    apply_rotary_with_documents,
     causal_attention,
     plain_causal_attention,
     use_compiled,
@@ -109,7 +109,7 @@ def test_nothing_of_another_document_counts(library: Library) -> None:
 
 def test_rotary_positions_begin_in_each_document() -> None:
     heads = draw(9, 2, 3, 4)
-    found = apply_rotary_in_documents(heads, ROTARY, documents_of([4, 5], [9]))
+    found = apply_rotary_with_documents(heads, ROTARY, documents_of([4, 5], [9]))
     expected = torch.cat((apply_rotary(heads[:4], ROTARY), apply_rotary(heads[4:], ROTARY)))
     torch.testing.assert_close(found[:, 0], expected[:, 0], rtol=0, atol=1e-6)
     torch.testing.assert_close(found[:, 1], apply_rotary(heads, ROTARY)[:, 1], rtol=0, atol=1e-6)

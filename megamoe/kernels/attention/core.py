@@ -9,8 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from megamoe.kernels.attention.documents import Documents, Run, SourceLengths, apply_rotary_in_documents
-from megamoe.kernels.attention.rotary import Rotary, angles_of, apply_rotary, apply_rotary_qk, gradients_of
+from megamoe.kernels.attention.documents import Documents, Run, SourceLengths
+from megamoe.kernels.attention.rotary import (
+    Rotary,
+    angles_of,
+    apply_rotary,
+    apply_rotary_at,
+    apply_rotary_qk,
+    gradients_of,
+)
 from megamoe.kernels.attention.variants import PLAIN, Variant, varied_attention
 from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels
@@ -112,11 +119,8 @@ def causal_attention(
     tables: tuple[Tensor | None, Tensor | None] = (None, None)
     if rotary is not None and rotary.rotates_halves(query_SBND.shape[-1]):
         tables = angles_of(query_SBND, len(query_SBND), rotary)
-    elif rotary is not None:
-        query_SBND, key_SBGD = (
-            apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in qkv[:2]
-        )
-        qkv = (query_SBND, key_SBGD, value_SBGD)
+    else:
+        qkv = (*turned(query_SBND, key_SBGD, rotary, documents, kernels), value_SBGD)
     start_BS = None if documents is None else documents.start_BS
     window = len(query_SBND) if variant.window is None else variant.window
     sinks_N = None if variant.sinks_N is None else variant.sinks_N.float().contiguous()
@@ -137,13 +141,10 @@ def plain_causal_attention(
     kernels: Kernels,
 ) -> Tensor:
     """Compute `causal_attention` by PyTorch's operators."""
-    qkv = (query_SBND, key_SBGD, value_SBGD)
     if rotary is not None and documents is None:
-        query_SBND, key_SBGD, value_SBGD = apply_rotary_qk(*qkv, rotary, kernels)
-    elif rotary is not None:
-        query_SBND, key_SBGD = (
-            apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in qkv[:2]
-        )
+        query_SBND, key_SBGD, value_SBGD = apply_rotary_qk(query_SBND, key_SBGD, value_SBGD, rotary, kernels)
+    else:
+        query_SBND, key_SBGD = turned(query_SBND, key_SBGD, rotary, documents, kernels)
     qkv = (query_SBND, key_SBGD, value_SBGD)
     takes_lengths = documents is not None or variant.window is not None
     if takes_lengths and variant.only_window and fits_varlen(query_SBND):
@@ -168,11 +169,7 @@ def bidirectional_attention(
 
     It uses PyTorch's operators: the compiled library's pass is causal. dropout_p: of attention weights.
     """
-    if rotary is not None:
-        query_SBND, key_SBGD = (
-            apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in (query_SBND, key_SBGD)
-        )
-    qkv = (query_SBND, key_SBGD, value_SBGD)
+    qkv = (*turned(query_SBND, key_SBGD, rotary, documents, kernels), value_SBGD)
     if documents is not None and not dropout_p and fits_varlen(query_SBND):
         return varlen_attention(*qkv, documents, scale, causal=False)
     return attend(*qkv, documents, causal=False, dropout_p=dropout_p, scale=scale)
@@ -201,7 +198,21 @@ def apply_rotary_with_documents(
     """Turn queries or keys by their positions in the sequence or, where given, in the documents."""
     if documents is None:
         return apply_rotary(heads_SBND, rotary, kernels)
-    return apply_rotary_in_documents(heads_SBND, rotary, documents, kernels)
+    length = len(heads_SBND)
+    place_SB = torch.arange(length, device=heads_SBND.device)[:, None] - documents.start_BS.T
+    return apply_rotary_at(heads_SBND, place_SB, length, rotary, kernels)
+
+
+def turned(
+    query: Tensor, key: Tensor, rotary: Rotary | None, documents: Documents | None, kernels: Kernels
+) -> tuple[Tensor, Tensor]:
+    """Return queries and keys after `apply_rotary_with_documents`, or as they are without rotary positions."""
+    if rotary is None:
+        return query, key
+    return (
+        apply_rotary_with_documents(query, rotary, documents, kernels),
+        apply_rotary_with_documents(key, rotary, documents, kernels),
+    )
 
 
 def attend(

@@ -6,9 +6,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from megamoe.kernels.attention.rotary import Rotary, apply_rotary_at
-from megamoe.kernels.choice import Kernels
-
 RUN = 256  # tokens: shorter documents are taken together, by a mask of at most this size
 
 
@@ -114,12 +111,3 @@ class Run(NamedTuple):
 
     length: int
     is_one: bool
-
-
-def apply_rotary_in_documents(
-    heads_SBND: Tensor, rotary: Rotary, documents: Documents, kernels: Kernels
-) -> Tensor:
-    """Turn queries or keys by their positions in their documents; shapes and formula as `apply_rotary`."""
-    length = len(heads_SBND)
-    place_SB = torch.arange(length, device=heads_SBND.device)[:, None] - documents.start_BS.T
-    return apply_rotary_at(heads_SBND, place_SB, length, rotary, kernels)

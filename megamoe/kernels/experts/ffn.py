@@ -27,37 +27,22 @@ def experts_of_rows(counts_E: Tensor, num_rows: int) -> Tensor:
 
 def add_expert_bias(rows_NG: Tensor, bias_EG: Tensor, expert_N: Tensor) -> Tensor:
     """Return the rows with their expert's bias added, [N, G]; expert_N: int64."""
-    output_NG: Tensor = _ExpertBias.apply(rows_NG, bias_EG, expert_N)
-    return output_NG
-
-
-class _ExpertBias(Function):
-    """PyTorch's own backward of a row lookup adds atomically on CUDA, in the rows' dtype and in an order that
-    varies. In bf16 a sum of some thousand rows then misses much of itself.
-
-    Here the biases' gradient is a product, [E, N] of zeros and ones times [N, G], which adds in fp32.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows_NG: Tensor, bias_EG: Tensor, expert_N: Tensor) -> Tensor:
-        ctx.save_for_backward(expert_N)
-        ctx.num_experts = len(bias_EG)
-        return bias_EG.index_select(0, expert_N).to(rows_NG.dtype).add_(rows_NG)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_NG: Tensor) -> tuple[Tensor, Tensor, None]:
-        (expert_N,) = ctx.saved_tensors
-        return gradient_NG, _sum_of_experts(gradient_NG, expert_N, ctx.num_experts), None
+    return expert_rows(bias_EG, expert_N).to(rows_NG.dtype).add_(rows_NG)
 
 
 def expert_rows(weight_EG: Tensor, expert_N: Tensor) -> Tensor:
-    """Return the row of each row's expert, [N, G], with a gradient like that of `add_expert_bias`."""
+    """Return the weight of each row's expert, [N, G]; expert_N: int64."""
     weight_NG: Tensor = _ExpertRows.apply(weight_EG, expert_N)
     return weight_NG
 
 
 class _ExpertRows(Function):
+    """PyTorch's own backward of a row lookup adds atomically on CUDA, in the rows' dtype and in an order that
+    varies. In bf16 a sum of some thousand rows then misses much of itself.
+
+    Here the gradient is a product, [E, N] of zeros and ones times [N, G], which adds in fp32.
+    """
+
     @staticmethod
     def forward(ctx: Any, weight_EG: Tensor, expert_N: Tensor) -> Tensor:
         ctx.save_for_backward(expert_N)

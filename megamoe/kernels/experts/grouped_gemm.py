@@ -8,6 +8,7 @@ the experts on the host.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -31,7 +32,8 @@ class DelayedWeightGradients:
     that was started between the two runs beside these products, whose results it does not need. Until then
     the graph holds the products' inputs and the gradients of their outputs.
 
-    token: without elements; it stands for the weights in the graph of the products.
+    token: without elements; it stands for the weights in the graph of the products. pending: what computes
+    the gradient of the weight with this number.
     """
 
     token: Tensor = field(init=False, repr=False)
@@ -45,10 +47,6 @@ class DelayedWeightGradients:
         delayed.weights = [id(weight) for weight in weights]
         delayed.token = _Delayed.apply(delayed, *weights)
         return delayed
-
-    def put_off(self, place: int, gradient: Callable[[], Tensor]) -> None:
-        """Have the gradient of the weight with this number computed later."""
-        self.pending[place] = gradient
 
 
 class _Delayed(Function):
@@ -84,14 +82,11 @@ def grouped_product(
     """
     ends_E = checked_ends(rows_NI, weight_EOI, counts_E)
     rows_NI = rows_NI.contiguous()
-    product_NO: Tensor
-    if delayed is None:
-        product_NO = _GroupedProduct.apply(rows_NI, weight_EOI, ends_E, kernels)
-    else:
-        weight = weight_EOI.detach()
-        product_NO = _LaterProduct.apply(
-            rows_NI, weight, ends_E, kernels, delayed.token, delayed, delayed.weights.index(id(weight_EOI))
-        )
+    operands: list[Any] = [rows_NI, weight_EOI, ends_E, kernels]
+    if delayed is not None:
+        operands[1] = weight_EOI.detach()
+        operands += [delayed, delayed.weights.index(id(weight_EOI)), delayed.token]
+    product_NO: Tensor = _GroupedProduct.apply(*operands)
     return product_NO
 
 
@@ -117,28 +112,9 @@ class _GroupedProduct(Function):
     """The grouped product with its gradients. It saves the weight, not a transposed view of it.
 
     ZeRO 3 frees a weight's memory after the forward pass and fills it again before the backward pass. A view
-    would keep the gathered memory alive.
+    would keep the gathered memory alive. delayed: computes the gradient of a detached weight, its weight with
+    the number `place`.
     """
-
-    @staticmethod
-    def forward(ctx: Any, rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels) -> Tensor:
-        ctx.kernels = kernels
-        ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
-        return _product(rows_NI, weight_EOI, ends_E, kernels)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        rows_NI, weight_EOI, ends_E = ctx.saved_tensors
-        gradient_NO = gradient_NO.contiguous()
-        to_rows, to_weight, *_ = ctx.needs_input_grad
-        rows = _to_rows(gradient_NO, weight_EOI, ends_E, ctx.kernels) if to_rows else None
-        weight = _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, ctx.kernels) if to_weight else None
-        return rows, weight, None, None
-
-
-class _LaterProduct(Function):
-    """The same, but the weight's gradient is left to `DelayedWeightGradients`."""
 
     @staticmethod
     def forward(
@@ -147,9 +123,9 @@ class _LaterProduct(Function):
         weight_EOI: Tensor,
         ends_E: Tensor,
         kernels: Kernels,
-        token: Tensor,
-        delayed: DelayedWeightGradients,
-        place: int,
+        delayed: DelayedWeightGradients | None = None,
+        place: int = 0,
+        token: Tensor | None = None,
     ) -> Tensor:
         ctx.kernels, ctx.delayed, ctx.place = kernels, delayed, place
         ctx.save_for_backward(rows_NI, weight_EOI, ends_E)
@@ -160,9 +136,13 @@ class _LaterProduct(Function):
     def backward(ctx: Any, gradient_NO: Tensor) -> tuple[Tensor | None, ...]:
         rows_NI, weight_EOI, ends_E = ctx.saved_tensors
         gradient_NO, kernels = gradient_NO.contiguous(), ctx.kernels
-        ctx.delayed.put_off(ctx.place, lambda: _to_weight(gradient_NO, rows_NI, weight_EOI, ends_E, kernels))
-        rows = _to_rows(gradient_NO, weight_EOI, ends_E, kernels) if ctx.needs_input_grad[0] else None
-        return rows, None, None, None, gradient_NO.new_empty(0), None, None
+        to_rows, to_weight, *_ = ctx.needs_input_grad
+        weight = partial(_to_weight, gradient_NO, rows_NI, weight_EOI, ends_E, kernels)
+        rows = _to_rows(gradient_NO, weight_EOI, ends_E, kernels) if to_rows else None
+        if ctx.delayed is None:
+            return rows, weight() if to_weight else None, None, None
+        ctx.delayed.pending[ctx.place] = weight
+        return rows, None, None, None, None, None, gradient_NO.new_empty(0)
 
 
 def _product(rows_NI: Tensor, weight_EOI: Tensor, ends_E: Tensor, kernels: Kernels) -> Tensor:

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 
 from megamoe.compat.megatron_compat import head_norm
 from megamoe.kernels.attention.core import (
-    apply_rotary_with_documents,
     attend,
     bidirectional_attention,
     causal_attention,
     cross_attention,
     split_heads,
+    turned,
 )
 from megamoe.kernels.attention.documents import Documents, SourceLengths
 from megamoe.kernels.attention.rotary import Rotary
@@ -157,10 +157,7 @@ class SDPAttention(nn.Module):
         if not dropout:
             variant = self._variant()
             return causal_attention(*qkv, rotary, self.scale, documents, variant, kernels=kernels)
-        if rotary is not None:
-            query, key = (
-                apply_rotary_with_documents(heads, rotary, documents, kernels) for heads in (query, key)
-            )
+        query, key = turned(query, key, rotary, documents, kernels)
         return attend(query, key, value, documents, dropout_p=dropout, scale=self.scale)
 
     def _variant(self) -> Variant:

@@ -6,7 +6,7 @@ from typing import Any
 from megamoe.kernels import adamw, router
 from megamoe.kernels import rms_norm as block
 from megamoe.kernels.attention import core as attention
-from megamoe.kernels.attention import documents, rotary
+from megamoe.kernels.attention import rotary
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts import ffn as experts
 from megamoe.kernels.experts import grouped_gemm as products
@@ -34,7 +34,7 @@ sum_of_squares = _chosen_for(adamw.sum_of_squares)
 AdamW = _chosen_for(adamw.AdamW)
 causal_attention = _chosen_for(attention.causal_attention)
 plain_causal_attention = _chosen_for(attention.plain_causal_attention)
-apply_rotary_in_documents = _chosen_for(documents.apply_rotary_in_documents)
+apply_rotary_with_documents = _chosen_for(attention.apply_rotary_with_documents)
 rms_norm, apply_rotary = _chosen_for(block.rms_norm), _chosen_for(rotary.apply_rotary)
 swiglu_experts = _chosen_for(experts.swiglu_experts)
 grouped_product = _chosen_for(products.grouped_product)
