@@ -149,6 +149,22 @@ class Part(nn.Module):
         must not become a submodule: keep it in a tuple.
         """
 
+    def draws(
+        self,
+        context: StepContext,
+        purpose: str,
+        tokens_TX: Tensor,
+        columns: int,
+        draw: Callable[..., Tensor] = rng.uniform,
+    ) -> Tensor:
+        """Return this step's random numbers for these tokens, fp32 [T, columns].
+
+        purpose: draws of different purposes are independent. draw: a function of `rng`.
+        """
+        index_T = context.token_index(len(tokens_TX), tokens_TX.device)
+        draw_key = context.draw_key(self.dims.layer, purpose)
+        return draw(draw_key, index_T, columns, kernels=self.dims.kernels)
+
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
         """Update learned buffers without gradient; called after each optimiser step of training.
 

@@ -206,7 +206,7 @@ def apply_rotary_with_documents(
 def turned(
     query: Tensor, key: Tensor, rotary: Rotary | None, documents: Documents | None, kernels: Kernels
 ) -> tuple[Tensor, Tensor]:
-    """Return queries and keys after `apply_rotary_with_documents`, or as they are without rotary positions."""
+    """Return queries and keys after `apply_rotary_with_documents`; without rotary positions as they are."""
     if rotary is None:
         return query, key
     return (

@@ -1,13 +1,77 @@
-"""What several scorers use: the temperature of cosines; the counts of tokens in the data, from a file."""
+"""What several scorers use: rows of experts, tables of token ids, the temperature of cosines; the counts of
+tokens in the data, from a file.
+"""
 
 from pathlib import Path
+from typing import Any, ClassVar
 
 import numpy as np
+import torch
+from torch import Tensor, nn
 
 from megamoe.errors import UserError
 from megamoe.io import open_plain
+from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
 
 WAY_OUT = "give the PREFIX.counts.npy that tools/prepare_data.py writes beside the data"
+
+
+class RowScorer(Part):
+    """A scorer with a row of `weight` [E, H] for each expert."""
+
+    def __init__(self, config: Any, dims: Dims) -> None:
+        super().__init__(config, dims)
+        self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
+        dims.init_weight(self.weight, "router")
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Return the mean L2 norm of the experts' rows of the weight."""
+        return {"embedding_norm": mean_row_norm(self.weight)}
+
+
+class TableScorer(Part):
+    """A scorer that looks each token's experts up by its id, in the buffer table_KV, int64.
+
+    name: in the configuration. Building one raises UserError if the model has no token ids.
+    """
+
+    name: ClassVar[str]
+    table_KV: Tensor
+
+    @classmethod
+    def provides(cls, options: Any) -> set[str]:
+        return {"table_TK"}
+
+    def __init__(self, config: Any, dims: Dims) -> None:
+        super().__init__(config, dims)
+        if torch.get_default_device().type == "meta":  # only the sizes are needed
+            table_KV = torch.empty(dims.num_choices, dims.vocab_size or 0, dtype=torch.int64)
+        else:
+            table_KV = self.draw_KV(known_vocabulary(dims, self.name))
+        self.register_buffer("table_KV", table_KV)
+
+    def draw_KV(self, vocab_size: int) -> Tensor:
+        """Return the table; UserError if a file does not fit the vocabulary."""
+        raise NotImplementedError
+
+    def table_TK(self, context: StepContext) -> Tensor:
+        """Return each token's experts, int64; UserError if the context has no token ids."""
+        return self.table_KV[:, known_ids_T(context, self.name, self.table_KV.device)].T.contiguous()
+
+
+def known_vocabulary(dims: Dims, scorer: str) -> int:
+    """Return the rows of the embedding; UserError where there is none."""
+    if dims.vocab_size is None:
+        what = f"scorer {scorer} needs token ids, but this layer knows no vocabulary"
+        raise UserError(f"{what}; choose another scorer")
+    return dims.vocab_size
+
+
+def known_ids_T(context: StepContext, scorer: str, device: torch.device) -> Tensor:
+    """Return the token ids, int64, on the device; UserError where there are none."""
+    if context.token_ids_T is None:
+        raise UserError(f"scorer {scorer} needs token ids, but the layers got none; choose another scorer")
+    return context.token_ids_T.to(device)
 
 
 def open_counts(path: str) -> np.ndarray:

@@ -9,15 +9,14 @@ import torch
 from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
-from megamoe.errors import UserError
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Part, StepContext
-from megamoe.moe.scorers.common import WAY_OUT, open_counts, read_counts
+from megamoe.moe.part import StepContext
+from megamoe.moe.scorers.common import WAY_OUT, TableScorer, open_counts, read_counts
 from megamoe.registry import register
 
 
 @register("scorer", "hash")
-class HashScorer(Part):
+class HashScorer(TableScorer):
     """K tables token id -> expert, drawn once from (seed, layer); the selector `table` reads them.
 
     The table, int64 [K, V], is saved in checkpoints; V is the number of the embedding's rows. The scores are
@@ -34,6 +33,8 @@ class HashScorer(Part):
     tables from the same counts would put the same frequent ids together, and K of them would act as one wider
     expert. So from the second table on, the ids are permuted among E neighbours in the order of frequency.
     """
+
+    name = "hash"
 
     @dataclass
     class Config:
@@ -53,10 +54,6 @@ class HashScorer(Part):
                 )
 
     @classmethod
-    def provides(cls, options: Config) -> set[str]:
-        return {"table_TK"}
-
-    @classmethod
     def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
         return {("selector", "table_TK"): "since the scores say no more than the tables"}
 
@@ -67,33 +64,17 @@ class HashScorer(Part):
         for name in (name for name, choice in moe.losses.items() if choice.options.weight > 0):
             raise ValueError(f"moe.losses.{name} has no score to teach; leave it out, or log it by weight: 0")
 
-    def __init__(self, config: Config, dims: Dims) -> None:
-        """Raise UserError if the model has no token ids, or if the counts do not fit its vocabulary."""
-        super().__init__(config, dims)
-        if torch.get_default_device().type == "meta":  # only the sizes are needed
-            table_KV = torch.empty(dims.num_choices, dims.vocab_size or 0, dtype=torch.int64)
-        elif dims.vocab_size is None:
-            raise UserError(
-                "scorer hash needs token ids, but this layer knows no vocabulary; choose another scorer"
-            )
-        else:
-            table_KV = self._draw_KV(dims.vocab_size)
-        self.table_KV: Tensor
-        self.register_buffer("table_KV", table_KV)
-
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """[T, H] -> [T, E] fp32, and the extra `table_TK`, int64: each token's expert in each table.
 
         Raises:
             UserError: if the context has no token ids.
         """
-        if context.token_ids_T is None:
-            raise UserError("scorer hash needs token ids, but the layers got none; choose another scorer")
-        table_TK = self.table_KV[:, context.token_ids_T.to(self.table_KV.device)].T.contiguous()
+        table_TK = self.table_TK(context)
         scores_TE = hidden_TH.new_zeros(len(table_TK), self.dims.num_experts).scatter_(1, table_TK, 1.0)
         return scores_TE, {"table_TK": table_TK}
 
-    def _draw_KV(self, vocab_size: int) -> Tensor:
+    def draw_KV(self, vocab_size: int) -> Tensor:
         num_tables, num_experts = self.dims.num_choices, self.dims.num_experts
         draw_key = rng.key(self.dims.seed, 0, self.dims.layer, "hash")
         word_V = torch.arange(vocab_size, device="cpu")

@@ -94,7 +94,9 @@ class HierarchicalScorer(Part):
             extras |= {"group_clean_TG": group_TG, "inner_clean_TE": inner_TE}
             extras |= {"group_std_TG": group_std_TG, "inner_std_TE": inner_std_TE}
             if self.training:
-                group_eps_TG, inner_eps_TE = self._noise(hidden_TH, context)
+                sizes = [self.num_groups, self.dims.num_experts]
+                noise = self.draws(context, "noise", hidden_TH, sum(sizes), rng.normal)
+                group_eps_TG, inner_eps_TE = noise.split(sizes, dim=1)
                 group_TG = torch.addcmul(group_TG, group_eps_TG, group_std_TG)
                 inner_TE = torch.addcmul(inner_TE, inner_eps_TE, inner_std_TE)
         else:
@@ -109,11 +111,3 @@ class HierarchicalScorer(Part):
         if not self.config.noisy:
             self.dims.init_weight(weight, purpose)
         return weight
-
-    def _noise(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, Tensor]:
-        """Draw N(0, 1) for both levels: [T, G] and [T, E]."""
-        draw_key = context.draw_key(self.dims.layer, "noise")
-        token_index_T = context.token_index(len(hidden_TH), hidden_TH.device)
-        columns = self.num_groups + self.dims.num_experts
-        noise = rng.normal(draw_key, token_index_T, columns, kernels=self.dims.kernels)
-        return noise[:, : self.num_groups], noise[:, self.num_groups :]

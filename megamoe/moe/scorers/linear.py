@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from megamoe.kernels.router import scores
-from megamoe.moe import rng
-from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
+from megamoe.moe.part import Dims, StepContext
+from megamoe.moe.scorers.common import RowScorer
 from megamoe.registry import register
 
 
 @register("scorer", "linear")
-class LinearScorer(Part):
+class LinearScorer(RowScorer):
     """s = W x, computed in fp32 whatever the model's dtype; with `bias`, s = W x + b.
 
     With `jitter` e, in training, x is first multiplied element by element by draws from U(1 - e, 1 + e).
@@ -44,30 +44,18 @@ class LinearScorer(Part):
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
-        self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        dims.init_weight(self.weight, "router")
         self.bias: nn.Parameter | None = None
         if config.bias:
             self.bias = nn.Parameter(torch.zeros(dims.num_experts))
 
-    def metrics(self) -> dict[str, Tensor]:
-        """Return the mean L2 norm of the experts' rows of the weight."""
-        return {"embedding_norm": mean_row_norm(self.weight)}
-
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor | tuple[Tensor, dict[str, Tensor]]:
         """[T, H] in any float dtype -> [T, E] fp32, and the extra rows_EH, fp32, with `rows`."""
         if self.training and self.config.jitter > 0:
-            hidden_TH = hidden_TH.float() * self._jitter_TH(hidden_TH, context)
+            unit_TH = self.draws(context, "jitter", hidden_TH, hidden_TH.shape[1])
+            hidden_TH = hidden_TH.float() * (1 + self.config.jitter * (2 * unit_TH - 1))
         scores_TE = scores(hidden_TH, self.weight, self.dims.kernels)
         scores_TE = scores_TE if self.bias is None else scores_TE + self.bias.float()
         if not self.config.rows:
             return scores_TE
         # A copy: ZeRO 3 frees the weight after this call.
         return scores_TE, {"rows_EH": self.weight.to(torch.float32, copy=True)}
-
-    def _jitter_TH(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
-        num_tokens, hidden_size = hidden_TH.shape
-        draw_key = context.draw_key(self.dims.layer, "jitter")
-        index_T = context.token_index(num_tokens, hidden_TH.device)
-        unit_TH = rng.uniform(draw_key, index_T, hidden_size, kernels=self.dims.kernels)
-        return 1 + self.config.jitter * (2 * unit_TH - 1)

@@ -63,10 +63,5 @@ class NoisyScorer(Part):
         extras = {"clean_TE": clean_TE, "noise_std_TE": noise_std_TE}
         if not self.training:
             return clean_TE, extras
-        return torch.addcmul(clean_TE, self._normal_TE(clean_TE, context), noise_std_TE), extras
-
-    def _normal_TE(self, clean_TE: Tensor, context: StepContext) -> Tensor:
-        num_tokens, num_experts = clean_TE.shape
-        draw_key = context.draw_key(self.dims.layer, "router_noise")
-        index_T = context.token_index(num_tokens, clean_TE.device)
-        return rng.normal(draw_key, index_T, num_experts, kernels=self.dims.kernels)
+        noise_TE = self.draws(context, "router_noise", clean_TE, clean_TE.shape[1], rng.normal)
+        return torch.addcmul(clean_TE, noise_TE, noise_std_TE), extras

@@ -8,7 +8,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from megamoe.kernels.router import renormalised_weights, top_k
-from megamoe.moe import rng
 from megamoe.moe.part import StepContext
 from megamoe.moe.routing import Pairs, Scored
 from megamoe.moe.selectors.choices import FixedK, chosen_shares_TK, only_valid, probs_N, shares_N, valid_TK
@@ -135,7 +134,7 @@ class TopK(FixedK):
         """Return which choices are sent, bool [T, 2]: always the first, and the second if 2 p_2 > u (p_1 +
         p_2).
         """
-        bound_T = self._uniform_T(probs_T2, context) * probs_T2.sum(dim=-1)
+        bound_T = self.draws(context, "second", probs_T2, 1)[:, 0] * probs_T2.sum(dim=-1)
         return torch.stack([torch.ones_like(bound_T, dtype=torch.bool), 2 * probs_T2[:, 1] > bound_T], dim=1)
 
     def _sample_second(self, expert_T2: Tensor, probs_TE: Tensor, context: StepContext) -> Tensor:
@@ -145,16 +144,11 @@ class TopK(FixedK):
         rest_TE = probs_TE.scatter(1, expert_T2[:, :1], 0.0)
         sum_TE = rest_TE.cumsum(dim=-1)
         total_T = sum_TE[:, -1]
-        target_T = self._uniform_T(probs_TE, context) * total_T
+        target_T = self.draws(context, "second", probs_TE, 1)[:, 0] * total_T
         # The p of the expert found is positive, since u < 1.
         drawn_T = torch.searchsorted(sum_TE, target_T[:, None], right=True)[:, 0]
         is_drawn_T = total_T > torch.finfo(total_T.dtype).tiny
         return torch.stack([expert_T2[:, 0], torch.where(is_drawn_T, drawn_T, expert_T2[:, 1])], dim=1)
-
-    def _uniform_T(self, probs_TK: Tensor, context: StepContext) -> Tensor:
-        token_index_T = context.token_index(len(probs_TK), probs_TK.device)
-        draw_key = context.draw_key(self.dims.layer, "second")
-        return rng.uniform(draw_key, token_index_T, 1, kernels=self.dims.kernels)[:, 0]
 
     def _weights(
         self, scored: Scored, expert_TK: Tensor, kept_TK: Tensor | None, best: bool = False

@@ -3,16 +3,17 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megamoe.kernels.router import scores
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
+from megamoe.moe.part import Dims, StepContext
+from megamoe.moe.scorers.common import RowScorer
 from megamoe.registry import register
 
 
 @register("scorer", "dense_to_sparse")
-class DenseToSparseScorer(Part):
+class DenseToSparseScorer(RowScorer):
     """s = (W x + g) / tau, g from Gumbel(0, 1) for each token and expert in training; tau falls by step.
 
     With the score function `softmax` these are Gumbel-softmax gates. With the selector `above`, a token has
@@ -48,26 +49,20 @@ class DenseToSparseScorer(Part):
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
-        self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        dims.init_weight(self.weight, "router")
         self.temperature: Tensor
         self.register_buffer("temperature", torch.full((), config.start, dtype=torch.float32))
 
     def metrics(self) -> dict[str, Tensor]:
         """Return the temperature and the mean L2 norm of the experts' rows of the weight."""
-        return {"temperature": self.temperature.float(), "embedding_norm": mean_row_norm(self.weight)}
+        return {"temperature": self.temperature.float(), **super().metrics()}
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> Tensor:
         """[T, H] in any float dtype -> [T, E] fp32."""
         scores_TE = scores(hidden_TH, self.weight, self.dims.kernels)
         if self.training and self.config.noise > 0:
-            scores_TE = scores_TE + self.config.noise * self._gumbel_TE(scores_TE, context)
+            gumbel_TE = self.draws(context, "gumbel", scores_TE, scores_TE.shape[1], rng.gumbel)
+            scores_TE = scores_TE + self.config.noise * gumbel_TE
         return scores_TE / self.temperature.float()
-
-    def _gumbel_TE(self, scores_TE: Tensor, context: StepContext) -> Tensor:
-        index_T = context.token_index(len(scores_TE), scores_TE.device)
-        draw_key = context.draw_key(self.dims.layer, "gumbel")
-        return rng.gumbel(draw_key, index_T, scores_TE.shape[1], kernels=self.dims.kernels)
 
     def after_step(self, load_E: Tensor, context: StepContext) -> None:
         """Set the temperature of the next step."""

@@ -3,15 +3,16 @@
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
+from megamoe.moe.part import Dims, StepContext
+from megamoe.moe.scorers.common import RowScorer
 from megamoe.registry import register
 
 
 @register("scorer", "policy")
-class PolicyScorer(Part):
+class PolicyScorer(RowScorer):
     """pi(e | u) = softmax(W u); in training the experts are drawn from pi_old, otherwise the k largest are
     taken.
 
@@ -62,16 +63,10 @@ class PolicyScorer(Part):
 
     def __init__(self, config: Config, dims: Dims) -> None:
         super().__init__(config, dims)
-        self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        dims.init_weight(self.weight, "router")
         self.old_weight: Tensor
         self.reference_weight: Tensor
         self.register_buffer("old_weight", self.weight.detach().clone())
         self.register_buffer("reference_weight", self.weight.detach().clone())
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Return the mean L2 norm of the experts' rows of the weight."""
-        return {"embedding_norm": mean_row_norm(self.weight)}
 
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """[T, H] fp32 -> [T, E] fp32; in training also two extras, both fp32 without gradient.

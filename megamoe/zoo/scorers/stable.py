@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from megamoe.errors import UserError
 from megamoe.moe import rng
 from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
+from megamoe.moe.scorers.common import known_ids_T, known_vocabulary
 from megamoe.registry import register
 
 
@@ -69,13 +69,9 @@ class StableScorer(Part):
     def __init__(self, config: Config, dims: Dims) -> None:
         """Raise UserError if the model has no token ids."""
         super().__init__(config, dims)
-        if dims.vocab_size is None:
-            raise UserError(
-                "scorer stable needs token ids, but this layer knows no vocabulary; choose another scorer"
-            )
-        width = config.routing_dim
+        vocab_size, width = known_vocabulary(dims, "stable"), config.routing_dim
         self.centroids = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        self.light_embedding = nn.Parameter(torch.empty(dims.vocab_size, width))
+        self.light_embedding = nn.Parameter(torch.empty(vocab_size, width))
         self.light_centroids = nn.Parameter(torch.empty(dims.num_experts, width))
         dims.init_weight(self.centroids, "router")
         key = rng.key(dims.seed, 0, dims.layer, "light embedding")
@@ -85,7 +81,7 @@ class StableScorer(Part):
         self.frozen_embedding: Tensor
         self.frozen_centroids: Tensor
         self.register_buffer("frozen", torch.zeros((), dtype=torch.bool))
-        self.register_buffer("frozen_embedding", torch.zeros(dims.vocab_size, width))
+        self.register_buffer("frozen_embedding", torch.zeros(vocab_size, width))
         self.register_buffer("frozen_centroids", torch.zeros(dims.num_experts, width))
 
     def metrics(self) -> dict[str, Tensor]:
@@ -101,9 +97,7 @@ class StableScorer(Part):
         Raises:
             UserError: if the context has no token ids.
         """
-        if context.token_ids_T is None:
-            raise UserError("scorer stable needs token ids, but the layers got none; choose another scorer")
-        token_ids_T = context.token_ids_T.to(hidden_TH.device)
+        token_ids_T = known_ids_T(context, "stable", hidden_TH.device)
         scores_TE = functional.linear(hidden_TH, self.centroids.float())
         light_TE = _light_TE(token_ids_T, self.light_embedding, self.light_centroids)
         frozen_TE = _light_TE(token_ids_T, self.frozen_embedding, self.frozen_centroids)

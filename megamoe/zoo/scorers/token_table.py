@@ -6,21 +6,28 @@ from typing import Literal
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.errors import UserError
 from megamoe.kernels.router import scores
 from megamoe.moe import rng
-from megamoe.moe.part import Dims, Part, StepContext, mean_row_norm
-from megamoe.moe.scorers.common import WAY_OUT, open_counts, open_integers, read_counts
+from megamoe.moe.part import StepContext
+from megamoe.moe.scorers.common import (
+    WAY_OUT,
+    RowScorer,
+    TableScorer,
+    open_counts,
+    open_integers,
+    read_counts,
+)
 from megamoe.registry import register
 
 _CHUNK = 4096  # token ids whose draws are in memory at once
 
 
 @register("scorer", "token_table")
-class TokenTableScorer(Part):
+class TokenTableScorer(RowScorer, TableScorer):
     """s = W x; the k experts of a token are those of its id in a table, which the selector `table` reads.
 
     The table, int64 [k, V], is a buffer: checkpoints save it. V is the number of the embedding's rows. The k
@@ -36,6 +43,7 @@ class TokenTableScorer(Part):
     Caveats: how DeepSeek-V4's table was made is not known to us; the four ways are ours.
     """
 
+    name = "token_table"
     takes_any_dtype = True
 
     @dataclass
@@ -59,10 +67,6 @@ class TokenTableScorer(Part):
                 )
 
     @classmethod
-    def provides(cls, options: Config) -> set[str]:
-        return {"table_TK"}
-
-    @classmethod
     def must_be_required(cls, options: Config) -> dict[tuple[str, str], str]:
         return {("selector", "table_TK"): "since otherwise the table chooses nothing"}
 
@@ -76,39 +80,17 @@ class TokenTableScorer(Part):
         if options.path is not None:
             _check_table(_open_table(options.path), options.path, k, moe.num_experts)
 
-    def __init__(self, config: Config, dims: Dims) -> None:
-        """Raise UserError if the model has no token ids, or if a file does not fit its vocabulary."""
-        super().__init__(config, dims)
-        self.weight = nn.Parameter(torch.empty(dims.num_experts, dims.hidden_size))
-        dims.init_weight(self.weight, "router")
-        if torch.get_default_device().type == "meta":  # only the sizes are needed
-            table_KV = torch.empty(dims.num_choices, dims.vocab_size or 0, dtype=torch.int64)
-        elif dims.vocab_size is None:
-            raise UserError(
-                "scorer token_table needs token ids, but this layer knows no vocabulary; choose another "
-                "scorer"
-            )
-        else:
-            table_KV = self._table_VK(dims.vocab_size).T.contiguous()
-        self.table_KV: Tensor
-        self.register_buffer("table_KV", table_KV)
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Return the mean L2 norm of the experts' rows of the weight."""
-        return {"embedding_norm": mean_row_norm(self.weight)}
-
     def forward(self, hidden_TH: Tensor, context: StepContext) -> tuple[Tensor, dict[str, Tensor]]:
         """[T, H] in any float dtype -> [T, E] fp32, and the extra `table_TK`, int64: each token's experts.
 
         Raises:
             UserError: if the context has no token ids.
         """
-        if context.token_ids_T is None:
-            raise UserError(
-                "scorer token_table needs token ids, but the layers got none; choose another scorer"
-            )
-        table_TK = self.table_KV[:, context.token_ids_T.to(self.table_KV.device)].T.contiguous()
-        return scores(hidden_TH, self.weight, self.dims.kernels), {"table_TK": table_TK}
+        return scores(hidden_TH, self.weight, self.dims.kernels), {"table_TK": self.table_TK(context)}
+
+    def draw_KV(self, vocab_size: int) -> Tensor:
+        """See `TableScorer`."""
+        return self._table_VK(vocab_size).T.contiguous()
 
     def _table_VK(self, vocab_size: int) -> Tensor:
         num_experts, k = self.dims.num_experts, self.dims.num_choices

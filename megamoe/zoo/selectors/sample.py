@@ -70,9 +70,7 @@ class Sample(FixedK):
         elif logs_TE is None:
             probs_TE = scored.probs_TE.detach()
             logs_TE = probs_TE.clamp_min(torch.finfo(probs_TE.dtype).tiny).log()
-        index_T = context.token_index(scored.num_tokens, logs_TE.device)
-        draw_key = context.draw_key(self.dims.layer, "sample")
-        keys_TE = logs_TE + rng.gumbel(draw_key, index_T, scored.num_experts, kernels=self.dims.kernels)
+        keys_TE = logs_TE + self.draws(context, "sample", logs_TE, scored.num_experts, rng.gumbel)
         return scored.of_candidates_TE(keys_TE, float("-inf"), self.dims.kernels)
 
     def _weights_TK(self, scored: Scored, expert_TK: Tensor, kept_TK: Tensor | None) -> Tensor:

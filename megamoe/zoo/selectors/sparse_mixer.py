@@ -90,12 +90,10 @@ class SparseMixer(FixedK):
         q_TE = near_TE.softmax(dim=-1)
         if not self.training:
             return best_T1, q_TE.gather(1, best_T1)
-        index_T = context.token_index(len(scores_TE), scores_TE.device)
-        draw_key = context.draw_key(self.dims.layer, f"sparse mixer {choice}")
-        gumbel_TE = rng.gumbel(draw_key, index_T, scores_TE.shape[1], kernels=self.dims.kernels)
+        num_experts = scores_TE.shape[1]
+        gumbel_TE = self.draws(context, f"sparse mixer {choice}", scores_TE, num_experts, rng.gumbel)
         drawn_T1 = largest(near_TE.detach() + gumbel_TE, 1)
-        draw_key = context.draw_key(self.dims.layer, f"sparse mixer scale {choice}")
-        is_full_T1 = rng.uniform(draw_key, index_T, 1, kernels=self.dims.kernels) > 0.75
+        is_full_T1 = self.draws(context, f"sparse mixer scale {choice}", scores_TE, 1) > 0.75
         factor_T1 = torch.where((drawn_T1 == best_T1) | is_full_T1, 1.0, 1 / 3)
         weight_T1: Tensor = _ScaledValue.apply(q_TE.gather(1, drawn_T1), factor_T1)
         return drawn_T1, weight_T1
