@@ -136,8 +136,7 @@ def inner_optimizer(optimizer: Any) -> torch.optim.Optimizer:
     Without it: the learning rate cannot be set, and Adam's moments cannot be saved.
     Canary: test_deepspeed_zero.py::test_wrapped_optimizers
     """
-    inner: torch.optim.Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return inner
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 @contextmanager

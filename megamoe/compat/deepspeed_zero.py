@@ -156,8 +156,7 @@ def slice_values(parameter: Any) -> Tensor:
     Without it: frozen weights could not be saved at ZeRO 3.
     Canary: test_deepspeed_zero.py::test_parameters_at_zero3
     """
-    values: Tensor = parameter.ds_tensor.detach().view(-1).narrow(0, 0, slice_of(parameter)[1])
-    return values
+    return parameter.ds_tensor.detach().view(-1).narrow(0, 0, slice_of(parameter)[1])
 
 
 def set_sliced_master(parameter: Any, value: Tensor) -> None:
@@ -348,5 +347,4 @@ def parameters_of_groups(optimizer: Any) -> list[list[nn.Parameter]]:
     Without it: gradients would be reduced to the wrong parts.
     Canary: test_deepspeed_zero.py::test_gradients_have_an_owner
     """
-    groups: list[list[nn.Parameter]] = optimizer.bf16_groups
-    return groups
+    return optimizer.bf16_groups

@@ -84,5 +84,4 @@ def head_norm(norm: Any, heads: Tensor) -> Tensor:
     """
     if norm is None:
         return heads
-    normed: Tensor = norm(heads)
-    return normed
+    return norm(heads)

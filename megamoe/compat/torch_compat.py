@@ -366,10 +366,8 @@ def widen_bf16_products() -> torch.library.Library:
         operator = getattr(torch.ops.aten, name).out
         sizes = (*left.shape[:-1], right.shape[-1])
         if left.dtype != torch.bfloat16 or right.dtype != torch.bfloat16:
-            found: Tensor = operator(left, right, out=left.new_empty(sizes))
-            return found
-        wide: Tensor = operator(left.float(), right.float(), out=left.new_empty(sizes, dtype=torch.float32))
-        return wide
+            return operator(left, right, out=left.new_empty(sizes))
+        return operator(left.float(), right.float(), out=left.new_empty(sizes, dtype=torch.float32))
 
     def plain(name: str) -> Callable[..., Tensor]:
         return lambda left, right: product(name, left, right).to(left.dtype)

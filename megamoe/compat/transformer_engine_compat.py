@@ -46,8 +46,7 @@ def fp8_ability(fp8: str) -> tuple[bool, str]:
     """
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
-    ability: tuple[bool, str] = getattr(FP8GlobalStateManager, FP8_ABILITY[fp8])()
-    return ability
+    return getattr(FP8GlobalStateManager, FP8_ABILITY[fp8])()
 
 
 class LentWeights:

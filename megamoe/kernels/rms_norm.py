@@ -20,8 +20,7 @@ def rms_norm(hidden: Tensor, weight_H: Tensor, eps: float, kernels: Kernels) -> 
     library = _norms_for(hidden, weight_H, kernels)
     if library is None:
         return functional.rms_norm(hidden, weight_H.shape, weight_H, eps)
-    normed: Tensor = _RMSNorm.apply(hidden, weight_H, eps, library)
-    return normed
+    return _RMSNorm.apply(hidden, weight_H, eps, library)
 
 
 def _norms_for(hidden: Tensor, weight_H: Tensor, kernels: Kernels) -> RowKernels | None:
@@ -49,8 +48,7 @@ def summed_rms_norm(
     ):
         total = hidden if added is None else hidden + added
         return total, rms_norm(total, weight_H, eps, kernels)
-    both: tuple[Tensor, Tensor] = _SummedRMSNorm.apply(hidden, added, weight_H, eps, library)
-    return both
+    return _SummedRMSNorm.apply(hidden, added, weight_H, eps, library)
 
 
 class _SummedRMSNorm(Function):

@@ -28,8 +28,7 @@ def scores(hidden_TH: Tensor, weight_EH: Tensor, kernels: Kernels) -> Tensor:
     chosen = kernels.triton_for(hidden_TH)
     if chosen is None or not weight_EH.is_contiguous():
         return functional.linear(hidden_TH.float(), weight_EH.float())
-    scores_TE: Tensor = _Scores.apply(hidden_TH, weight_EH, chosen)
-    return scores_TE
+    return _Scores.apply(hidden_TH, weight_EH, chosen)
 
 
 class _Scores(Function):
@@ -71,10 +70,7 @@ def renormalised_weights(
         logs = None if slope is None else lambda: slope * scores_TE.gather(1, expert_TK)
         return shares(probs_TE.gather(1, expert_TK), logs) * scale
     scores = None if slope is None else scores_TE.contiguous()
-    weights_TK: Tensor = _Renormalised.apply(
-        probs_TE, scores, expert_TK.contiguous(), slope or 0.0, scale, chosen
-    )
-    return weights_TK
+    return _Renormalised.apply(probs_TE, scores, expert_TK.contiguous(), slope or 0.0, scale, chosen)
 
 
 def shares(prob_TK: Tensor, logs: Callable[[], Tensor] | None) -> Tensor:
@@ -131,8 +127,7 @@ def softmax(scores_TE: Tensor, kernels: Kernels) -> Tensor:
     library = _library_for(scores_TE, kernels)
     if library is None or scores_TE.shape[-1] > FEW_EXPERTS:
         return scores_TE.softmax(dim=-1)
-    probs_TE: Tensor = _Softmax.apply(scores_TE, library)
-    return probs_TE
+    return _Softmax.apply(scores_TE, library)
 
 
 class _Softmax(Function):
@@ -152,6 +147,12 @@ class _Softmax(Function):
         arguments = (gradient_TE.contiguous(), probs_TE, *_sizes(probs_TE), to_scores_TE)
         ctx.library.softmax_backward(*arguments)
         return to_scores_TE, None
+
+
+def masked_softmax(scores_TE: Tensor, kept_TE: Tensor | None, kernels: Kernels) -> Tensor:
+    """Return the softmax of each row over what is kept, see `masked`, and 0 for the rest."""
+    probs_TE = softmax(masked(scores_TE, kept_TE, float("-inf"), kernels), kernels)
+    return masked(probs_TE, kept_TE, 0.0, kernels)  # a row of which nothing is kept is NaN
 
 
 def top_k(ranking_TE: Tensor, count: int, kernels: Kernels) -> Tensor:
@@ -185,13 +186,14 @@ def largest(values: Tensor, count: int) -> Tensor:
     return (ascending * size + place).topk(count, dim=-1).indices
 
 
-def masked(values_TE: Tensor, kept_TE: Tensor, otherwise: float, kernels: Kernels) -> Tensor:
-    """Return the values where `kept_TE` (bool) is True, and `otherwise` elsewhere, [T, E]."""
+def masked(values_TE: Tensor, kept_TE: Tensor | None, otherwise: float, kernels: Kernels) -> Tensor:
+    """Return the values where `kept_TE` (bool; None: everywhere) is True, and `otherwise` elsewhere."""
+    if kept_TE is None:
+        return values_TE
     library = _library_for(values_TE, kernels)
     if library is None or values_TE.shape != kept_TE.shape:
         return values_TE.masked_fill(~kept_TE, otherwise)
-    result_TE: Tensor = _Masked.apply(values_TE, kept_TE.contiguous(), otherwise, library)
-    return result_TE
+    return _Masked.apply(values_TE, kept_TE.contiguous(), otherwise, library)
 
 
 class _Masked(Function):
@@ -234,8 +236,7 @@ def mean_squared_log_sum(scores_TE: Tensor, kernels: Kernels) -> Tensor:
     chosen = _kernels_for(scores_TE, kernels)
     if chosen is None:
         return plain_mean_squared_log_sum(scores_TE)
-    mean: Tensor = _MeanSquaredLogSum.apply(scores_TE, chosen)
-    return mean
+    return _MeanSquaredLogSum.apply(scores_TE, chosen)
 
 
 def plain_mean_squared_log_sum(scores_TE: Tensor) -> Tensor:
@@ -273,8 +274,7 @@ def balance(probs_TE: Tensor, counts_E: Tensor, kernels: Kernels) -> Tensor:
     chosen = _kernels_for(probs_TE, kernels)
     if chosen is None:
         return plain_balance(probs_TE, counts_E)
-    loss: Tensor = _Balance.apply(probs_TE, counts_E, chosen)
-    return loss
+    return _Balance.apply(probs_TE, counts_E, chosen)
 
 
 def plain_balance(probs_TE: Tensor, counts_E: Tensor) -> Tensor:

@@ -178,8 +178,7 @@ class BlockMaker:
     def norm(self, transformer: BlockConfig) -> nn.Module:
         """Return a norm of the model's kind."""
         size, eps = transformer.hidden_size, transformer.layernorm_epsilon
-        norm: nn.Module = self.modules.norm(config=transformer, hidden_size=size, eps=eps)
-        return norm
+        return self.modules.norm(config=transformer, hidden_size=size, eps=eps)
 
     def _layer_shape(self, config: RunConfig, layer: int, of_source: bool, num_layers: int) -> LayerShape:
         """Return the sizes of an MoE layer; config: its own, see `LayerKind.config`."""

@@ -23,8 +23,7 @@ class ColumnLinear(ColumnParallelLinear):
         used: Tensor = self.weight if weight is None else weight
         if self.is_whole and learns(used):
             return whole_product(input_, used), self.bias
-        found: tuple[Tensor, Tensor | None] = super().forward(input_, weight, runtime_gather_output)
-        return found
+        return super().forward(input_, weight, runtime_gather_output)
 
 
 class RowLinear(RowParallelLinear):
@@ -39,8 +38,7 @@ class RowLinear(RowParallelLinear):
         weight: Tensor = self.weight
         if self.is_whole and learns(weight):
             return whole_product(input_, weight), self.bias
-        found: tuple[Tensor, Tensor | None] = super().forward(input_)
-        return found
+        return super().forward(input_)
 
 
 def is_whole(linear: Any) -> bool:
@@ -62,8 +60,7 @@ def learns(weight: Tensor) -> bool:
 
 def whole_product(rows: Tensor, weight_OI: Tensor) -> Tensor:
     """Return rows weight^T, [..., I] to [..., O], by the products of Megatron-Core's linear layers."""
-    product: Tensor = _Product.apply(rows, weight_OI)
-    return product
+    return _Product.apply(rows, weight_OI)
 
 
 class _Product(Function):

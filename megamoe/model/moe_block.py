@@ -72,8 +72,7 @@ class MoEBlock(nn.Module):
         total_SBH = hidden_SBH + self(hidden_SBH)[0]
         if self.norm is None or self.norm_position == "pre":
             return total_SBH
-        normed_SBH: Tensor = self.norm(total_SBH)
-        return normed_SBH
+        return self.norm(total_SBH)
 
 
 class Block(TransformerLayer):
@@ -154,8 +153,7 @@ class Block(TransformerLayer):
 
     def _sum(self, bias_dropout_add: Any, output: tuple[Tensor, Tensor | None], residual: Tensor) -> Tensor:
         add = bias_dropout_add(self.training, self.config.bias_dropout_fusion)
-        total: Tensor = add(output, residual, self.hidden_dropout)
-        return total
+        return add(output, residual, self.hidden_dropout)
 
     def _sums_in_norms(
         self, hidden_states: Tensor | None = None, context: Tensor | None = None, **unused: Any
@@ -185,8 +183,7 @@ class Block(TransformerLayer):
         )
         sum_SBH, normed_SBH = self.pre_mlp_layernorm(sum_SBH, attended_SBH, with_sum=True)
         output_SBH, _ = self.mlp(normed_SBH)
-        hidden_SBH: Tensor = sum_SBH + output_SBH
-        return hidden_SBH
+        return sum_SBH + output_SBH
 
     def moe_layers(self) -> list[MoELayer]:
         """Return the layer instead of the MLP and the inserted layer, if they exist."""

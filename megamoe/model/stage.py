@@ -1,6 +1,7 @@
 """A pipeline stage: a decoder without the parts of the other stages. Names stay those of the whole model."""
 
 import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
@@ -98,6 +99,9 @@ class StageBlocks:
     def ends(self, chunk: int) -> bool:
         """Return whether a chunk is the model's last part."""
         return self.is_last and chunk == len(self.chunks) - 1
+
+
+WHOLE = StageBlocks(0, 1, (range(sys.maxsize),))  # of a model that is not cut
 
 
 def block_ranges(config: RunConfig, vocab_size: int) -> list[range]:
@@ -271,9 +275,3 @@ class PipelineStage:
         for place, block in enumerate(decoder.decoder.layers):
             if isinstance(block, Block):
                 block.passed_over = place not in blocks.chunks[chunk]
-
-    def computes(self, chunk: int, number: int, num_blocks: int) -> bool:
-        """Return whether a chunk has block `number`, counted from 1; those after `num_blocks` are of
-        multi-token prediction, which belongs to the model's last part.
-        """
-        return self.blocks.ends(chunk) if number > num_blocks else number - 1 in self.blocks.chunks[chunk]

@@ -64,10 +64,7 @@ def attach_losses(
     recomputed. The training loop sets `context.aux_scale`, so that the gradients over ranks and accumulated
     micro batches are those of the mean of the losses.
     """
-    attached: Tensor = _AttachLosses.apply(
-        output, [weights[name] for name in values], context, *values.values()
-    )
-    return attached
+    return _AttachLosses.apply(output, [weights[name] for name in values], context, *values.values())
 
 
 class _AttachLosses(Function):

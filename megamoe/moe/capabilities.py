@@ -91,8 +91,7 @@ def capabilities(choice: PartChoice) -> set[str]:
 
 def requirements(choice: PartChoice) -> dict[str, str]:
     """Return what a part requires with its options: capability -> reason."""
-    found: dict[str, str] = get_part(choice.kind, choice.name).requires(choice.options)
-    return found
+    return get_part(choice.kind, choice.name).requires(choice.options)
 
 
 def provides(capability: str, choice: PartChoice) -> bool:

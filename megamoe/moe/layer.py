@@ -134,8 +134,7 @@ class MoELayer(nn.Module):
         output_TH = self.to_hidden(self.computation.combine(rows_NH, state))
         output_TH = self.zero(hidden_TH, own, output_TH)
         output_TH = self.shared.join(hidden_TH, shared_TH, output_TH)
-        output: Tensor = self.losses(output_TH, routing, computing, self._new_trace(own), context)
-        return output
+        return self.losses(output_TH, routing, computing, self._new_trace(own), context)
 
     def _scores_before(self) -> Tensor | None:
         """Return this rank's scores in the layer that the residual reads, [T, E]; None without one."""

@@ -38,15 +38,11 @@ def observe(
 
     real: the routing to the experts that compute, if there are others.
     """
-    if real is not None and real is not routing:
-        wanted_E = routing.wanted_counts_E()
-        entropy, top_1, width_D = gate_sums(routing.probs_TE, real.pairs.token_N, kernels)
-        return Observation(real.counts_E(), wanted_E, losses, width_D, entropy, top_1)
-    load_E = routing.counts_E()
-    wanted_E = load_E if routing.wanted is routing.pairs else routing.wanted_counts_E()
-    if routing.slots is None:
-        entropy, top_1, width_D = gate_sums(routing.probs_TE, routing.pairs.token_N, kernels)
-    else:
-        entropy, top_1, _ = gate_sums(routing.probs_TE, routing.wanted.token_N, kernels)
-        width_D = routing.width_D()
+    real = real or routing
+    load_E = real.counts_E()
+    wanted_E = load_E if real.pairs is routing.wanted else routing.wanted_counts_E()
+    pairs = real.pairs if real.slots is None else real.wanted
+    entropy, top_1, width_D = gate_sums(routing.probs_TE, pairs.token_N, kernels)
+    if real.slots is not None:
+        width_D = real.width_D()
     return Observation(load_E, wanted_E, losses, width_D, entropy, top_1)

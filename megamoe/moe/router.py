@@ -132,8 +132,7 @@ class Router(nn.Module):
 
     def _select(self, scored: Scored, context: StepContext) -> Pairs:
         if self.choices is None:
-            pairs: Pairs = self.selector(scored, context)
-            return pairs
+            return self.selector(scored, context)
         return self.choices.select(self.selector, scored, context)
 
     def _scores(

@@ -11,7 +11,7 @@ losses and metrics work with any number of experts per token.
 
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -233,8 +233,6 @@ class Scored:
 
     def of_candidates_TE(self, values_TE: Tensor, other: float, kernels: Kernels) -> Tensor:
         """Return the values [T, E] with `other` for the experts that are no candidates."""
-        if self.candidates_TE is None:
-            return values_TE
         return masked(values_TE, self.candidates_TE, other, kernels)
 
     @property
@@ -293,20 +291,28 @@ class Routing(Scored):
 
     def keep(self, keep_N: Tensor) -> "Routing":
         """Return the routing with those of its pairs for which the mask is true."""
-        pairs = self.pairs.keep(keep_N) if self.slots is None else self._emptied(~keep_N)
+        pairs = (
+            self.pairs.keep(keep_N)
+            if self.slots is None
+            else self._emptied(self.pairs.token_N, ~keep_N, self.num_tokens)
+        )
         return replace(self, pairs=pairs)
 
-    def _emptied(self, empty_N: Tensor) -> Pairs:
-        token_N = self.pairs.token_N.masked_fill(empty_N, self.num_tokens)
-        return replace(self.pairs, token_N=token_N, weight_N=self.pairs.weight_N.masked_fill(empty_N, 0.0))
+    def _emptied(self, token_N: Tensor, empty_N: Tensor, num_tokens: int) -> Pairs:
+        """Return the fixed shares of these tokens; empty ones are of the token after the last."""
+        weight_N = self.pairs.weight_N.masked_fill(empty_N, 0.0)
+        return replace(self.pairs, token_N=token_N.masked_fill(empty_N, num_tokens), weight_N=weight_N)
 
     def _pairs_of_tokens(self, first: int, num_tokens: int) -> Pairs:
         if self.slots is None:
             return self.pairs.of_tokens(first, num_tokens)
         token_N = self.pairs.token_N - first
-        empty_N = (token_N < 0) | (token_N >= num_tokens)
-        weight_N = self.pairs.weight_N.masked_fill(empty_N, 0.0)
-        return replace(self.pairs, token_N=token_N.masked_fill(empty_N, num_tokens), weight_N=weight_N)
+        return self._emptied(token_N, (token_N < 0) | (token_N >= num_tokens), num_tokens)
+
+    def _tables(self, place: Any) -> dict[str, Any]:
+        """Return the tables [T, E] of some tokens or experts."""
+        names = ("scores_TE", "affinities_TE", "probs_TE", "ranking_TE", "candidates_TE")
+        return {name: None if (of := getattr(self, name)) is None else of[place] for name in names}
 
     def of_first_experts(self, count: int) -> "Routing":
         """Return the routing with the first experts alone, which compute, and with their pairs.
@@ -320,11 +326,7 @@ class Routing(Scored):
         pairs = first(self.pairs)
         return replace(
             self,
-            scores_TE=self.scores_TE[:, :count],
-            affinities_TE=self.affinities_TE[:, :count],
-            probs_TE=self.probs_TE[:, :count],
-            ranking_TE=self.ranking_TE[:, :count],
-            candidates_TE=None if self.candidates_TE is None else self.candidates_TE[:, :count],
+            **self._tables((slice(None), slice(count))),
             open_E=None if self.open_E is None else self.open_E[:count],
             wanted=pairs if self.wanted is self.pairs else first(self.wanted),
             pairs=pairs,
@@ -333,16 +335,7 @@ class Routing(Scored):
     def of_tokens(self, first: int, num_tokens: int) -> "Routing":
         """Return the routing of `num_tokens` tokens from `first` on, renumbered from 0."""
         own = slice(first, first + num_tokens)
+        extras = {n: value[own] if has_row_per_token(n) else value for n, value in self.extras.items()}
         pairs = self._pairs_of_tokens(first, num_tokens)
-        nothing_dropped = self.wanted is self.pairs
-        return replace(
-            self,
-            scores_TE=self.scores_TE[own],
-            affinities_TE=self.affinities_TE[own],
-            probs_TE=self.probs_TE[own],
-            ranking_TE=self.ranking_TE[own],
-            candidates_TE=None if self.candidates_TE is None else self.candidates_TE[own],
-            extras={n: value[own] if has_row_per_token(n) else value for n, value in self.extras.items()},
-            wanted=pairs if nothing_dropped else self.wanted.of_tokens(first, num_tokens),
-            pairs=pairs,
-        )
+        wanted = pairs if self.wanted is self.pairs else self.wanted.of_tokens(first, num_tokens)
+        return replace(self, **self._tables(own), extras=extras, wanted=wanted, pairs=pairs)

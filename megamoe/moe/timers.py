@@ -111,5 +111,4 @@ def _mark(device: torch.device) -> Mark:
 
 def _between(begin: Mark, end: Mark) -> float:
     """Return the seconds between two marks of one device."""
-    found: float = end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000
-    return found
+    return end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1000

@@ -63,8 +63,7 @@ class TokenSharding:
             return rows
         if context is not None and context.batch.bounds is not None:
             return self._all_gather_unequal(rows, context.batch.bounds)
-        gathered: Tensor = _GatherRows.apply(rows, self.group)
-        return gathered
+        return _GatherRows.apply(rows, self.group)
 
     def _all_gather_unequal(self, rows: Tensor, bounds: tuple[int, ...]) -> Tensor:
         """Gather shares of different sizes, all filled up to the largest."""

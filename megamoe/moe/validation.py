@@ -60,10 +60,7 @@ def size_of_extra(moe: MoEConfig, name: str) -> int:
 
 def candidates_of(choice: PartChoice, num_experts: int, expert_parallel: int = 1) -> Candidates:
     """Return the candidates that a mask leaves."""
-    found: Candidates = get_part("mask", choice.name).num_candidates(
-        choice.options, num_experts, expert_parallel
-    )
-    return found
+    return get_part("mask", choice.name).num_candidates(choice.options, num_experts, expert_parallel)
 
 
 def experts_wanted(moe: MoEConfig) -> int:

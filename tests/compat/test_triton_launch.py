@@ -13,8 +13,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 
 @pytest.fixture(scope="module")
 def verdicts() -> dict[str, str]:
-    found: dict[str, str] = output_of("tests.support.kernels.triton_launches", *names_of_checks(FILE))
-    return found
+    return output_of("tests.support.kernels.triton_launches", *names_of_checks(FILE))
 
 
 @pytest.mark.parametrize("check", names_of_checks(FILE))

@@ -147,8 +147,7 @@ def measured(folder: Path) -> dict[str, dict[str, dict[str, int]]]:
 
 def budget() -> dict[str, dict[str, dict[str, int]]]:
     """What each may cost, of `budget.json`."""
-    content: dict[str, dict[str, dict[str, int]]] = json.loads(PATH.read_text())
-    return content
+    return json.loads(PATH.read_text())
 
 
 if __name__ == "__main__":

@@ -259,8 +259,7 @@ def _streams(device: Device) -> dict[str, Any]:
 
     def number(stream: int) -> Stream:
         index = device.library.pretended_device()
-        made: Stream = Stream(stream_id=stream, device_index=index, device_type=1)
-        return made
+        return Stream(stream_id=stream, device_index=index, device_type=1)
 
     @contextlib.contextmanager
     def entered(stream: Any) -> Iterator[None]:

@@ -44,8 +44,7 @@ class Found:
 
     def losses(self) -> dict[str, list[float]]:
         """The first rank's, who writes the metrics."""
-        found: dict[str, list[float]] = self.of_rank[0]["losses"]
-        return found
+        return self.of_rank[0]["losses"]
 
     def all_of(self, key: str) -> list[str]:
         """The findings of all ranks."""
@@ -56,8 +55,7 @@ class Found:
 
     def step(self) -> dict[str, Any]:
         """The measured step of the first rank."""
-        step: dict[str, Any] = self.of_rank[0]["steps"][MEASURED - 1]
-        return step
+        return self.of_rank[0]["steps"][MEASURED - 1]
 
 
 def library_or_skip() -> None:

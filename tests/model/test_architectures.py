@@ -37,8 +37,7 @@ def scattered(model: LanguageModel) -> None:
 def positions_of(model: Encoder | EncoderDecoder, config: RunConfig) -> Tensor:
     if config.model.position == "sinusoidal":
         return sinusoids(config.data.sequence_length, config.model.hidden_size)
-    table: Tensor = model.embedding.position_embeddings.weight
-    return table
+    return model.embedding.position_embeddings.weight
 
 
 def assert_close(found: Tensor, expected: Tensor, lengths_B: Tensor) -> None:

@@ -35,8 +35,7 @@ def changed_norms(model: GPT) -> None:
 
 
 def norm(module: Any, row_H: Tensor) -> Tensor:
-    found: Tensor = row_H * (row_H.square().mean() + module.eps).rsqrt() * module.weight
-    return found
+    return row_H * (row_H.square().mean() + module.eps).rsqrt() * module.weight
 
 
 def by_formula(model: GPT, tokens_BS: Tensor) -> dict[tuple[int, int, int], Tensor]:

@@ -33,8 +33,7 @@ class Replaying:
     def select(self, selector: Selector, scored: Scored, context: StepContext) -> Pairs:
         place_T = self.rows.find(torch.arange(scored.num_tokens))
         assert place_T is not None
-        pairs: Pairs = selector.replayed(scored, *self.rows.choices(place_T))
-        return pairs
+        return selector.replayed(scored, *self.rows.choices(place_T))
 
 
 def compared(recorded: MoELayer, replayed: MoELayer) -> None:

@@ -17,8 +17,7 @@ SCORES = torch.tensor([[2.0, 1, 0, 0, 1.5, 0, 0, 1]])  # groups of two: the firs
 
 
 def chosen(router: Any, scores: list[float], **extras: Any) -> list[int]:
-    experts: list[int] = route_scores(router, torch.tensor([scores]), **extras).pairs.expert_N.tolist()
-    return experts
+    return route_scores(router, torch.tensor([scores]), **extras).pairs.expert_N.tolist()
 
 
 def test_the_weights_of_deepseek_v2_are_its_softmax_over_all_experts() -> None:

@@ -32,8 +32,7 @@ PRIORITIES = ("probability", "choice_then_probability", "batch_prioritised")
 def routing_of(layer: MoELayer, hidden_TH: Tensor) -> Routing:
     context = make_context(seed=7, step=3, sample_index_B=torch.arange(4))
     set_tokens(context, token_ids_T=torch.arange(TOKENS) % VOCAB)
-    routing: Routing = layer.router(hidden_TH, context)
-    return routing
+    return layer.router(hidden_TH, context)
 
 
 def assert_same_pairs(layers: list[MoELayer], hidden_TH: Tensor) -> Routing:

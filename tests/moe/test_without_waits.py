@@ -21,8 +21,7 @@ def router(**changes: object) -> Router:
 def routed(made: Router) -> Routing:
     """A micro batch through it."""
     hidden_TH = torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(1))
-    routing: Routing = made(hidden_TH, StepContext(seed=1))
-    return routing
+    return made(hidden_TH, StepContext(seed=1))
 
 
 def refuse(*unused: object, **also_unused: object) -> Tensor:

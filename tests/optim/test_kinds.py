@@ -25,8 +25,7 @@ STEPS, LR = 3, 0.01
 
 def losses_of(model: nn.Module, step: int) -> torch.Tensor:
     text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
-    losses: torch.Tensor = model(text, torch.arange(8).expand_as(text), text.roll(-1, 1)).mean()
-    return losses
+    return model(text, torch.arange(8).expand_as(text), text.roll(-1, 1)).mean()
 
 
 def reference(name: str, groups_of: Callable[[GPT], list[dict[str, Any]]]) -> dict[str, torch.Tensor]:

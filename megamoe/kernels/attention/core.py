@@ -125,8 +125,7 @@ def causal_attention(
     window = len(query_SBND) if variant.window is None else variant.window
     sinks_N = None if variant.sinks_N is None else variant.sinks_N.float().contiguous()
     options = (scale, start_BS, window, variant.soft_cap or 0.0)
-    output_SBH: Tensor = _Attention.apply(*qkv, sinks_N, *tables, *options, library)
-    return output_SBH
+    return _Attention.apply(*qkv, sinks_N, *tables, *options, library)
 
 
 def plain_causal_attention(
@@ -282,8 +281,7 @@ def _attend(query_SBND: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, **options:
 
 def split_heads(mixed: Tensor, sizes: list[int]) -> tuple[Tensor, ...]:
     """Split the last dimension as torch.split does, but do not copy gradients that are adjacent in memory."""
-    slices: tuple[Tensor, ...] = _Split.apply(mixed, sizes)
-    return slices
+    return _Split.apply(mixed, sizes)
 
 
 class _Split(Function):

@@ -184,10 +184,7 @@ def apply_rotary_qk(
     if library is None or query_SBND.dtype not in library.dtypes or not alike:
         return apply_rotary(query_SBND, rotary, kernels), apply_rotary(key_SBND, rotary, kernels), value_SBND
     tables = angles_of(query_SBND, len(query_SBND), rotary)
-    qkv: tuple[Tensor, Tensor, Tensor] = _ApplyRotaryQK.apply(
-        query_SBND, key_SBND, value_SBND, *tables, library
-    )
-    return qkv
+    return _ApplyRotaryQK.apply(query_SBND, key_SBND, value_SBND, *tables, library)
 
 
 def angles_of(heads: Tensor, length: int, rotary: Rotary) -> tuple[Tensor, Tensor]:
@@ -224,8 +221,7 @@ def rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor, kernels:
     library = kernels.rows_on(heads_SBND.device)
     if library is None or heads_SBND.dtype not in library.dtypes:
         return plain_rotate_half(heads_SBND, cosine_SD, sine_SD)
-    rotated_SBND: Tensor = _ApplyRotary.apply(heads_SBND, cosine_SD, sine_SD, library)
-    return rotated_SBND
+    return _ApplyRotary.apply(heads_SBND, cosine_SD, sine_SD, library)
 
 
 def plain_rotate_half(heads_SBND: Tensor, cosine_SD: Tensor, sine_SD: Tensor) -> Tensor:

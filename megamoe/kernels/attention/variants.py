@@ -58,10 +58,7 @@ def varied_attention(
     """Compute `causal_attention` of a variant, without rotary positions; return [S, B, N * E]."""
     scale = query_SBND.shape[-1] ** -0.5 if scale is None else scale
     qkv = (query_SBND, key_SBGD, value_SBGE)
-    output: Tensor = _VariedAttention.apply(
-        *qkv, variant.sinks_N, scale, documents, variant.window, variant.soft_cap
-    )
-    return output
+    return _VariedAttention.apply(*qkv, variant.sinks_N, scale, documents, variant.window, variant.soft_cap)
 
 
 def masked_attention(

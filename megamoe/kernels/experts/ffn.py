@@ -32,8 +32,7 @@ def add_expert_bias(rows_NG: Tensor, bias_EG: Tensor, expert_N: Tensor) -> Tenso
 
 def expert_rows(weight_EG: Tensor, expert_N: Tensor) -> Tensor:
     """Return the weight of each row's expert, [N, G]; expert_N: int64."""
-    weight_NG: Tensor = _ExpertRows.apply(weight_EG, expert_N)
-    return weight_NG
+    return _ExpertRows.apply(weight_EG, expert_N)
 
 
 class _ExpertRows(Function):
@@ -68,8 +67,7 @@ OFFSET = 1.0
 
 def clamped_swiglu(rows_N2F: Tensor) -> Tensor:
     """[..., 2F] of [gate | value] halves -> [..., F] in the same dtype; computed in fp32."""
-    rows_NF: Tensor = _ClampedSwiGLU.apply(rows_N2F)
-    return rows_NF
+    return _ClampedSwiGLU.apply(rows_N2F)
 
 
 def plain_clamped_swiglu(rows_N2F: Tensor) -> Tensor:
@@ -129,8 +127,7 @@ def swiglu_experts(
     ends_E = checked_ends(rows_NH, up_EGH, counts_E)
     if weight_N is not None:
         weight_N = weight_N.contiguous()
-    output_NH: Tensor = _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, weight_N, library, kernels)
-    return output_NH
+    return _Experts.apply(rows_NH, up_EGH, down_EHF, ends_E, weight_N, library, kernels)
 
 
 def is_one_pass(

@@ -86,8 +86,7 @@ def grouped_product(
     if delayed is not None:
         operands[1] = weight_EOI.detach()
         operands += [delayed, delayed.weights.index(id(weight_EOI)), delayed.token]
-    product_NO: Tensor = _GroupedProduct.apply(*operands)
-    return product_NO
+    return _GroupedProduct.apply(*operands)
 
 
 def checked_ends(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:

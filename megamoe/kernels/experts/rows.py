@@ -147,8 +147,7 @@ class _GroupPairs(Function):
 
 def permute(values_N: Tensor, order: Order) -> Tensor:
     """Return values_N[order_N], indexed along the first dimension."""
-    permuted_N: Tensor = _Permute.apply(values_N, order)
-    return permuted_N
+    return _Permute.apply(values_N, order)
 
 
 class _Permute(Function):
@@ -173,8 +172,7 @@ def gather(hidden_TH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
     chosen = kernels.rows_for(hidden_TH)
     if rows.row_N is None or chosen is None:
         return hidden_TH.index_select(0, rows.token_N)
-    rows_NH: Tensor = _Gather.apply(hidden_TH, rows, chosen)
-    return rows_NH
+    return _Gather.apply(hidden_TH, rows, chosen)
 
 
 class _Gather(Function):
@@ -195,8 +193,7 @@ def sum_rows(rows_NH: Tensor, rows: RowTokens, kernels: Kernels) -> Tensor:
     if rows.row_N is None or chosen is None:
         summed_TH = rows_NH.new_zeros(rows.num_tokens, rows_NH.shape[1], dtype=torch.float32)
         return summed_TH.index_add(0, rows.token_N, rows_NH.float()).to(rows_NH.dtype)
-    output_TH: Tensor = _SumRows.apply(rows_NH, rows, chosen)
-    return output_TH
+    return _SumRows.apply(rows_NH, rows, chosen)
 
 
 class _SumRows(Function):
@@ -225,8 +222,7 @@ def combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens, kernels: Kernels
     chosen = kernels.rows_for(rows_NH)
     if rows.row_N is None or weight_N.dtype != torch.float32 or chosen is None:
         return plain_combine(rows_NH, weight_N, rows)
-    output_TH: Tensor = _Combine.apply(rows_NH, weight_N, rows, chosen)
-    return output_TH
+    return _Combine.apply(rows_NH, weight_N, rows, chosen)
 
 
 def plain_combine(rows_NH: Tensor, weight_N: Tensor, rows: RowTokens) -> Tensor:
@@ -274,8 +270,7 @@ def swiglu(rows_N2F: Tensor, kernels: Kernels) -> Tensor:
     chosen = kernels.rows_for(rows_N2F)
     if rows_N2F.dim() != 2 or rows_N2F.shape[1] % 2 or chosen is None:
         return plain_swiglu(rows_N2F)
-    rows_NF: Tensor = _SwiGLU.apply(rows_N2F, chosen)
-    return rows_NF
+    return _SwiGLU.apply(rows_N2F, chosen)
 
 
 def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, kernels: Kernels) -> Tensor:
@@ -283,8 +278,7 @@ def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, kernels: Kernels) -> Ten
     chosen = kernels.triton_for(rows_N2F)
     if chosen is None or rows_N2F.shape[1] % 2:
         return weighted(lambda rows: swiglu(rows, kernels), rows_N2F, weight_N)
-    rows_NF: Tensor = _WeightedSwiGLU.apply(rows_N2F, weight_N.contiguous(), chosen)
-    return rows_NF
+    return _WeightedSwiGLU.apply(rows_N2F, weight_N.contiguous(), chosen)
 
 
 def weighted(activate: Callable[[Tensor], Tensor], rows_NG: Tensor, weight_N: Tensor) -> Tensor:
@@ -292,8 +286,7 @@ def weighted(activate: Callable[[Tensor], Tensor], rows_NG: Tensor, weight_N: Te
 
     The backward pass computes the activation again, so that nothing of it is kept.
     """
-    rows_NF: Tensor = _Weighted.apply(rows_NG, weight_N, activate)
-    return rows_NF
+    return _Weighted.apply(rows_NG, weight_N, activate)
 
 
 class _Weighted(Function):

@@ -87,46 +87,20 @@ class GPT(LanguageModel):
 
     def cut(self, blocks: StageBlocks) -> None:
         """Keep what belongs to a pipeline stage."""
-        self.stage = PipelineStage(self, blocks)
+        self.stage, self.stage_blocks = PipelineStage(self, blocks), blocks
+        self.trained_elsewhere = self.stage.trained_elsewhere
 
     @property
     def context_shard(self) -> ContextShard | None:
         """See `LanguageModel`."""
-        shard: ContextShard | None = self.model.config.context
-        return shard
-
-    @property
-    def num_chunks(self) -> int:
-        """See `LanguageModel`."""
-        return 1 if self.stage is None else len(self.stage.blocks.chunks)
-
-    def begins(self, chunk: int) -> bool:
-        """See `LanguageModel`."""
-        return self.stage is None or self.stage.blocks.begins(chunk)
-
-    def ends(self, chunk: int) -> bool:
-        """See `LanguageModel`."""
-        return self.stage is None or self.stage.blocks.ends(chunk)
-
-    def scores_in(self, chunk: int) -> dict[int, int]:
-        """See `LanguageModel`."""
-        return {} if self.stage is None else self.stage.blocks.scores_in(chunk)
-
-    def scores_out(self, chunk: int) -> dict[int, int]:
-        """See `LanguageModel`."""
-        return {} if self.stage is None else self.stage.blocks.scores_out(chunk)
+        return self.model.config.context
 
     def moe_layers_of(self, chunk: int) -> Iterator[tuple[int, MoELayer]]:
         """See `LanguageModel`; multi-token prediction belongs to the model's last part."""
-        blocks = len(self.model.decoder.layers)
+        blocks, own = len(self.model.decoder.layers), self.stage_blocks
         for number, layer in self.moe_layers():
-            if self.stage is None or self.stage.computes(chunk, number, blocks):
+            if own.ends(chunk) if number > blocks else number - 1 in own.chunks[chunk]:
                 yield number, layer
-
-    @property
-    def trained_elsewhere(self) -> list[str]:
-        """See `LanguageModel`."""
-        return [] if self.stage is None else self.stage.trained_elsewhere
 
     def _keep(self, decoder: nn.Module, args: Any, kwargs: dict[str, Any], hidden_SBH: Tensor) -> None:
         if (last := self._last.get(get_ident())) is not None:

@@ -33,8 +33,7 @@ class Encoder(ModelWithHead):
         of a model with `model.num_labels` are those of its head (`LabelHead`).
         """
         embedded_SBH = self.embedding(input_ids=tokens_BS, position_ids=position_ids_BS)
-        hidden_SBH: Tensor = self.encoder(embedded_SBH, attention_mask=documents)
-        return hidden_SBH
+        return self.encoder(embedded_SBH, attention_mask=documents)
 
     def label_logits(self) -> Tensor | None:
         """See `LanguageModel`."""

@@ -55,8 +55,7 @@ class EncoderDecoder(ModelWithHead):
         source_documents: of the sources, whose padding is a document; None: no padding.
         """
         embedded_LBH = self.embedding(input_ids=source_BL, position_ids=source_position_ids_BL)
-        context_LBH: Tensor = self.encoder(embedded_LBH, attention_mask=source_documents)
-        return context_LBH
+        return self.encoder(embedded_LBH, attention_mask=source_documents)
 
     def _decode(
         self,
@@ -67,10 +66,9 @@ class EncoderDecoder(ModelWithHead):
         source_lengths: SourceLengths | None,
     ) -> Tensor:
         embedded_SBH = self.embedding(input_ids=tokens_BS, position_ids=position_ids_BS)
-        hidden_SBH: Tensor = self.decoder(
+        return self.decoder(
             embedded_SBH, attention_mask=documents, context=context, context_mask=source_lengths
         )
-        return hidden_SBH
 
     def encoded(
         self, source_BL: Tensor, source_position_ids_BL: Tensor, source_lengths_B: Tensor

@@ -1,7 +1,7 @@
 """What all architectures have in common: a model that returns the loss of each label, with MoE layers."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megatron.core.models.common.embeddings.language_model_embedding import LanguageModelEmbedding
@@ -11,6 +11,7 @@ from megamoe.model.attention.context_parallel import ContextShard
 from megamoe.model.attention.core import SDPAttention
 from megamoe.model.heads.labels import LabelHead
 from megamoe.model.moe_block import Block
+from megamoe.model.stage import WHOLE
 from megamoe.moe.layer import MoELayer
 
 
@@ -21,6 +22,10 @@ class LanguageModel(nn.Module, ABC):
     arguments of `megamoe.train.step.model_inputs`, and label_smoothing: a share of the target that all the
     other tokens get evenly.
     """
+
+    stage_blocks = WHOLE
+    trained_elsewhere: Sequence[str] = ()
+    """the names of trained parameters that other pipeline stages hold"""
 
     @abstractmethod
     def stacks(self) -> list[nn.ModuleList]:
@@ -34,25 +39,25 @@ class LanguageModel(nn.Module, ABC):
     @property
     def num_chunks(self) -> int:
         """The number of parts of the model that this rank computes, see `PipelineStage`."""
-        return 1
+        return len(self.stage_blocks.chunks)
 
     def begins(self, chunk: int) -> bool:
         """Return whether a chunk of this rank takes tokens, and not another stage's hidden states."""
-        return True
+        return self.stage_blocks.begins(chunk)
 
     def ends(self, chunk: int) -> bool:
         """Return whether a chunk of this rank returns losses, and not hidden states."""
-        return True
+        return self.stage_blocks.ends(chunk)
 
     def scores_in(self, chunk: int) -> dict[int, int]:
         """Return the MoE layers of parts before whose scores a chunk takes, with the number of their experts;
         see `moe.part.Residual`.
         """
-        return {}
+        return self.stage_blocks.scores_in(chunk)
 
     def scores_out(self, chunk: int) -> dict[int, int]:
         """Return those whose scores a chunk hands on to the next part."""
-        return {}
+        return self.stage_blocks.scores_out(chunk)
 
     def moe_layers_of(self, chunk: int) -> Iterator[tuple[int, MoELayer]]:
         """Yield (number, layer) of the MoE layers of a chunk."""
@@ -62,11 +67,6 @@ class LanguageModel(nn.Module, ABC):
     def loss_weights(self) -> dict[int, dict[str, float]]:
         """The weights of the auxiliary losses, the same in every MoE layer; empty without one."""
         return {number: layer.losses.weights for number, layer in self.moe_layers()}
-
-    @property
-    def trained_elsewhere(self) -> list[str]:
-        """The names of trained parameters that other pipeline stages hold."""
-        return []
 
     @property
     def depth(self) -> int:
@@ -139,10 +139,7 @@ class ModelWithHead(LanguageModel):
         if isinstance(self.head, LabelHead):
             return self.head.losses(hidden_SBH, labels_BS, further.get("documents"), label_smoothing)
         embedding_weight = self.embedding.word_embeddings.weight
-        losses_BS: Tensor = self.head.losses(
-            hidden_SBH, embedding_weight, labels_BS, label_smoothing, predicted_P
-        )
-        return losses_BS
+        return self.head.losses(hidden_SBH, embedding_weight, labels_BS, label_smoothing, predicted_P)
 
     def whole_logits(self, *inputs: Any, **further: Any) -> Tensor:
         """Return the logits of `hidden` of the inputs, fp32 [B, S, padded vocabulary], on every
@@ -152,8 +149,7 @@ class ModelWithHead(LanguageModel):
 
     def logits_of(self, hidden_SBH: Tensor) -> Tensor:
         """Return the same of hidden states."""
-        logits: Tensor = self.head.whole_logits(hidden_SBH, self.embedding.word_embeddings.weight)
-        return logits
+        return self.head.whole_logits(hidden_SBH, self.embedding.word_embeddings.weight)
 
 
 def problem_of_attention(blocks: nn.ModuleList) -> str | None:

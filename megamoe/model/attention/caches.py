@@ -195,10 +195,7 @@ class CachingCrossAttention(CrossAttention):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries [S, B, heads, D], keys and values [L, B, heads, D], as Megatron-Core does."""
         if not isinstance(key_value_states, SourceCache):
-            qkv: tuple[Tensor, Tensor, Tensor] = super().get_query_key_value_tensors(
-                hidden_states, key_value_states, *arguments, **options
-            )
-            return qkv
+            return super().get_query_key_value_tensors(hidden_states, key_value_states, *arguments, **options)
         given = super().get_query_key_value_tensors
         # Megatron-Core computes queries, keys and values together; where the keys are known, `linear_q`
         # alone is needed.

@@ -43,13 +43,11 @@ class ContextShard:
 
     def to_heads(self, sides_SBND: Tensor) -> Tensor:
         """Exchange [S / size, B, N, D] for [S, B, N / size, D]: all positions of this rank's heads."""
-        found: Tensor = _Exchange.apply(sides_SBND, self, True)
-        return found
+        return _Exchange.apply(sides_SBND, self, True)
 
     def to_positions(self, sides_SBND: Tensor) -> Tensor:
         """Exchange [S, B, N / size, D] for [S / size, B, N, D]: all heads at this rank's positions."""
-        found: Tensor = _Exchange.apply(sides_SBND, self, False)
-        return found
+        return _Exchange.apply(sides_SBND, self, False)
 
     def groups_to_heads(self, heads_SBGD: Tensor, num_heads: int) -> Tensor:
         """Exchange keys or values of G groups of queries, which are repeated where a rank would have none.

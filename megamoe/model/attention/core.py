@@ -133,8 +133,7 @@ class SDPAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, documents: Documents | SourceLengths | None
     ) -> Tensor:
         if self.recomputes:
-            attended: Tensor = recomputed(self._compute, [], query, key, value, documents)
-            return attended
+            return recomputed(self._compute, [], query, key, value, documents)
         return self._compute(query, key, value, documents)
 
     def _compute(

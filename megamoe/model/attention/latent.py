@@ -132,8 +132,7 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
             attended = recomputed(self._up_and_attended, [], *states, attention_mask)
         else:
             attended = self._up_and_attended(*states, attention_mask)
-        output: tuple[Tensor, Tensor | None] = self.linear_proj(attended)
-        return output
+        return self.linear_proj(attended)
 
     def _up_and_attended(
         self, query_state: Tensor, state: Tensor, shared: Tensor, documents: Documents | KeyValueCache | None
@@ -170,8 +169,7 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
 
         if "latent_up" not in self.config.recomputed:
             return up(query_state, state, shared)
-        qkv: QKV = discard_output(up, query_state, state, shared)
-        return qkv
+        return discard_output(up, query_state, state, shared)
 
     def _up(
         self, query_state: Tensor, state: Tensor, shared: Tensor, documents: Documents | KeyValueCache | None
@@ -197,15 +195,13 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
 
     def _whole(self, linear: nn.Module, hidden: Tensor) -> Tensor:
         """Return all columns of a column-parallel layer's output, at all positions."""
-        whole: Tensor = gather_from_tensor_model_parallel_region(linear(hidden)[0])
-        return whole
+        return gather_from_tensor_model_parallel_region(linear(hidden)[0])
 
     def _own_positions(self, state: Tensor) -> Tensor:
         """Return this rank's positions under sequence parallelism; the next layer gathers them."""
         if not self.config.sequence_parallel:
             return state
-        part: Tensor = scatter_to_sequence_parallel_region(state)
-        return part
+        return scatter_to_sequence_parallel_region(state)
 
     def _rotated(self, heads_SBNR: Tensor, documents: Documents | KeyValueCache | None) -> Tensor:
         rotary, kernels = self.config.latent_rotary, self.config.kernels
@@ -219,8 +215,7 @@ class LatentAttention(NormsAsSpecified, MLASelfAttention):
         def fill(each: Tensor) -> Tensor:
             return functional.pad(each, (0, columns - each.shape[-1]))
 
-        filled: Tensor = discard_output(fill, heads) if "latent_up" in self.config.recomputed else fill(heads)
-        return filled
+        return discard_output(fill, heads) if "latent_up" in self.config.recomputed else fill(heads)
 
     def _attended(self, query: Tensor, key: Tensor, value: Tensor, documents: Any) -> Tensor:
         """Return the core attention's output, [S, B, N * V].

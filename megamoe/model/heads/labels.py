@@ -49,8 +49,7 @@ class LabelHead(nn.Module, ABC):
 
     def _logits(self, hidden_SBH: Tensor, documents: Documents | None) -> Tensor:
         """Return the logits of each token, fp32 [B, S, labels]."""
-        logits_BSC: Tensor = self.output(hidden_SBH.transpose(0, 1)).float()
-        return logits_BSC
+        return self.output(hidden_SBH.transpose(0, 1)).float()
 
     def losses(
         self, hidden_SBH: Tensor, labels_BS: Tensor, documents: Documents | None, label_smoothing: float
@@ -78,8 +77,7 @@ class Classifier(LabelHead):
         pooled_BH = hidden_SBH[0] if self.pooling == "first" else _mean(hidden_SBH, documents)
         if self.pooler is not None:
             pooled_BH = self.pooler(pooled_BH).tanh()
-        logits_BC: Tensor = self.output(pooled_BH).float()
-        return logits_BC
+        return self.output(pooled_BH).float()
 
     def _losses(self, logits_BC: Tensor, labels_BS: Tensor, label_smoothing: float) -> Tensor:
         if self.predicts == "number":

@@ -48,8 +48,7 @@ def whole_token_losses(logits_SBV: Tensor, labels_SB: Tensor, label_smoothing: f
     so what needs them comes first. For the formula see `smoothing_of`.
     """
     if label_smoothing == 0:
-        losses: Tensor = vocab_parallel_cross_entropy(logits_SBV, labels_SB)
-        return losses
+        return vocab_parallel_cross_entropy(logits_SBV, labels_SB)
     shard_size = logits_SBV.shape[-1]
     local_SB = labels_SB - get_tensor_model_parallel_rank() * shard_size
     here_SB = (local_SB >= 0) & (local_SB < shard_size)
@@ -73,10 +72,9 @@ def narrow_token_losses(
     local_SB = labels_SB - get_tensor_model_parallel_rank() * shard_size
     vocabulary = shard_size * get_tensor_model_parallel_world_size()
     smoothing = smoothing_of(label_smoothing, vocabulary)
-    losses_SB: Tensor = _TokenLosses.apply(
+    return _TokenLosses.apply(
         logits_SBV, local_SB, smoothing, vocabulary, get_tensor_model_parallel_group(), kernels
     )
-    return losses_SB
 
 
 def smoothing_of(share: float, vocabulary: int) -> float:
@@ -176,8 +174,7 @@ class Head(nn.Module):
             hidden_SBH = hidden_SBH.flatten(0, 1)[place_P][:, None]
         if self.transform is not None:
             hidden_SBH = self.transform(hidden_SBH)
-        logits: Tensor = self.output_layer(hidden_SBH, weight=embedding_weight if self.is_tied else None)[0]
-        return logits
+        return self.output_layer(hidden_SBH, weight=embedding_weight if self.is_tied else None)[0]
 
     def whole_logits(self, hidden_SBH: Tensor, embedding_weight: Tensor) -> Tensor:
         """Return all logits, fp32 [B, S, padded vocabulary], on every tensor-parallel rank."""
@@ -209,5 +206,4 @@ class _Activation(nn.Module):
         self.function = function
 
     def forward(self, hidden: Tensor) -> Tensor:
-        found: Tensor = self.function(hidden)  # type: ignore[operator]
-        return found
+        return self.function(hidden)  # type: ignore[operator]

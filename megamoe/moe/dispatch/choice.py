@@ -12,8 +12,7 @@ def build_dispatcher(choice: PartChoice, settings: DispatchConfig) -> Dispatcher
     groups = settings.groups
     if size_of(groups.expert) == size_of(groups.expert_tensor) == 1:
         return LocalDispatch(None, settings)
-    dispatcher: Dispatcher = get_part("exchange", choice.name).build(choice.options, settings)
-    return dispatcher
+    return get_part("exchange", choice.name).build(choice.options, settings)
 
 
 def mean_nodes(moe: MoEConfig, nodes: int, choices: float) -> float:

@@ -191,15 +191,8 @@ class DirectDispatch(Dispatcher):
         return Transfer(sent, received, self.expert, self.interleaves)
 
     def dispatch_values(self, values_N: Tensor, state: DirectState) -> Tensor:
-        """See `Dispatcher`; the same exchanges once more."""
-        values = values_N.index_select(0, state.order_N)
-        if state.by_expert_M is None:
-            return values
-        values = values[:, None]
-        if state.sent_R is not None:
-            assert self.expert is not None and state.received_R is not None
-            values = Transfer(state.sent_R, state.received_R, self.expert).run(values)
-        return self._to_slices(values, state)[:, 0].index_select(0, state.by_expert_M.order_N)
+        """See `Dispatcher`."""
+        return self._send_again(values_N.index_select(0, state.order_N), state)
 
     def combine(self, rows_MH: Tensor, state: DirectState) -> Tensor:
         """See `Dispatcher`."""
@@ -207,14 +200,18 @@ class DirectDispatch(Dispatcher):
         return of_tokens(combine(rows_NH, state.weight_N, state.rows, self.kernels), state.num_tokens)
 
     def dispatched_weights(self, state: DirectState) -> Tensor:
-        """See `Dispatcher`; the same exchanges once more."""
+        """See `Dispatcher`."""
+        return self._send_again(state.weight_N, state)
+
+    def _send_again(self, values_N: Tensor, state: DirectState) -> Tensor:
+        """Return values of the rows here by the same exchanges once more, in the order of `finish`."""
         if state.by_expert_M is None:
-            return state.weight_N
-        weights = state.weight_N[:, None]
+            return values_N
+        values = values_N[:, None]
         if state.sent_R is not None:
             assert self.expert is not None and state.received_R is not None
-            weights = Transfer(state.sent_R, state.received_R, self.expert).run(weights)
-        return permute(self._to_slices(weights, state)[:, 0], state.by_expert_M)
+            values = Transfer(state.sent_R, state.received_R, self.expert).run(values)
+        return permute(self._to_slices(values, state)[:, 0], state.by_expert_M)
 
     def combine_weighted(self, rows_MH: Tensor, state: DirectState) -> Tensor:
         """See `Dispatcher`."""

@@ -41,8 +41,7 @@ class Rows:
         """Return the values."""
         if self.encoded is None:
             return self.values
-        values: Tensor = _Decode.apply(self.values, self.encoded)
-        return values
+        return _Decode.apply(self.values, self.encoded)
 
 
 @dataclass

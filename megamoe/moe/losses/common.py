@@ -89,8 +89,7 @@ def choice_probability(level: list[Tensor], k: int) -> Tensor:
     clean, scores, std = level
     if k >= scores.shape[-1]:
         return torch.ones_like(scores)
-    probability: Tensor = _ChoiceProbability.apply(clean, scores, std, k)
-    return probability
+    return _ChoiceProbability.apply(clean, scores, std, k)
 
 
 class _ChoiceProbability(Function):

@@ -21,8 +21,7 @@ class SigmoidScoreFunction(BiasedScoreFunction):
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value in (0, 1)."""
-        probs_TE = self._scaled(scores_TE).sigmoid()
-        return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0, self.dims.kernels)
+        return masked(self._scaled(scores_TE).sigmoid(), candidates_TE, 0.0, self.dims.kernels)
 
     def log_values(self, scores: Tensor) -> Tensor:
         """Return log p; precise near 0 and 1."""

@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from megamoe.kernels.router import masked, softmax
+from megamoe.kernels.router import masked, masked_softmax, softmax
 from megamoe.moe.score_functions.expert_bias import BiasedScoreFunction
 from megamoe.registry import register
 
@@ -50,12 +50,9 @@ class SoftmaxScoreFunction(BiasedScoreFunction):
         A row without candidates is 0.
         """
         scores_TE, kernels = self._scaled(scores_TE), self.dims.kernels
-        if candidates_TE is None:
-            return softmax(scores_TE, kernels)
         if self.over_all:
             return masked(softmax(scores_TE, kernels), candidates_TE, 0.0, kernels)
-        probs_TE = softmax(masked(scores_TE, candidates_TE, float("-inf"), kernels), kernels)
-        return masked(probs_TE, candidates_TE, 0.0, kernels)  # NaN where there is no candidate
+        return masked_softmax(scores_TE, candidates_TE, kernels)
 
     def log_values(self, scores: Tensor) -> Tensor:
         """Return log p plus the logarithm of the token's sum of exponentials."""

@@ -121,5 +121,4 @@ def _left_out(hidden: int, spans: int) -> int:
 def _cut(total: int, parts: int, draws: np.random.Generator) -> list[int]:
     """Cut so many tokens into parts of at least one token, all ways with equal probability."""
     edges = 1 + np.sort(draws.choice(total - 1, parts - 1, replace=False))
-    lengths: list[int] = np.diff(np.concatenate(([0], edges, [total]))).tolist()
-    return lengths
+    return np.diff(np.concatenate(([0], edges, [total]))).tolist()

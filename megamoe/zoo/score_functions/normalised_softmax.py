@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megamoe.kernels.router import masked, softmax
+from megamoe.kernels.router import masked_softmax
 from megamoe.moe.score_functions.expert_bias import BiasedScoreFunction
 from megamoe.registry import register
 
@@ -48,12 +48,7 @@ class NormalisedSoftmaxScoreFunction(BiasedScoreFunction):
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32; rows sum to 1. A row without candidates is 0."""
-        kernels = self.dims.kernels
         centred_TE = scores_TE - scores_TE.mean(dim=-1, keepdim=True)
         variance_T1 = centred_TE.square().mean(dim=-1, keepdim=True)
         factor_T1 = self.config.scale * (variance_T1 + SMALLEST_VARIANCE).rsqrt()
-        scores_TE = self._scaled(centred_TE * factor_T1)
-        if candidates_TE is None:
-            return softmax(scores_TE, kernels)
-        probs_TE = softmax(masked(scores_TE, candidates_TE, float("-inf"), kernels), kernels)
-        return masked(probs_TE, candidates_TE, 0.0, kernels)  # NaN where there is no candidate
+        return masked_softmax(self._scaled(centred_TE * factor_T1), candidates_TE, self.dims.kernels)

@@ -33,5 +33,4 @@ class ReluScoreFunction(ScoreFunction):
 
     def forward(self, scores_TE: Tensor, candidates_TE: Tensor | None) -> Tensor:
         """[T, E] fp32 -> [T, E] fp32, each value at least 0."""
-        probs_TE = scores_TE.relu()
-        return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0, self.dims.kernels)
+        return masked(scores_TE.relu(), candidates_TE, 0.0, self.dims.kernels)

@@ -27,7 +27,7 @@ class SqrtSoftplusScoreFunction(BiasedScoreFunction):
         """[T, E] fp32 -> [T, E] fp32, each value above 0."""
         # Where softplus underflows, the root's derivative would be 0 / 0.
         probs_TE = functional.softplus(self._scaled(scores_TE)).clamp_min(_tiny(scores_TE)).sqrt()
-        return probs_TE if candidates_TE is None else masked(probs_TE, candidates_TE, 0.0, self.dims.kernels)
+        return masked(probs_TE, candidates_TE, 0.0, self.dims.kernels)
 
     @property
     def small_slope(self) -> float:

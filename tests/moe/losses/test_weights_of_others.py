@@ -42,8 +42,7 @@ def of_megatron(scores_TE: Tensor, k: int) -> Tensor:
     from megatron.core.transformer.moe.moe_utils import switch_load_balancing_loss_func
 
     counts_E = scores_TE.topk(k).indices.flatten().bincount(minlength=EXPERTS)
-    value: Tensor = switch_load_balancing_loss_func(scores_TE.softmax(-1), counts_E, TOKENS, k, EXPERTS, 0.5)
-    return value
+    return switch_load_balancing_loss_func(scores_TE.softmax(-1), counts_E, TOKENS, k, EXPERTS, 0.5)
 
 
 def of_deepspeed(scores_TE: Tensor, k: int, whole: bool = False) -> Tensor:

@@ -24,8 +24,7 @@ PROBS = torch.tensor([[0.30, 0.01, 0.20, 0.19, 0.12, 0.11, 0.05, 0.02]])
 
 def limit(probs_TE: Tensor, candidates_TE: Tensor | None = None, k: int = 1, **options: Any) -> Tensor:
     part = make_part("mask", "group_limit", probs_TE.shape[1], dims={"num_choices": k}, **options)
-    allowed: Tensor = part(make_scored(probs_TE, probs_TE, candidates_TE), StepContext())
-    return allowed
+    return part(make_scored(probs_TE, probs_TE, candidates_TE), StepContext())
 
 
 def groups_of(allowed_TE: Tensor, num_groups: int) -> list[list[int]]:

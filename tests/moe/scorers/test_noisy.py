@@ -19,8 +19,7 @@ CONTEXT = StepContext(seed=1, step=4)
 
 def learned(**options: Any) -> NoisyScorer:
     """A scorer whose weights are away from zero."""
-    scorer: NoisyScorer = make_part("scorer", "noisy", dims={"init_std": 0.4}, start="normal", **options)
-    return scorer
+    return make_part("scorer", "noisy", dims={"init_std": 0.4}, start="normal", **options)
 
 
 def test_it_starts_with_no_signal_and_some_noise() -> None:
@@ -69,7 +68,6 @@ def test_noise_follows_its_key() -> None:
 
     def noise(context: StepContext, layer: int) -> Tensor:
         scorer = make_part("scorer", "noisy", layer=layer)
-        scores_TE: Tensor = scorer(torch.ones(rows_of(context), HIDDEN), context)[0]
-        return scores_TE
+        return scorer(torch.ones(rows_of(context), HIDDEN), context)[0]
 
     check_keys(noise)

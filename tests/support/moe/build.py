@@ -13,7 +13,7 @@ from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.moe.context import MicroBatch
 from megamoe.moe.layer import LayerShape, MoELayer
 from megamoe.moe.observation import Observation
-from megamoe.moe.part import Dims, Part, StepContext
+from megamoe.moe.part import Dims, StepContext
 from megamoe.moe.router import Router, build_part
 from megamoe.moe.routing import Pairs, Routing, Scored
 from megamoe.registry import get_part
@@ -84,11 +84,10 @@ def make_part(
     **options: Any,
 ) -> Any:
     """Build a single part without checking its options; `dims`: more fields of Dims."""
-    part: Part = build_part(
+    return build_part(
         PartChoice(kind, name, get_part(kind, name).Config(**options)),
         Dims(HIDDEN, num_experts, layer, **dims or {}),
     )
-    return part
 
 
 def make_hidden(num_tokens: int, seed: int = 2, skewed: bool = False) -> Tensor:
@@ -106,8 +105,7 @@ def select(
 ) -> Pairs:
     """Return the pairs of a selector with these options."""
     selector = make_part("selector", name, scored.num_experts, **options).train(not evaluate)
-    pairs: Pairs = selector(scored, context or StepContext())
-    return pairs
+    return selector(scored, context or StepContext())
 
 
 def routed(scored: Scored, pairs: Pairs) -> Routing:
@@ -124,8 +122,7 @@ def loss_of(
 ) -> Tensor:
     """Return a loss of a routing; `dims`: more fields of Dims."""
     loss = make_part("loss", name, routing.num_experts, dims=dims, **options)
-    value: Tensor = loss(routing, context or StepContext())
-    return value
+    return loss(routing, context or StepContext())
 
 
 Function = Callable[..., Tensor]
@@ -210,8 +207,7 @@ def route_scores(
 ) -> Routing:
     """Route with these scores instead of the scorer's."""
     router.scorer = GivenScores(scores_TE, extras)  # type: ignore[assignment]
-    routing: Routing = router(torch.zeros(len(scores_TE), HIDDEN), context or StepContext())
-    return routing
+    return router(torch.zeros(len(scores_TE), HIDDEN), context or StepContext())
 
 
 def make_scored(

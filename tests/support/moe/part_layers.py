@@ -66,5 +66,4 @@ def _options(kind: str, name: str, number: int = -1) -> dict[str, Any]:
     """Return the options of one of the part's examples: the last shows most of it, the first fits every
     preset.
     """
-    options: dict[str, Any] = examples_of(kind, name, NUM_EXPERTS, 2)[number].options
-    return options
+    return examples_of(kind, name, NUM_EXPERTS, 2)[number].options

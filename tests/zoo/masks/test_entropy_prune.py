@@ -21,8 +21,7 @@ from tests.support.moe.build import (
 
 def prune(scores_TE: Tensor, candidates_TE: Tensor | None = None, **options: Any) -> Tensor:
     part = make_part("mask", "entropy_prune", num_experts=scores_TE.shape[1], **options)
-    allowed: Tensor = part(make_scored(scores_TE, candidates_TE=candidates_TE), StepContext())
-    return allowed
+    return part(make_scored(scores_TE, candidates_TE=candidates_TE), StepContext())
 
 
 @pytest.mark.parametrize(

@@ -11,10 +11,7 @@ from tests.support.moe.build import make_context, make_hidden, make_layer, make_
 
 
 def make(expert_parallel: int = 1, layer: int = 1, **options: Any) -> Mask:
-    part: Mask = make_part(
-        "mask", "gating_dropout", 8, layer, dims={"expert_parallel": expert_parallel}, **options
-    )
-    return part
+    return make_part("mask", "gating_dropout", 8, layer, dims={"expert_parallel": expert_parallel}, **options)
 
 
 def mask(part: Mask, context: StepContext) -> Tensor:
@@ -23,8 +20,7 @@ def mask(part: Mask, context: StepContext) -> Tensor:
     if allowed_TE is None:
         return torch.ones(8, dtype=torch.bool)
     assert allowed_TE.shape == (3, 8) and (allowed_TE == allowed_TE[0]).all() and not allowed_TE.all()
-    row: Tensor = allowed_TE[0]
-    return row
+    return allowed_TE[0]
 
 
 def dropped_steps(part: Mask, steps: int, seed: int = 0, micro_batch: int = 0) -> list[bool]:

@@ -18,8 +18,7 @@ def table_of(vocab_size: int = 1000, k: int = 2, num_experts: int = 6, **options
     assert table_KV.shape == (k, vocab_size) and table_KV.dtype == torch.int64
     ordered_KV = table_KV.sort(dim=0).values
     assert (ordered_KV[1:] > ordered_KV[:-1]).all()  # an id's experts are distinct
-    found: torch.Tensor = table_KV.T
-    return found
+    return table_KV.T
 
 
 def test_round_robin_gives_every_expert_as_many_ids() -> None:

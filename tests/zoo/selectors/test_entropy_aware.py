@@ -18,8 +18,7 @@ route = partial(select, "entropy_aware")
 
 
 def counts(pairs: Pairs, num_tokens: int) -> list[int]:
-    found: list[int] = torch.bincount(pairs.token_N, minlength=num_tokens).tolist()
-    return found
+    return torch.bincount(pairs.token_N, minlength=num_tokens).tolist()
 
 
 def test_by_hand() -> None:
