@@ -20,9 +20,9 @@ step                our training step beside transformers'
 
 A section runs in a process of its own; if it ends with an error or not in time, nothing of it is left and the
 others still run. Sections that would begin after --minutes are skipped. Findings are written as they come:
-`<output>/report.json`, `<output>/report.html`, and `<output>/assumptions.json` for `tools/plan.py
---assumptions`. `<output>/logs` has the error output of every process. `--device cpu` and `--quick` rehearse
-all of it at small sizes: they check this command, and say nothing about a GPU.
+`<output>/report.json`, and `<output>/assumptions.json` for `tools/plan.py --assumptions`. `<output>/logs` has
+the error output of every process. `--device cpu` and `--quick` rehearse all of it at small sizes: they check
+this command, and say nothing about a GPU.
 
 Exit code: 0 if all that is required holds, 1 if not, 2 for a mistake, such as a machine without CUDA devices.
 """
@@ -123,8 +123,7 @@ def _run_all(names: list[str], machine: Machine, output: Path, seconds: float) -
         sections.append(section)
         print(f"{summary(section)} ({time.monotonic() - started:.0f} s)", flush=True)
         write_report(sections, machine, output)
-    names_of = ("report.html", "report.json", "assumptions.json", "logs")
-    print("report: " + ", ".join(str(output / name) for name in names_of))
+    print("report: " + ", ".join(str(output / name) for name in ("report.json", "assumptions.json", "logs")))
     return 1 if any(section.status in ("failed", "error") for section in sections) else 0
 
 

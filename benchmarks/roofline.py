@@ -1,11 +1,12 @@
-"""What a training step costs on GPUs by a roofline model: time by part, model FLOP utilisation, bounds.
+"""What a training step costs on GPUs by a roofline model: the cases of CASES, against the stored figures.
 
-    python benchmarks/roofline.py --gpu h100              # moe_1b on 8 GPUs, or --config and --ranks
-    python benchmarks/roofline.py --all                   # every case of CASES, against the stored figures
-    python benchmarks/roofline.py --all --store           # and store them
+    python benchmarks/roofline.py                         # every case
+    python benchmarks/roofline.py --store                 # and store what is counted
+    python benchmarks/roofline.py --json --config FILE --ranks 8 [section.key=value ...]
 
-One rank's shard of the real model trains two steps on fake CUDA tensors (`megamoe.apps.plan`), and the
-second is counted. No GPU is needed, and nothing is computed. The time is a model's, not a measurement.
+--json prints the figures of one configuration on all GPUs alone; `tools/plan.py` shows them as a page. One
+rank's shard of the real model trains two steps on fake CUDA tensors (`megamoe.apps.plan`), and the second is
+counted. No GPU is needed, and nothing is computed. The time is a model's, not a measurement.
 """
 
 import argparse
@@ -23,8 +24,6 @@ from megamoe.apps.plan import cuda_device  # noqa: E402
 
 MODELS = Path("benchmarks/rooflines/models")
 STORED = ROOT / "benchmarks/rooflines/expected.json"
-# Of the code before it was made fast, never stored again: what later figures are compared with.
-BASELINE = ROOT / "benchmarks/rooflines/baseline.json"
 TOLERANCE = 0.02
 # What a user on CUDA would set, beside the layout: reductions beside the backward pass, and Triton's experts.
 TUNED = ["parallel.deepspeed=ds_configs/zero1_bf16_cuda.json", "model.gpu_kernels=triton"]
@@ -45,63 +44,84 @@ COUNTED = ("kernels", "bytes", "flops", "peak_bytes", "collective_bytes", "host_
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line; exit code 1 where a figure is not the stored one, 2 for a user's mistake."""
     parser = parser_of(__doc__)
+    parser.add_argument("--store", action="store_true", help=f"write {STORED.name}")
+    parser.add_argument("--json", action="store_true", help="print the figures of one configuration")
     parser.add_argument("--config", default=str(MODELS / "moe_1b.yaml"))
     parser.add_argument("--ranks", type=positive, default=8)
-    parser.add_argument("--gpu", choices=("a100", "h100", "b200"), default="h100")
     parser.add_argument("--load", type=float, default=1.0, help="rows of the fullest rank over the mean")
-    parser.add_argument("--json", action="store_true", help="print the figures alone, for all GPUs")
-    parser.add_argument("--all", action="store_true", help="all cases; one process for each")
-    parser.add_argument("--store", action="store_true", help=f"with --all: write {STORED.name}")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     options = parser.parse_args(arguments)
-    if options.all:
+    if not options.json:
         return run_all(options.store)
     with user_errors_exit_2(parser):
         cuda_device.load()
-        print(figures_of_one(options))
+        print(json.dumps(figures_of_one(options)))
     return 0
 
 
-def figures_of_one(options: argparse.Namespace) -> str:
-    """Simulate one case, in this process."""
+def figures_of_one(options: argparse.Namespace) -> dict[str, Any]:
+    """Simulate one configuration; return counts of the step, and its time on every GPU of the table."""
     from megamoe.compat.startup import configure_libraries
     from megamoe.config import load_config
 
     configure_libraries()
+    from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC
+    from megamoe.apps.plan.hardware import GPUS
     from megamoe.apps.plan.rank import simulate_step
-    from rooflines.report import figures, page
+    from megamoe.apps.plan.roofline import host_seconds, roofline
 
-    config = load_config(options.config, options.overrides)
-    costs = simulate_step(config, options.ranks, options.load)
-    if options.json:
-        return json.dumps(figures(costs))
-    return page(costs, options.gpu, f"{options.config} {' '.join(options.overrides)}", options.ranks)
+    costs = simulate_step(load_config(options.config, options.overrides), options.ranks, options.load)
+    operators, collectives = costs.counts.operators, costs.counts.collectives
+    found: dict[str, Any] = {
+        "kernels": sum(total.launches for total in operators.values()),
+        "bytes": sum(total.bytes for total in operators.values()),
+        "flops": sum(total.flops for total in operators.values()),
+        "peak_bytes": costs.peak.bytes,
+        "collective_bytes": sum(t.bytes for key, t in collectives.items() if len(key.ranks) > 1),
+        "host_waits": (costs.counts.syncs + costs.counts.uploads).total(),
+        "parameters": costs.parameters,
+        "tokens": costs.tokens,
+        "host_seconds": host_seconds(costs, ASSUMED),
+        "peak_by_category": costs.peak.by_category,
+    }
+    for name, gpu in GPUS.items():
+        times, *bounds = (roofline(costs, gpu, case) for case in (ASSUMED, OPTIMISTIC, PESSIMISTIC))
+        whole, *overlapped = (
+            {"ms": round(seconds * 1e3, 2), "utilisation": round(times.model_flops / (seconds * gpu.bf16), 4)}
+            for seconds in (times.seconds, *(each.seconds - each.hidden for each in (times, *bounds)))
+        )
+        cases = dict(zip(("overlapped", "optimistic", "pessimistic"), overlapped, strict=True))
+        parts = {part: round(time.total * 1e3, 2) for part, time in sorted(times.parts.items())}
+        found[name] = {**whole, **cases, "parts_ms": parts}
+    return found
 
 
 def run_all(store: bool) -> int:
     """Print a line for each case; compare with the stored figures, or write them."""
     found: dict[str, Any] = {}
-    baseline = json.loads(BASELINE.read_text(encoding="utf-8"))
     for name in CASES:
-        found[name] = run_case(name)
-        times, before = found[name]["h100"], baseline[name.removesuffix(", tuned")]["h100"]
-        print(f"{name:24} {found[name]['kernels']:6} kernels  {found[name]['bytes'] / 1e9:7.1f} GB  ", end="")
+        found[name] = each = run_case(name)
+        times, overlapped = each["h100"], each["h100"]["overlapped"]
         print(
-            f"{found[name]['flops'] / 1e12:7.2f} TFLOP  peak {found[name]['peak_bytes'] / 1e9:5.1f} GB  ",
-            end="",
-        )
-        print(
+            f"{name:24} {each['kernels']:6} kernels  {each['bytes'] / 1e9:7.1f} GB  "
+            f"{each['flops'] / 1e12:7.2f} TFLOP  peak {each['peak_bytes'] / 1e9:5.1f} GB  "
             f"H100: {times['ms']:6.1f} ms, {times['utilisation']:.1%}, "
-            f"overlapped {times['overlapped_utilisation']:.1%} (baseline {before['ms']:.1f} ms)",
+            f"overlapped {overlapped['ms']:6.1f} ms, {overlapped['utilisation']:.1%}",
             flush=True,
         )
     if store:
-        STORED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        counted = {name: {key: each[key] for key in COUNTED} for name, each in found.items()}
+        STORED.write_text(json.dumps(counted, indent=1) + "\n", encoding="utf-8")
         return 0
     stored = json.loads(STORED.read_text(encoding="utf-8"))
-    problems = [f"{name}: {line}" for name in CASES for line in differences(found[name], stored[name])]
+    problems = [
+        f"{name}: {key}: found {found[name][key]}, expected {stored[name][key]} within {TOLERANCE:.0%}"
+        for name in CASES
+        for key in COUNTED
+        if abs(found[name][key] - stored[name][key]) > TOLERANCE * stored[name][key]
+    ]
     print("\n".join(problems))
-    return 1 if problems else 0
+    return int(bool(problems))
 
 
 def run_case(name: str) -> dict[str, Any]:
@@ -114,15 +134,6 @@ def run_case(name: str) -> dict[str, Any]:
         raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
     result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return result
-
-
-def differences(found: dict[str, Any], stored: dict[str, Any]) -> list[str]:
-    """Return what is not within TOLERANCE of the stored figures."""
-    return [
-        f"{key}: found {found[key]}, expected {stored[key]} within {TOLERANCE:.0%}"
-        for key in COUNTED
-        if abs(found[key] - stored[key]) > TOLERANCE * stored[key]
-    ]
 
 
 if __name__ == "__main__":

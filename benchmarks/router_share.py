@@ -10,9 +10,8 @@ line says `over`). Not held to it: layers whose selector solves an assignment or
 `all bf16`, the share where the experts compute in bf16 while the router stays fp32 by principle, has no bar
 either.
 
-The layer, the router and its losses alone, and every stage by itself are measured in turn, so that a machine
-whose speed drifts slows all of them; printed are medians of the rounds' ratios, all but the last of fp32. A
-stage by itself gets the inputs that it had in the router.
+The layer, and the router and its losses alone, are measured in turn, so that a machine whose speed drifts
+slows both; printed are medians of the rounds' ratios.
 """
 
 import dataclasses
@@ -24,7 +23,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from common.command import parser_of, positive, user_errors_exit_2
 from common.machine import settle_process
@@ -35,18 +33,15 @@ from megamoe.moe.capabilities import capabilities
 from megamoe.moe.context import MicroBatch
 from megamoe.moe.experts.grouped import GroupedExperts
 from megamoe.moe.layer import MoELayer
-from megamoe.moe.part import Part, StepContext
 from megamoe.registry import KINDS, list_parts, load_plugin, nearest_and_all
 from tests.support.moe.examples import example_trees, examples_of
 
 HIDDEN, FFN, VOCAB, SEQUENCES, CHOICES = 512, 256, 32000, 8, 8
 BAR = 0.10
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-STAGES = ("scorer", "masks", "score_function", "selector", "capacity", "losses")
 WARM_UP_ROUNDS = 1
 
 Tree = dict[str, Any]
-Call = tuple[Part, tuple[Any, ...]]
 
 # Beside a part, where they make sense.
 LOSSES: Tree = {"switch_balance": 0.01, "z_loss": 0.001}
@@ -69,8 +64,7 @@ def main() -> int:
     bench = Bench(arguments.experts, arguments.tokens, arguments.rounds)
     size = f"{arguments.tokens} tokens, {arguments.experts} experts of {FFN}, hidden {HIDDEN}, k = {CHOICES}"
     print(f"{size}, {torch.get_num_threads()} threads; shares of the fp32 layer, forward and backward")
-    columns = "".join(f"{name[:8]:>9}" for name in (*STAGES, "all fp32", "all bf16"))
-    print(f"{'part':52}{'layer ms':>9}{'part':>8}{columns}", flush=True)
+    print(f"{'part':52}{'layer ms':>9}{'all fp32':>10}{'all bf16':>10}", flush=True)
     return int(any([not bench.report(*case) for case in cases]))
 
 
@@ -100,16 +94,14 @@ def has_bar(tree: Tree) -> bool:
 
 @dataclasses.dataclass
 class Measured:
-    """Seconds of each round: the layer by dtype of its experts, the router, every stage and every part."""
+    """Seconds of each round: the layer by dtype of its experts, and the router with the losses."""
 
-    layer: dict[str, list[float]] = dataclasses.field(default_factory=dict)
+    layer: dict[str, list[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in DTYPES})
     router: list[float] = dataclasses.field(default_factory=list)
-    stages: dict[str, list[float]] = dataclasses.field(default_factory=dict)
-    parts: dict[str, list[float]] = dataclasses.field(default_factory=dict)
 
-    def share(self, seconds: list[float], dtype: str = "fp32") -> float:
-        """Median over the rounds of their share of the layer."""
-        return statistics.median(a / b for a, b in zip(seconds, self.layer[dtype], strict=True))
+    def share(self, dtype: str) -> float:
+        """Median over the rounds of the router's share of the layer."""
+        return statistics.median(a / b for a, b in zip(self.router, self.layer[dtype], strict=True))
 
 
 class Bench:
@@ -133,15 +125,11 @@ class Bench:
         except Exception as error:  # a part that does not run here must not hide the others
             print(f"{label:52} {type(error).__name__}: {' '.join(str(error).split())[:150]}", flush=True)
             return False
-        own = found.share(found.parts[f"{kind} {name}"])
-        shares = [found.share(found.stages[stage]) for stage in STAGES]
-        total, total_bf16 = found.share(found.router), found.share(found.router, "bf16")
-        layer_ms = 1000 * statistics.median(found.layer["fp32"])
-        row = "".join(f"{100 * share:8.1f}%" for share in (*shares, total, total_bf16))
         held = has_bar(tree)
-        over = total > BAR and held
+        over = held and found.share("fp32") > BAR
         verdict = "  over" if over else "" if held else "  no bar"
-        print(f"{label:52}{layer_ms:9.0f}{100 * own:7.1f}%{row}{verdict}", flush=True)
+        row = "".join(f"{100 * found.share(dtype):9.1f}%" for dtype in DTYPES)
+        print(f"{label:52}{1000 * statistics.median(found.layer['fp32']):9.0f}{row}{verdict}", flush=True)
         return not over
 
     def _measured(self, tree: Tree) -> Measured:
@@ -151,22 +139,15 @@ class Bench:
         return self.known[key]
 
     def _measure(self, layer: MoELayer) -> Measured:
-        calls = record_calls(layer, lambda: self._route(layer))
-        found = Measured({name: [] for name in DTYPES}, [], {stage: [] for stage in STAGES})
+        found = Measured()
         for number in range(WARM_UP_ROUNDS + self.rounds):
             layer.context.step += 1
             times = {name: clock(layer, partial(self._whole, layer, name)) for name in DTYPES}
             router = clock(layer, lambda: self._route(layer))
-            by_part = [(label, stage, clock(layer, partial(replay, call))) for label, stage, call in calls]
-            if number < WARM_UP_ROUNDS:
-                continue
-            found.router.append(router)
-            for name, seconds in times.items():
-                found.layer[name].append(seconds)
-            for stage in STAGES:
-                found.stages[stage].append(sum(s for _, where, s in by_part if where == stage))
-            for label in {label for label, _, _ in by_part}:
-                found.parts.setdefault(label, []).append(sum(s for other, _, s in by_part if other == label))
+            if number >= WARM_UP_ROUNDS:
+                found.router.append(router)
+                for name, seconds in times.items():
+                    found.layer[name].append(seconds)
         return found
 
     def _layer(self, tree: Tree) -> MoELayer:
@@ -211,74 +192,6 @@ def clock(layer: MoELayer, run: Callable[[], None]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
-
-
-def record_calls(layer: MoELayer, run: Callable[[], None]) -> list[tuple[str, str, Call]]:
-    """(kind and name, stage, call) of every call of a part while `run` runs."""
-    calls: list[tuple[str, str, Call]] = []
-    handles = []
-    for stage, choice, part in parts_of(layer):
-
-        def note(module: Part, inputs: tuple[Any, ...], stage: str = stage, label: str = choice) -> None:
-            calls.append((label, stage, (module, detached(inputs))))
-
-        handles.append(part.register_forward_pre_hook(note))
-    run()
-    for handle in handles:
-        handle.remove()
-    return calls
-
-
-def parts_of(layer: MoELayer) -> Iterator[tuple[str, str, Part]]:
-    """(stage, kind and name, module)."""
-    classes = {part: f"{kind} {name}" for kind in KINDS for name, part in list_parts(kind).items()}
-    router = layer.router
-    stages: dict[str, list[Any]] = {
-        "scorer": [router.scorer],
-        "masks": list(router.masks),
-        "score_function": [router.score_function],
-        "selector": [router.selector],
-        "capacity": [router.capacity],
-        "losses": list(layer.losses.values()),
-    }
-    for stage, parts in stages.items():
-        for part in parts:
-            yield stage, classes[type(part)], part
-
-
-def replay(call: Call) -> None:
-    """Repeat the call, forward and backward, on the same inputs as leaves."""
-    part, inputs = call
-    outputs = [value for value in tensors_in(part(*detached(inputs))) if value.requires_grad]
-    torch.autograd.backward(outputs, [torch.ones_like(value) for value in outputs])
-
-
-def detached(value: Any) -> Any:
-    """Return the same data with its floating-point tensors as leaves that take gradients."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(value.requires_grad)
-    if isinstance(value, tuple):
-        return tuple(detached(item) for item in value)
-    if isinstance(value, dict):
-        return {key: detached(item) for key, item in value.items()}
-    if dataclasses.is_dataclass(value) and not isinstance(value, (type, StepContext)):
-        return type(value)(
-            **{field.name: detached(getattr(value, field.name)) for field in dataclasses.fields(value)}
-        )
-    return value
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield every tensor of nested data."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
-    elif dataclasses.is_dataclass(value):
-        yield from tensors_in(list(vars(value).values()))
 
 
 if __name__ == "__main__":

@@ -3,83 +3,36 @@
 The module of a command is imported when it is called; tools/*.py of a clone call the same modules.
 """
 
+import ast
 import importlib
 import sys
 from pathlib import Path
 
 from megamoe.resilience.error_reporting import exit_process, hide_secrets
 
-# Command: the module whose `main(arguments)` returns the exit code, and what the command does.
+# The module of each command: `main(arguments)` returns the exit code, the docstring begins with what it does.
 COMMANDS = {
-    "analyze": (
-        "megamoe.apps.routing_analysis.command",
-        "What the routers of trained models do: seven analyses of checkpoints, as JSON and figures",
-    ),
-    "checkpoint": ("megamoe.apps.checkpoints.command", "Inspect, verify, convert, average, prune them"),
-    "convert": (
-        "megamoe.apps.hf.command",
-        "Convert models between Hugging Face folders and checkpoints of ours",
-    ),
-    "count": (
-        "megamoe.apps.plan.count_command",
-        "Count the parameters of models from their configurations, and compare them with published numbers",
-    ),
-    "evaluate": (
-        "megamoe.apps.evaluation.command",
-        "Perplexity of a checkpoint on data sets, and over sweeps of the router's options",
-    ),
-    "finetune": (
-        "megamoe.apps.finetune.command",
-        "Fine-tune a pretrained encoder to a task with several seeds, and evaluate it on all test sets",
-    ),
-    "generate": ("megamoe.apps.generation.command", "Generate text from a checkpoint"),
-    "lab": (
-        "megamoe.apps.lab.command",
-        "Run a study: configurations over seeds, what is measured of them, and what the claims come to",
-    ),
-    "lm-eval": (
-        "megamoe.apps.lm_eval.command",
-        "lm-evaluation-harness on a checkpoint of ours, with any router, without conversion",
-    ),
-    "parts": (
-        "megamoe.apps.reference.parts",
-        "List every part and every preset that a configuration can name, with options, defaults and sources",
-    ),
-    "plan": (
-        "megamoe.apps.plan.command",
-        "Plan a run on a cluster without any GPU: memory, traffic between GPUs, and the time of a step",
-    ),
-    "preflight": (
-        "megamoe.apps.cluster.preflight_command",
-        "Check the nodes of a job before training: one process on each node, started by srun or torchrun",
-    ),
-    "prepare-chat": (
-        "megamoe.apps.chat.prepare_command",
-        "Turn conversations into the files that chat tuning reads",
-    ),
-    "prepare-data": ("megamoe.apps.prepare.command", "Turn text into the .bin/.idx files of pretraining"),
-    "prepare-pairs": (
-        "megamoe.apps.translation.prepare_command",
-        "Turn parallel text into pairs for translation, a multilingual corpus and a classification task",
-    ),
-    "report": (
-        "megamoe.apps.report.command",
-        "Make the report of each run folder; with two or more, also a page that compares them",
-    ),
-    "show-batch": (
-        "megamoe.apps.show_batch.command",
-        "Show a batch of training: its tokens, which have a loss, documents and padding",
-    ),
-    "status": (
-        "megamoe.apps.cluster.status_command",
-        "Show on one screen how a run is, from the files in its folder alone",
-    ),
-    "translate": (
-        "megamoe.apps.generation.translate_command",
-        "Translate text, or the held-out pairs of a corpus, with a checkpoint; BLEU and chrF by sacreBLEU",
-    ),
-    "verify": ("megamoe.apps.verify.command", "Compare layouts of a run with one rank, tensor by tensor"),
-    "train": ("megamoe.train.command", "Pretrain a Mixture-of-Experts language model"),
+    "analyze": "megamoe.apps.routing_analysis.command",
+    "checkpoint": "megamoe.apps.checkpoints.command",
+    "convert": "megamoe.apps.hf.command",
+    "count": "megamoe.apps.plan.count_command",
+    "evaluate": "megamoe.apps.evaluation.command",
+    "finetune": "megamoe.apps.finetune.command",
+    "generate": "megamoe.apps.generation.command",
+    "lab": "megamoe.apps.lab.command",
+    "lm-eval": "megamoe.apps.lm_eval.command",
+    "parts": "megamoe.apps.reference.parts",
+    "plan": "megamoe.apps.plan.command",
+    "preflight": "megamoe.apps.cluster.preflight_command",
+    "prepare-chat": "megamoe.apps.chat.prepare_command",
+    "prepare-data": "megamoe.apps.prepare.command",
+    "prepare-pairs": "megamoe.apps.translation.prepare_command",
+    "report": "megamoe.apps.report.command",
+    "show-batch": "megamoe.apps.show_batch.command",
+    "status": "megamoe.apps.cluster.status_command",
+    "translate": "megamoe.apps.generation.translate_command",
+    "verify": "megamoe.apps.verify.command",
+    "train": "megamoe.train.command",
 }
 
 
@@ -102,7 +55,7 @@ def call(name: str, arguments: list[str]) -> int:
     """Call a command of `COMMANDS`; return its exit code."""
     if Path(sys.argv[0]).name in ("megamoe", "__main__.py"):
         sys.argv[0] = f"megamoe {name}"  # which argparse shows
-    code: int | None = importlib.import_module(COMMANDS[name][0]).main(arguments)
+    code: int | None = importlib.import_module(COMMANDS[name]).main(arguments)
     return int(code or 0)
 
 
@@ -115,9 +68,15 @@ def run(name: str | None = None) -> None:
     sys.exit(0)
 
 
+def summary_of(name: str) -> str:
+    """Return what a command does, in a sentence; its module is read, and not imported."""
+    file = Path(__file__).parents[1].joinpath(*COMMANDS[name].split(".")).with_suffix(".py")
+    return (ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or "").partition(".\n")[0]
+
+
 def _usage() -> str:
     width = max(map(len, COMMANDS))
-    rows = "\n".join(f"  {name:<{width}}  {what}" for name, (_, what) in COMMANDS.items())
+    rows = "\n".join(f"  {name:<{width}}  {summary_of(name)}" for name in COMMANDS)
     return f"usage: megamoe COMMAND [ARGUMENTS]\n\n{rows}\n\nmegamoe COMMAND --help shows its arguments."
 
 

@@ -220,7 +220,7 @@ def test_options_in_commands_exist(capsys: pytest.CaptureFixture[str]) -> None:
     assert sum(map(len, used.values())) > 100
     for (name, *subcommand), options in used.items():
         with pytest.raises(SystemExit):
-            importlib.import_module(COMMANDS[name][0]).main([*subcommand, "--help"])
+            importlib.import_module(COMMANDS[name]).main([*subcommand, "--help"])
         told = capsys.readouterr().out
         missing = [(o, page) for o, page in options if not re.search(rf"(?<![\w-]){o}(?![\w-])", told)]
         assert not missing, (name, missing)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from megamoe.apps.plan.assumptions import ASSUMED, Rate
+from megamoe.io import replace_file
 
 Status = Literal["passed", "failed", "measured", "skipped", "error"]
 
@@ -94,9 +95,7 @@ class Section:
     def write(self) -> None:
         """Write the section to its file, as a whole, if it has one."""
         if self.path is not None:
-            partial = self.path.with_suffix(".partial")
-            partial.write_text(json.dumps(self.as_data()))
-            partial.replace(self.path)
+            replace_file(self.path, json.dumps(self.as_data()).encode())
 
     def judge(self) -> None:
         """Set the status by the findings, unless the section was skipped or ended with an error."""

@@ -1,6 +1,5 @@
 """The sections by name, and the report of what they found."""
 
-import html
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -10,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from gpu import attention, collectives, comparisons, environment, extensions, kernels, parity, rates, training
-from gpu.findings import Finding, Machine, Section
+from gpu.findings import Machine, Section
 from megamoe.apps.plan.assumptions import Rate
+from megamoe.io import replace_file
 
 SLOWER = 10  # a section of a rehearsal, which shares its machine with other work
 
@@ -44,18 +44,6 @@ SECTIONS: dict[str, Task] = {
     "layer": Task(comparisons.run_layer, 150),
     "step": Task(comparisons.run_step, 150),
 }
-STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-body { color: #1c1c1e; background: #fff; }
-table { border-collapse: collapse; width: 100%; }
-td, th { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #ddd; vertical-align: top; }
-td.value { text-align: right; white-space: nowrap; font-variant-numeric: tabular-nums; }
-.failed, .error { color: #b00020; font-weight: 600; } .passed { color: #1b7f3b; } .note { color: #666; }
-@media (prefers-color-scheme: dark) {
-  body { color: #e8e8ea; background: #161618; } td, th { border-color: #333; } .note { color: #999; }
-  .failed, .error { color: #ff7b8a; } .passed { color: #6fd08c; }
-}
-"""
 
 
 def load_section(path: Path, name: str) -> Section:
@@ -75,7 +63,7 @@ def summary(section: Section) -> str:
 
 
 def write_report(sections: Sequence[Section], machine: Machine, output: Path) -> None:
-    """Write report.json and report.html."""
+    """Write report.json and assumptions.json."""
     data = {
         "format": 1,
         "written_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -84,16 +72,9 @@ def write_report(sections: Sequence[Section], machine: Machine, output: Path) ->
         "rehearsal": machine.quick,
         "sections": [section.as_data() for section in sections],
     }
-    _write(output / "report.json", json.dumps(data, indent=1) + "\n")
-    _write(output / "assumptions.json", json.dumps(assumptions(sections, machine), indent=1) + "\n")
-    _write(output / "report.html", page(sections, machine))
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file as a whole."""
-    partial_file = path.with_name(f"{path.name}.partial")
-    partial_file.write_text(text, encoding="utf-8")
-    partial_file.replace(path)
+    contents = {"report.json": data, "assumptions.json": assumptions(sections, machine)}
+    for name, content in contents.items():
+        replace_file(output / name, (json.dumps(content, indent=1) + "\n").encode())
 
 
 def assumptions(sections: Sequence[Section], machine: Machine) -> dict[str, Any]:
@@ -109,40 +90,3 @@ def assumptions(sections: Sequence[Section], machine: Machine) -> dict[str, Any]
         for key, finding in rows.items()
     ]
     return {"rehearsal": machine.quick, "rates": measured}
-
-
-def page(sections: Sequence[Section], machine: Machine) -> str:
-    """Return the report as one HTML page without references to other files."""
-    what = f"{machine.count} x {machine.device}"
-    rehearsal = (
-        "<p>A rehearsal on the CPU at small sizes: it says nothing about a GPU.</p>" if machine.quick else ""
-    )
-    body = "".join(_section(section) for section in sections)
-    return (
-        '<!doctype html><html lang="en"><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width">'
-        f"<title>megamoe GPU check</title><style>{STYLE}</style>"
-        f"<h1>megamoe GPU check: {html.escape(what)}</h1>{rehearsal}{body}</html>\n"
-    )
-
-
-def _section(section: Section) -> str:
-    reason = f"<p>{html.escape(section.reason)}</p>" if section.reason else ""
-    table = "".join(_row(finding) for finding in section.findings)
-    heading = f'{html.escape(section.name)}: <span class="{section.status}">{section.status}</span>'
-    return f"<h2>{heading}</h2>{reason}<table>{table}</table>"
-
-
-def _row(finding: Finding) -> str:
-    mark = {True: '<span class="passed">passed</span>', False: '<span class="failed">failed</span>'}
-    verdict = "" if finding.holds is None else mark[finding.holds]
-    value = f"{number(finding.value)} {finding.unit}".strip()
-    return (
-        f'<tr><td>{html.escape(finding.name)}</td><td class="value">{html.escape(value)}</td>'
-        f'<td>{verdict}</td><td class="note">{html.escape(finding.note)}</td></tr>'
-    )
-
-
-def number(value: float | str) -> str:
-    """Return a value as the report shows it: four significant digits, text as it is."""
-    return value if isinstance(value, str) else f"{value:.4g}"

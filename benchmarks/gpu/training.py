@@ -122,7 +122,7 @@ def _beside_the_model(
     utilisation = model["utilisation"] * model["ms"] / (1e3 * seconds)
     section.add(f"{name}: model FLOP utilisation", utilisation, note=f"of the bf16 peak of {gpu}")
     bounds = f"optimistic {model['optimistic']['ms']:.1f}, pessimistic {model['pessimistic']['ms']:.1f}"
-    expected = model["overlapped_ms"]
+    expected = model["overlapped"]["ms"]
     text = f"expected {expected:.1f} ms ({bounds}), found {1e3 * seconds:.1f} ms"
     section.add(f"{name}: step", text)
     traced = found["traced"]["parts"]

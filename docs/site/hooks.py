@@ -160,14 +160,10 @@ def reference_pages() -> dict[str, str]:
 
 def commands_page() -> str:
     """The subcommands and the exit codes, from the tables in the code."""
-    cli = ast.parse((PACKAGE / "cli.py").read_text(encoding="utf-8"))
-    (commands,) = [
-        ast.literal_eval(node.value)
-        for node in cli.body
-        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "COMMANDS"
-    ]
+    from megamoe.cli import COMMANDS, summary_of
+
     rows = [
-        f"| `megamoe {name}` | `{module}` | {what} |" for name, (module, what) in sorted(commands.items())
+        f"| `megamoe {name}` | `{module}` | {summary_of(name)} |" for name, module in sorted(COMMANDS.items())
     ]
     errors = (PACKAGE / "errors.py").read_text(encoding="utf-8")
     codes = re.findall(r"^    ([A-Z]+) = (\d+)  # (.+)$", errors, flags=re.MULTILINE)

@@ -4,6 +4,7 @@ NAME=PREFIX`.
 
 import argparse
 import errno
+import io
 import json
 import os
 import sys
@@ -21,6 +22,7 @@ LAUNCHER = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"),
     *("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
 )
+CLOSED_PIPE = 141  # as shells say it of SIGPIPE
 STDIN = Path("-")  # the standard input, where a command reads lines
 # A terminal would obey control characters; files have them.
 CONTROLS = {code: "\ufffd" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
@@ -58,6 +60,32 @@ def run_tool(work: Callable[[], None]) -> int:
     except (Exception, SystemExit) as error:
         return report_error(error)
     return 0
+
+
+def run_plain(work: Callable[[], int | None]) -> int:
+    """Do the work of a command that needs neither ranks nor the vendors' settings; return its exit code.
+
+    2: a user's mistake, or a file that cannot be read or written; 130: interrupted by Ctrl-C; 141: the reader
+    of its output, such as head, has gone.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # names of files may be any bytes
+    try:
+        code = work()
+        sys.stdout.flush()
+        return code or 0
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush must not fail again
+        return CLOSED_PIPE
+    except OSError as error:
+        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    return ExitCode.MISTAKE
 
 
 def json_of(option: str, path: Path, largest: int) -> Any:

@@ -112,9 +112,9 @@ def test_uneven_counts_sum_to_the_rows_and_leave_an_expert_empty() -> None:
     assert torch.equal(counts_E, counts_E.sort(descending=True).values)
 
 
-def test_the_report_holds_all_findings_and_no_markup_of_theirs(tmp_path: Path) -> None:
+def test_the_report_holds_all_findings(tmp_path: Path) -> None:
     from gpu.findings import Machine, Section
-    from gpu.report import page, write_report
+    from gpu.report import write_report
 
     machine, section = Machine("cpu", 2, quick=True), Section("rates")
     section.add("product <b>", 12.3456, "TFLOP/s", holds=True, note="a & b")
@@ -123,10 +123,6 @@ def test_the_report_holds_all_findings_and_no_markup_of_theirs(tmp_path: Path) -
     data = json.loads((tmp_path / "report.json").read_text())
     assert [each["status"] for each in data["sections"]] == ["passed", "skipped"]
     assert Section.from_data(data["sections"][0]) == section
-    text = (tmp_path / "report.html").read_text()
-    assert text == page([section, Section("step", reason="the time was over", status="skipped")], machine)
-    assert "product &lt;b&gt;" in text and "12.35 TFLOP/s" in text and "<b>" not in text
-    assert "rehearsal" in text
 
 
 def test_a_section_that_wrote_nothing_is_empty(tmp_path: Path) -> None:

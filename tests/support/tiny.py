@@ -112,7 +112,7 @@ def world_of_one() -> Iterator[None]:
 def tool(name: str) -> Any:
     """The module of the command that a script in tools/ calls, or the script."""
     called = re.findall(r'run\("([a-z-]+)"\)', (ROOT / f"tools/{name}.py").read_text())
-    return importlib.import_module(COMMANDS[called[0]][0] if called else f"tools.{name}")
+    return importlib.import_module(COMMANDS[called[0]] if called else f"tools.{name}")
 
 
 def one_line(code: int, capsys: pytest.CaptureFixture[str]) -> str:

@@ -8,48 +8,28 @@ python tools/checkpoint.py prune runs/demo --keep 2 --dry-run
 """
 
 import argparse
-import io
 import json
-import os
-import sys
 from pathlib import Path
 
 from megamoe.apps.checkpoints import describe
 from megamoe.apps.checkpoints.average import average, chosen, take_mean
 from megamoe.apps.checkpoints.prune import prune
 from megamoe.apps.checkpoints.stream import DTYPES, consolidate
+from megamoe.apps.command import parser_of, run_plain
 from megamoe.checkpoint.format.folder import find_checkpoints
 from megamoe.errors import UserError
 
-DAMAGED, MISTAKE, INTERRUPTED, CLOSED_PIPE = 1, 2, 130, 141
+DAMAGED = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 1 for damage found, 2 for a mistake, 130 if interrupted."""
+    """Run the command and return its exit code: 1 for damage found, else that of `run_plain`."""
     options = _parser().parse_args(arguments)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # names of files may be any bytes
-    try:
-        code: int = options.run(options)
-        sys.stdout.flush()
-        return code
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the last flush must not fail again
-        return CLOSED_PIPE
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        return MISTAKE
-    except KeyboardInterrupt:
-        print("interrupted; nothing half written is left", file=sys.stderr)
-        return INTERRUPTED
+    return run_plain(lambda: options.run(options))
 
 
 def _parser() -> argparse.ArgumentParser:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = parser_of(__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     verb = verbs.add_parser("inspect", help="show a checkpoint, or all of a run")

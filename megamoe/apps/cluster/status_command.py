@@ -11,19 +11,17 @@ that has stopped or failed may be started again.
 
 import argparse
 import json
-import os
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 from megamoe.apps.cluster.status import as_text, is_complete, newest_checkpoint, read_status
-from megamoe.apps.command import parser_of
+from megamoe.apps.command import parser_of, run_plain
 from megamoe.compat.startup import configure_libraries
 from megamoe.config import load_config
 from megamoe.errors import UserError
 
-MISTAKE, INTERRUPTED = 2, 130
 LONGEST_S = 86400
 CLEAR = "\033[H\033[2J"
 
@@ -31,16 +29,7 @@ CLEAR = "\033[H\033[2J"
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
     options = _parser().parse_intermixed_args(arguments)
-    try:
-        return _run(options)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except BrokenPipeError:  # its reader, such as head, has gone
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    return run_plain(lambda: _run(options))
 
 
 def _parser() -> argparse.ArgumentParser:

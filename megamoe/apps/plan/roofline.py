@@ -31,7 +31,6 @@ class PartTime:
 
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
     launches: int = 0
-    bytes: int = 0
     flops: int = 0
 
     @property
@@ -39,27 +38,19 @@ class PartTime:
         """Seconds in all."""
         return sum(self.seconds.values())
 
-    @property
-    def bound(self) -> str:
-        """The name of what takes the most seconds."""
-        return max(self.seconds, key=self.seconds.__getitem__)
-
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step's time by part, in seconds, and its model FLOP utilisation.
+    """A step's time by part, in seconds, and its model FLOPs.
 
     seconds: everything one after the other, without what `hidden_exchange` tells. hidden: of these, the
-    other collectives that the code launches beside the backward pass, as far as the pass lasts so long;
-    overlapped_utilisation: without them.
+    other collectives that the code launches beside the backward pass, as far as the pass lasts so long.
     """
 
     parts: dict[str, PartTime]
     seconds: float
     model_flops: float
-    utilisation: float
     hidden: float
-    overlapped_utilisation: float
 
 
 CollectiveSeconds = Callable[[CollectiveKey, CollectiveTotal, Gpu, Assumptions], float]
@@ -79,7 +70,6 @@ def roofline(
     for key, total in costs.counts.operators.items():
         part = parts[key.part]
         part.launches += total.launches
-        part.bytes += total.bytes
         part.flops += total.flops
         work, bound = operator_seconds(key, total, gpu, assumed)
         part.seconds[bound] += work
@@ -96,10 +86,8 @@ def roofline(
     for name, idle in _behind_the_host(costs, gpu, assumed, seconds_of).items():
         parts[name].seconds["launch"] += idle
     seconds = sum(part.total for part in parts.values())
-    flops = model_flops(costs)
     hidden = assumed.hidden * min(beside_seconds(costs, gpu, assumed, seconds_of))
-    utilisations = [flops / (time * gpu.bf16) for time in (seconds, seconds - hidden)]
-    return Roofline(dict(parts), seconds, flops, utilisations[0], hidden, utilisations[1])
+    return Roofline(dict(parts), seconds, model_flops(costs), hidden)
 
 
 def hidden_exchange(

@@ -7,13 +7,14 @@ python tools/prepare_data.py --verify data/corpus
 
 import argparse
 import signal
-import sys
 import warnings
+
+from megamoe.apps.command import parser_of, run_plain
+from megamoe.errors import UserError
 
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = parser_of(__doc__)
     add = parser.add_argument
     add(
         "inputs",
@@ -72,32 +73,19 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prepare or verify; exit code 0, 2 for a user's mistake or damaged data, 130 if interrupted."""
-    # Here and below, not at the top: worker processes import this file too.
-    from megamoe.errors import UserError
-
+    """Prepare or verify; return the exit code, 2 also for damaged data."""
     arguments = parse_arguments(argv)
-    try:
-        if arguments.verify is None:
-            _prepare(arguments)
-        else:
-            from megamoe.apps.prepare.verify import verify_in_full
-
-            print(verify_in_full(arguments.verify))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        more = "; nothing finished was written" if arguments.verify is None else ""
-        print(f"interrupted{more}", file=sys.stderr)
-        return 130
-    return 0
+    return run_plain(lambda: _run(arguments))
 
 
-def _prepare(arguments: argparse.Namespace) -> None:
+def _run(arguments: argparse.Namespace) -> None:
+    # Not at the top: --help is quick.
     from megamoe.apps.prepare.prepare import TRAIN, Preparation, prepare
-    from megamoe.errors import UserError
+    from megamoe.apps.prepare.verify import verify_in_full
 
+    if arguments.verify is not None:
+        print(verify_in_full(arguments.verify))
+        return
     # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     signal.signal(signal.SIGTERM, signal.default_int_handler)

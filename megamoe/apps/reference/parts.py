@@ -6,7 +6,6 @@ python tools/list_parts.py --kind loss --plugin my_router.py
 import dataclasses
 import inspect
 import re
-import sys
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -14,15 +13,14 @@ from typing import Any
 import yaml
 
 from megamoe import registry
-from megamoe.apps.command import parser_of
-from megamoe.errors import UserError
+from megamoe.apps.command import parser_of, run_plain
 
 KINDS = (*registry.KINDS, "preset")
 WIDTH = 108
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the list; 2 for a plugin that cannot be loaded."""
+    """Print the list; return the exit code."""
     parser = parser_of(__doc__)
     parser.add_argument("--kind", choices=KINDS, help="only parts of this kind")
     parser.add_argument("--plugin", action="append", default=[], help="also the parts of this file or module")
@@ -33,14 +31,13 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in [options.kind] if options.kind else filter(names.get, KINDS):
             print(f"{kind}: {', '.join(names[kind])}")
         return 0
-    try:
-        for plugin in options.plugin:
-            registry.load_plugin(plugin)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print("\n\n".join(map(as_text, [options.kind] if options.kind else kinds())))
-    return 0
+    return run_plain(lambda: _list(options.kind, options.plugin))
+
+
+def _list(kind: str | None, plugins: list[str]) -> None:
+    for plugin in plugins:
+        registry.load_plugin(plugin)
+    print("\n\n".join(map(as_text, [kind] if kind else kinds())))
 
 
 def kinds() -> list[str]:

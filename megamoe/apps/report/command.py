@@ -4,12 +4,10 @@ python tools/report.py runs/first runs/second
 """
 
 import argparse
-import io
 import os
-import sys
 from pathlib import Path
 
-from megamoe.apps.command import check_writable, parser_of
+from megamoe.apps.command import check_writable, parser_of, run_plain
 from megamoe.apps.report.page import REPORT_FILE, write_page, write_report
 from megamoe.apps.report.run_statistics import comparison_table, read_run
 from megamoe.errors import UserError
@@ -21,20 +19,7 @@ COMPARISON_FILE = "comparison.html"
 def main(arguments: list[str] | None = None) -> int:
     """Write the reports and print where they are; 2 for a user's mistake, and then nothing is written."""
     options = _parser().parse_args(arguments)
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of folders may be any bytes
-    try:
-        folders = list({os.path.realpath(folder): folder for folder in options.run_folders}.values())
-        _check_output(options.output, len(folders))
-        _write(folders, options.output)
-    except UserError as error:
-        print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-        return 2
-    return 0
+    return run_plain(lambda: _write(options))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -45,26 +30,17 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _check_output(output: Path | None, runs: int) -> None:
-    """Refuse a page without effect, and one that is no HTML file.
-
-    Raises:
-        UserError: naming the option.
-    """
-    if output is None:
-        return
-    if runs == 1:
+def _write(options: argparse.Namespace) -> None:
+    folders = list({os.path.realpath(folder): folder for folder in options.run_folders}.values())
+    if options.output is not None and len(folders) == 1:
         raise UserError(
-            f"--output: {output} is for the page that compares runs, but one run is named; name another run, "
-            f"or leave out --output: the report of a run is {REPORT_FILE} in its folder"
+            f"--output: {options.output} is for the page that compares runs, but one run is named; name "
+            f"another run, or leave out --output: the report of a run is {REPORT_FILE} in its folder"
         )
-    if output.suffix.lower() not in (".html", ".htm"):
-        raise UserError(f"--output: found {output}, expected a name that ends in .html or .htm")
-
-
-def _write(folders: list[Path], output: Path | None) -> None:
+    page = options.output or real(folders[0]).parent / COMPARISON_FILE
+    if page.suffix.lower() not in (".html", ".htm"):
+        raise UserError(f"--output: found {page}, expected a name that ends in .html or .htm")
     runs = [read_run(folder) for folder in folders]
-    page = output or real(folders[0]).parent / COMPARISON_FILE
     for folder in folders:
         if not os.access(folder, os.W_OK):
             raise UserError(f"{folder}: the report cannot be written into it; make it writable")

@@ -1,1 +1,0 @@
-"""Parts of `benchmarks/roofline.py`: models, figures, the page."""
