@@ -21,14 +21,10 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
     proc, cgroups: the mount points of the two file systems.
     """
-    left = [*_of_machine(proc), *_of_cgroups(proc, cgroups)]
-    return max(0, min(left)) if left else None
-
-
-def _of_machine(proc: Path) -> Iterator[int]:
-    kib = _numbers(proc / "meminfo")
+    left, kib = [*_of_cgroups(proc, cgroups)], _numbers(proc / "meminfo")
     if "MemAvailable" in kib:
-        yield 1024 * (kib["MemAvailable"] + kib.get("SwapFree", 0))
+        left.append(1024 * (kib["MemAvailable"] + kib.get("SwapFree", 0)))
+    return max(0, min(left)) if left else None
 
 
 def _of_cgroups(proc: Path, cgroups: Path) -> Iterator[int]:

@@ -4,6 +4,7 @@ A pipe would block the reader, a device such as /dev/zero never ends, and deep J
 """
 
 import errno
+import itertools
 import json
 import os
 import stat
@@ -111,6 +112,12 @@ def replacing(path: Path, synced: bool = True) -> Iterator[BinaryIO]:
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def unused_name(path: Path) -> Path:
+    """Return the name under which what is at `path` is kept: `run.before-1`, or with the next free number."""
+    names = (path.with_name(f"{path.name}.before-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def replace_file(path: Path, content: bytes, synced: bool = False) -> None:

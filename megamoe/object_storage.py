@@ -21,15 +21,11 @@ PACKAGES = {
 LONGEST_REASON = 300  # characters
 WAITS_S = (1.0, 3.0, 9.0, 27.0)  # before each further attempt; never drawn from Python's random numbers
 # By scheme: time limits where the package lets a connection hang for long, and folders made as needed.
+# Further attempts of the package of s3 would draw from Python's random numbers, whose state checkpoints hold.
 OPTIONS: dict[str, dict[str, Any]] = {
     "file": {"auto_mkdir": True},
     "s3": {
-        "config_kwargs": {
-            "connect_timeout": 20,
-            "read_timeout": 60,
-            # Its further attempts would draw from Python's random numbers, whose state checkpoints hold.
-            "retries": {"total_max_attempts": 1},
-        }
+        "config_kwargs": {"connect_timeout": 20, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
     },
 }
 OPTIONS["s3a"] = OPTIONS["s3"]

@@ -90,13 +90,7 @@ def _index(plans: list[SavePlan]) -> dict[str, Any]:
         for item in plan.items:
             data = item.tensor_data
             assert data is not None
-            tensor = tensors.setdefault(
-                item.index.fqn,
-                {
-                    "dtype": str(data.properties.dtype).removeprefix("torch."),
-                    "shape": list(data.size),
-                    "chunks": [],
-                },
-            )
+            dtype, shape = str(data.properties.dtype).removeprefix("torch."), list(data.size)
+            tensor = tensors.setdefault(item.index.fqn, {"dtype": dtype, "shape": shape, "chunks": []})
             tensor["chunks"].append([rank, list(data.chunk.offsets), list(data.chunk.sizes)])
     return dict(sorted(tensors.items()))

@@ -22,23 +22,14 @@ from typing import TypeVar
 
 from filelock import FileLock
 
+from megamoe import object_storage
 from megamoe.checkpoint.format import files
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import LATEST, candidates, inode_of, remove
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig
 from megamoe.errors import UserError
-from megamoe.io import METRICS_FILE, replace_file, sync
-from megamoe.object_storage import (
-    PACKAGES,
-    WAITS_S,
-    RemoteError,
-    attempt,
-    has_credentials,
-    open_system,
-    reason_of,
-    without_credentials,
-)
+from megamoe.io import METRICS_FILE, replace_file, sync, unused_name
 from megamoe.resilience.processes import Launch
 
 KEY = "checkpoint.remote"
@@ -61,10 +52,10 @@ def check_url(url: str) -> None:
         UserError: naming what is wrong.
     """
     scheme, separator, path = url.partition("://")
-    safe = without_credentials(url)
+    safe = object_storage.without_credentials(url)
     if not separator or not path.strip("/"):
         raise UserError(f"{KEY}: found {safe!r}, expected a URL such as s3://bucket/folder")
-    if has_credentials(url) or "?" in url:
+    if object_storage.has_credentials(url) or "?" in url:
         raise UserError(
             f"{KEY}: {safe} has credentials in it, and would write them into the run's configuration; "
             "give them to the environment instead (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
@@ -74,7 +65,7 @@ def check_url(url: str) -> None:
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError:
-        package = PACKAGES.get(scheme, "")
+        package = object_storage.PACKAGES.get(scheme, "")
         way_out = f"pip install {package}" if package else "install fsspec's package for it"
         raise UserError(f"{KEY}: {safe} needs a package that is not installed: {way_out}") from None
     except ValueError:
@@ -88,7 +79,7 @@ class RemoteFolder:
 
     def __init__(self, remote: str, run: str) -> None:
         self.url = f"{remote.rstrip('/')}/{run}"
-        self._fs, self._path = open_system(self.url)
+        self._fs, self._path = object_storage.open_system(self.url)
 
     def _place(self, *names: str) -> str:
         return "/".join((self._path, *names))
@@ -96,7 +87,9 @@ class RemoteFolder:
     def _attempt(self, action: Callable[[], Result], *, creates: bool = False) -> Result:
         """Return what the action returns. FileNotFoundError passes, unless it `creates` an object."""
         # A full bucket may be emptied; the next checkpoint tries again.
-        return attempt(action, WAITS_S, passes=() if creates else (FileNotFoundError,))
+        return object_storage.attempt(
+            action, object_storage.WAITS_S, passes=() if creates else (FileNotFoundError,)
+        )
 
     def read(self, *names: str, most: int) -> bytes | None:
         """Return the content of a small object, or None if there is none.
@@ -109,7 +102,7 @@ class RemoteFolder:
         except FileNotFoundError:
             return None
         if len(content) > most:
-            raise RemoteError(f"{'/'.join(names)}: larger than {most:,} bytes")
+            raise object_storage.RemoteError(f"{'/'.join(names)}: larger than {most:,} bytes")
         return content
 
     def write(self, content: bytes, *names: str) -> None:
@@ -152,7 +145,7 @@ class RemoteFolder:
             found = {name: date for name, date in self.folders().items() if date}
             if found or not latest:
                 return sorted(found, key=lambda name: (name != latest, -found[name]))
-        raise RemoteError(
+        raise object_storage.RemoteError(
             f"`{LATEST}` names {latest}, but no complete checkpoint is listed (were they deleted on purpose, "
             f"delete `{LATEST}` too)"
         )
@@ -220,7 +213,7 @@ def told(remote: RemoteFolder) -> Iterator[None]:
     """Turn RemoteError into a UserError."""
     try:
         yield
-    except RemoteError as error:
+    except object_storage.RemoteError as error:
         raise UserError(
             f"{KEY}: {remote.url} does not answer as expected: {error}; check the network and the "
             "credentials, or start without it by checkpoint.remote=null"
@@ -244,7 +237,7 @@ def fetch_newest(
     """
     checkpoints = run_folder / "checkpoints"
     fetches = not candidates(checkpoints)
-    with told(remote) if fetches or is_first else contextlib.suppress(RemoteError):
+    with told(remote) if fetches or is_first else contextlib.suppress(object_storage.RemoteError):
         fetches = fetches or bool(_later(remote, checkpoints))
     if not fetches:
         return
@@ -281,8 +274,8 @@ def replace_damaged(remote: RemoteFolder, say: Callable[[str], None], path: Path
                 if temporary is None:
                     return False
                 _put(temporary, path, say)
-    except (RemoteError, OSError) as error:
-        say(f"{KEY}: {path.name} cannot be fetched from {remote.url}: {reason_of(error)}")
+    except (object_storage.RemoteError, OSError) as error:
+        say(f"{KEY}: {path.name} cannot be fetched from {remote.url}: {object_storage.reason_of(error)}")
         return False
     say(f"{KEY}: fetched {path.name} from {remote.url} in place of the damaged one")
     return True
@@ -392,13 +385,9 @@ def _known_damages(checkpoints: Path) -> dict[str, str]:
 
 def _set_aside(path: Path, say: Callable[[str], None]) -> None:
     """Rename what is there, if anything is; no run deletes it under its new name."""
-    if not path.exists():
-        return
-    number = 1
-    while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
-        number += 1
-    os.replace(path, aside)
-    say(f"{KEY}: {path} is {aside.name} now")
+    if path.exists():
+        aside = path.rename(unused_name(path))
+        say(f"{KEY}: {path} is {aside.name} now")
 
 
 def _fetch_files(remote: RemoteFolder, name: str, folder: Path) -> str | None:

@@ -252,8 +252,7 @@ class EngineState:
         return self._names[id(fragment.parameter)]
 
     def _moment_dtype(self, tensor: Tensor) -> torch.dtype:
-        dtype: torch.dtype = getattr(self.engine.inner_optimizer, "moment_dtype", tensor.dtype)
-        return dtype
+        return getattr(self.engine.inner_optimizer, "moment_dtype", tensor.dtype)
 
 
 def _saved(shard: Shard) -> Iterator[Fragment]:

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from megamoe import object_storage, registry
 from megamoe.config.files import as_mapping, read_run
 from megamoe.config.messages import problems_of, shown
-from megamoe.config.parts import DEFAULTS, PartChoice
+from megamoe.config.parts import DEFAULTS, PartChoice, loss_options
 from megamoe.config.schema import RunConfig
 from megamoe.config.yaml_text import DEEPEST, dump, parse_yaml, problem_of
 from megamoe.errors import ConfigError, UserError
@@ -134,21 +134,15 @@ def _merge_part(base: Any, mine: Any, default: str) -> Any:
 def _merge_losses(base: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     merged: dict[str, Any] = {**base, **mine}
     for name in base.keys() & mine.keys():
-        before, options = _loss_options(base[name]), _loss_options(mine[name])
+        before, options = loss_options(base[name]), loss_options(mine[name])
         if mine[name] is None:
             merged[name] = base[name]
         elif mine[name] == "none":
             merged[name] = Dropped("none")
-        elif isinstance(before, dict) and isinstance(options, dict):
+        else:
             known = before.get("name", name)
             merged[name] = {**before, **options} if options.get("name", known) == known else options
     return merged
-
-
-def _loss_options(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return {"weight": value}
-    return {} if value is None else value
 
 
 def _without_dropped_losses(moe: dict[str, Any]) -> dict[str, Any]:

@@ -88,8 +88,7 @@ def key_for(name: str) -> str | None:
 
 @cache
 def _names_elsewhere() -> dict[str, dict[str, str]]:
-    table: dict[str, dict[str, str]] = parse_yaml(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
-    return table
+    return parse_yaml(NAMES_ELSEWHERE.read_text(encoding="utf-8"))
 
 
 def shown(value: Any) -> str:

@@ -99,10 +99,11 @@ def normalise_losses(losses: Any) -> Any:
         name = value.get("name", key) if isinstance(value, dict) else key
         if name != key and key in registry.list_parts("loss"):
             raise _problem(f"{key!r} is itself a loss, but its name says {shown(name)}; choose another key")
-    return {name: {"name": name, **_loss_options(value)} for name, value in losses.items()}
+    return {name: {"name": name, **loss_options(value)} for name, value in losses.items()}
 
 
-def _loss_options(value: Any) -> dict[str, Any]:
+def loss_options(value: Any) -> dict[str, Any]:
+    """Return the options of a loss, of which a number alone is the weight."""
     if value is None:
         return {}
     return value if isinstance(value, dict) else {"weight": value}

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -120,14 +121,11 @@ def build_datasets(
     if data.document_aware and vocabulary.eod is None:
         raise UserError("data.document_aware true: the end-of-document token is unknown; give data.tokenizer")
     if data.mock:
+        mock = partial(_mock, data, vocabulary, seed)
         names = [*names, *data.validation] if validation_samples > 0 else []
-        return Datasets(
-            _mock(data, vocabulary, "train", train_samples, seed),
-            {name: _mock(data, vocabulary, name, validation_samples, seed) for name in names},
-            _mock(data, vocabulary, "test", validation_samples, seed)
-            if split[2] * validation_samples
-            else None,
-        )
+        mocked: dict[str, Any] = {name: mock(name, validation_samples) for name in names}
+        last = mock("test", validation_samples) if split[2] * validation_samples else None
+        return Datasets(mock("train", train_samples), mocked, last)
     further = data.validation if validation_samples > 0 else {}
     paths = [source.path for sources in (data.sources, *further.values()) for source in sources]
     identities = verify_sources(data, paths, vocabulary.size)
@@ -158,7 +156,7 @@ def check_split(data: DataConfig) -> list[float]:
     return [share / sum(data.split) for share in data.split]
 
 
-def _mock(data: DataConfig, vocabulary: Vocabulary, name: str, num_samples: int, seed: int) -> MockDataset:
+def _mock(data: DataConfig, vocabulary: Vocabulary, seed: int, name: str, num_samples: int) -> MockDataset:
     return MockDataset(
         name,
         num_samples,
@@ -207,22 +205,10 @@ def _build(
     eod = vocabulary.eod if data.document_aware else None
     if data.order == "samples":
         named = [(path, identities[path], weight) for path, weight in zip(paths, weights, strict=True)]
-        return [
-            None
-            if share is None
-            else SampleOrder(
-                named,
-                name,
-                share,
-                size,
-                sequence_length=data.sequence_length,
-                vocab_size=vocabulary.size,
-                eod=eod,
-                seed=seed,
-                indexed=indexed,
-            )
-            for name, share, size in zip(SPLIT_NAMES, config.split_matrix, sizes, strict=True)
-        ]
+        facts: dict[str, Any] = {"sequence_length": data.sequence_length, "vocab_size": vocabulary.size}
+        facts |= {"eod": eod, "seed": seed, "indexed": indexed}
+        splits = zip(SPLIT_NAMES, config.split_matrix, sizes, strict=True)
+        return [share and SampleOrder(named, name, share, size, **facts) for name, share, size in splits]
     by_source = config.samples_by_source or [sizes]
     raise_any_error(_index_problem(paths, by_source, config) if rank() == 0 else None)
     is_own = not data.cache and is_stored(DataFiles(Path(paths[0])).bin)  # the folder may be on each machine

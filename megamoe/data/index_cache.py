@@ -48,9 +48,7 @@ class IndexCache:
     """
 
     def __init__(self, folder: Path, *, builds: bool, reads_whole: bool) -> None:
-        self._folder = folder
-        self._builds = builds
-        self._reads_whole = reads_whole
+        self._folder, self._builds, self._reads_whole = folder, builds, reads_whole
         self._scans = ScanCache(folder / "verified")
 
     def arrays(self, stem: str, key: str, names: Sequence[str], make: Callable[[], Arrays]) -> Arrays:

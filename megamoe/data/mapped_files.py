@@ -58,10 +58,7 @@ class CheckedDataset(Dataset[dict[str, torch.Tensor]]):
     def __init__(
         self, dataset: Any, vocab_size: int, eod: int | None = None, indexed: Collection[str] = ()
     ) -> None:
-        self._dataset = dataset
-        self._eod = eod
-        self._indexed = indexed
-        self._vocab_size = vocab_size
+        self._dataset, self._vocab_size, self._eod, self._indexed = dataset, vocab_size, eod, indexed
         self._blended = hasattr(dataset, "datasets")
         self._own = _of(dataset, "dataset_index", "dataset_sample_index") if self._blended else []
         self._parts = [_files(part) for part in (dataset.datasets if self._blended else [dataset])]

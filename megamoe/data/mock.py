@@ -35,11 +35,8 @@ class MockDataset(Dataset[dict[str, torch.Tensor]]):
     ) -> None:
         """eod: the token that ends a document, for document-aware items; None: no such items."""
         self._name = zlib.crc32(name.encode())
-        self._num_samples = num_samples
-        self._sequence_length = sequence_length
-        self._vocab_size = vocab_size
-        self._eod = eod
-        self._seed = seed
+        self._num_samples, self._sequence_length = num_samples, sequence_length
+        self._vocab_size, self._eod, self._seed = vocab_size, eod, seed
 
     def __len__(self) -> int:
         return self._num_samples

@@ -171,10 +171,7 @@ class _Fetching:
         local = self._file(ending, self._objects[ending]["size"])
         try:
             content = read_json(local, LARGEST_CARD)
-            kinds = {
-                "idx": FileCard,
-                **{key: BlockedCard for of, key in CARDS.values() if ending.endswith(of)},
-            }
+            kinds = {"idx": FileCard, **{k: BlockedCard for of, k in CARDS.values() if ending.endswith(of)}}
             if isinstance(content, dict) and fits_checksum(content):
                 return content | {
                     key: TypeAdapter[FileCard](kind).validate_python(content.get(key) or kind(0, ""))
@@ -239,12 +236,9 @@ class _Fetching:
 
     def _tokenizer(self, card: Any) -> None:
         """Fetch the tokenizer that a card names relative to its folder, a file or a folder, if there."""
-        reference = (
-            PurePosixPath(str(card.get("reference", ""))) if isinstance(card, dict) else PurePosixPath()
-        )
-        if reference.is_absolute() or ".." in reference.parts[1:] or is_bytes(str(reference)):
-            return
-        if reference.name in ("", ".."):
+        reference = PurePosixPath(str(card.get("reference", "")) if isinstance(card, dict) else "")
+        is_outside = reference.is_absolute() or ".." in reference.parts[1:]
+        if is_outside or is_bytes(str(reference)) or reference.name in ("", ".."):
             return
         base = os.path.normpath(PurePosixPath(self._path).parent / reference)
         with told(self._url, "data"), suppress(FileNotFoundError):

@@ -328,13 +328,9 @@ def load_tokenizer(reference: str) -> Tokenizer:
         raise UserError(f"tokenizer {reference!r} does not exist; {expected}")
     if not (path.is_dir() or path.is_file()):  # a device never ends
         raise UserError(f"tokenizer {reference!r} is a pipe, device or socket; {expected}")
-    if path.is_dir():
-        kind: type[FolderTokenizer | JsonTokenizer | SentencePieceTokenizer] = FolderTokenizer
-    elif path.suffix == ".json":
-        kind = JsonTokenizer
-    elif path.suffix == ".model":
-        kind = SentencePieceTokenizer
-    else:
+    kinds: dict[str, Any] = {".json": JsonTokenizer, ".model": SentencePieceTokenizer}
+    kind = FolderTokenizer if path.is_dir() else kinds.get(path.suffix)
+    if kind is None:
         raise UserError(f"tokenizer {reference!r} is of no known kind; {expected}")
     try:
         return kind(path)

@@ -59,13 +59,10 @@ class ProgressLine(AbstractContextManager["ProgressLine"]):
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._total_steps = total_steps
-        self._every = every
+        self._total_steps, self._every, self._clock = total_steps, every, clock
         self._console = console or Console()
-        self._clock = clock
         self._recent: deque[tuple[int, float]] = deque(maxlen=RATE_WINDOW + 1)
-        self._val = ""  # the last validation loss, without its step
-        self._val_step = 0
+        self._val, self._val_step = "", 0  # the last validation loss as text, and its step
         self._line = ""
         self._printed: tuple[int, float] | None = None  # step and time of the last plain line
         self._live: Live | None = None

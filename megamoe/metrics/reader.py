@@ -40,8 +40,7 @@ class Line:
     @property
     def step(self) -> int:
         """The step of the record."""
-        step: int = self.record[names.STEP]
-        return step
+        return self.record[names.STEP]
 
 
 def tail_start(path: Path, step: int) -> int:

@@ -44,8 +44,7 @@ class Recorder:
     """Hands each step's metrics to metrics.jsonl, and their summaries to W&B and TensorBoard (`copies`)."""
 
     def __init__(self, lines: JsonLinesSink, copies: list[TensorBoardSink | WandbSink]) -> None:
-        self._lines = lines
-        self._copies = copies
+        self._lines, self._copies = lines, copies
 
     @classmethod
     def open(

@@ -49,8 +49,7 @@ def node_size(config: RunConfig, layout: Layout) -> int:
 
 def node_use(config: RunConfig) -> str:
     """Return `Dispatcher.node_use` of the chosen exchange."""
-    use: str = get_part("exchange", config.parallel.exchange.name).node_use
-    return use
+    return get_part("exchange", config.parallel.exchange.name).node_use
 
 
 def num_nodes(layout: Layout, size: int) -> int | None:

@@ -51,8 +51,7 @@ def expert_group_name(layout: Layout) -> str:
 
 def replica_group() -> dist.ProcessGroup:
     """Return the ranks that hold the same slice of the same dense weights, whose gradients are averaged."""
-    group: dist.ProcessGroup = parallel_state.get_data_parallel_group()
-    return group
+    return parallel_state.get_data_parallel_group()
 
 
 @dataclass(frozen=True)
@@ -73,8 +72,11 @@ class Groups:
     links: StageLinks | None = None
 
 
-class _SharedGroups:
-    """One process group for each set of ranks, whatever its purpose; the set of all ranks has the world's.
+def _shared_group(ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
+    """Return the one group of these ranks, whatever its purpose; the set of all ranks has the world's.
+
+    On ranks outside of it, what `new_group` returns there. Collective over all ranks, which must ask for the
+    same sets in the same order.
 
     On NCCL each group costs a communicator, that is memory, and time of all ranks at the start. A shared
     group is used for several purposes, so its collectives must be called in the same order on every rank.
@@ -83,29 +85,16 @@ class _SharedGroups:
     on the way, because DeepSpeed waits for its reductions before it takes a step. The experts' exchange has
     groups of its own (`_make_groups`): it must not queue behind gradients that are reduced meanwhile.
     """
-
-    def __init__(self) -> None:
-        self._by_ranks: dict[tuple[int, ...], Any] = {}
-
-    def get(self, ranks: Sequence[int], timeout: timedelta | None = None) -> Any:
-        """Return the group of these ranks; on other ranks, what `new_group` returns there.
-
-        Collective over all ranks, which must ask for the same sets in the same order.
-        """
-        key = tuple(ranks)
-        if key not in self._by_ranks:
-            is_world = key == tuple(range(dist.get_world_size()))
-            self._by_ranks[key] = dist.group.WORLD if is_world else new_group(ranks, timeout)
-        return self._by_ranks[key]
-
-    def clear(self) -> None:
-        """Forget the groups, at the end of their world."""
-        self._by_ranks.clear()
+    key = tuple(ranks)
+    if key not in _shared:
+        is_world = key == tuple(range(dist.get_world_size()))
+        _shared[key] = dist.group.WORLD if is_world else new_group(ranks, timeout)
+    return _shared[key]
 
 
 # Of the present world: the ranks that hold all experts once, those that hold the same, and the groups.
 _made: dict[Layout, tuple[dist.ProcessGroup, dist.ProcessGroup, Groups]] = {}
-_shared = _SharedGroups()  # of the present world
+_shared: dict[tuple[int, ...], Any] = {}  # of the present world, by their ranks
 
 
 def start_groups(layout: Layout, timeout_minutes: float) -> Groups:
@@ -148,7 +137,7 @@ def _start_megatron(layout: Layout, timeout_minutes: float) -> None:
         if sizes == (layout.tensor, layout.pipeline):
             return
         parallel_state.destroy_model_parallel()
-    with groups_made_by(_shared.get):
+    with groups_made_by(_shared_group):
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             # Not context_parallel_size: its rotary positions would take parts of a sequence in zigzag order.
@@ -160,7 +149,7 @@ def _start_megatron(layout: Layout, timeout_minutes: float) -> None:
 
 def _make_groups(layout: Layout, timeout: timedelta) -> tuple[dist.ProcessGroup, dist.ProcessGroup, Groups]:
     """Create the groups: new, urgent ones for what layers and stages exchange, shared ones for the rest."""
-    shared, new = partial(_shared.get, timeout=timeout), partial(new_group, timeout=timeout, urgent=True)
+    shared, new = partial(_shared_group, timeout=timeout), partial(new_group, timeout=timeout, urgent=True)
     expert = _own(layout.expert_groups(), new) if layout.expert > 1 else None
     expert_tensor = _own(layout.expert_tensor_groups(), new) if layout.expert_tensor > 1 else None
     # Where only one of them cuts the experts, its ranks hold all. A norm is summed when no exchange runs.

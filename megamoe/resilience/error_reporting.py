@@ -52,7 +52,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
             f"{error.filename or 'output'}: {error.strerror}; the checkpoints saved so far stay: {way_out}, "
             "and go on with --resume"
         )
-    rank, short = _rank_prefix(), _shorten(text)
+    rank, short = "" if _rank() is None else f"rank {_rank()}: ", _shorten(text)
     if isinstance(error, SystemExit):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return ExitCode.UNEXPECTED, (
@@ -166,10 +166,6 @@ def _rank() -> str | None:
 def _local_rank() -> int:
     text = os.environ.get("LOCAL_RANK") or os.environ.get("SLURM_LOCALID") or "0"
     return int(text) if text.isdecimal() else 0
-
-
-def _rank_prefix() -> str:
-    return "" if _rank() is None else f"rank {_rank()}: "
 
 
 def _host_prefix() -> str:

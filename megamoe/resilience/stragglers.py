@@ -57,12 +57,8 @@ class Stragglers:
             return []
         own_R = np.median(self._seconds_SR, axis=0)
         self._seconds_SR = []
-        of_stage_R = np.concatenate(
-            [
-                np.full(len(each), _middle(each))
-                for each in np.split(own_R, range(self._stage_ranks, len(own_R), self._stage_ranks))
-            ]
-        )
+        stages = np.split(own_R, range(self._stage_ranks, len(own_R), self._stage_ranks))
+        of_stage_R = np.concatenate([np.full(len(each), _middle(each)) for each in stages])
         slow_R = own_R > self._factor * of_stage_R
         self._slow_windows_R = np.where(slow_R, self._slow_windows_R + 1, 0)
         before, self._named = self._named, np.flatnonzero(self._slow_windows_R >= IN_A_ROW).tolist()
@@ -75,15 +71,9 @@ class Stragglers:
         }
         if before != self._named:
             self._write(own_R / of_stage_R)
-        ended = sorted(set(before) - set(self._named))
-        return [
-            *(
-                self._line(rank, float(own_R[rank]), float(of_stage_R[rank]))
-                for rank in self._named
-                if rank not in before
-            ),
-            *(f"rank {rank} on {self._hosts[rank]} is no longer slow" for rank in ended),
-        ]
+        new, ended = set(self._named) - set(before), set(before) - set(self._named)
+        lines = [self._line(rank, float(own_R[rank]), float(of_stage_R[rank])) for rank in sorted(new)]
+        return lines + [f"rank {rank} on {self._hosts[rank]} is no longer slow" for rank in sorted(ended)]
 
     def _line(self, rank: int, own_s: float, middle: float) -> str:
         stage = ""

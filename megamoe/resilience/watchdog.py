@@ -103,12 +103,10 @@ class Watchdog:
             last_poll = time.monotonic()
             silent_s = silence_s()
             # Ranks wait for each other, so their last ticks are up to a micro batch apart.
-            if silent_s > self.limit_s or (silent_s > self.limit_s / 2 and self._another_answered()):
+            others = (member for member in self._local if member != self._me)
+            if silent_s > self.limit_s or (silent_s > self.limit_s / 2 and any(m.answered() for m in others)):
                 self._fired.set()
                 self._fire(silent_s)
-
-    def _another_answered(self) -> bool:
-        return any(member.answered() for member in self._local if member != self._me)
 
     def _fire(self, silent_s: float) -> None:
         with suppress(OSError):  # a full disk

@@ -141,8 +141,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--ranks", type=int, metavar="N", help="with --check: number of ranks (default: the fewest possible)"
     )
-    parser.add_argument(
-        "--local_rank", "--local-rank", help=argparse.SUPPRESS
-    )  # the deepspeed launcher adds it
+    # The deepspeed launcher adds it.
+    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the YAML")
     return parser

@@ -11,14 +11,7 @@ from megamoe.errors import ExitCode
 from megamoe.io import METRICS_FILE
 from megamoe.metrics import ProgressLine, Recorder, names, print_summary
 from megamoe.moe.timers import LocalComputeTimer
-from megamoe.parallel import launch
-from megamoe.parallel.consensus import (
-    CollectiveError,
-    catch_error,
-    gather_from_ranks,
-    largest_of_ranks,
-    raise_any_error,
-)
+from megamoe.parallel import consensus, launch
 from megamoe.registry import application
 from megamoe.resilience.error_reporting import closing
 from megamoe.resilience.heartbeat import tick
@@ -29,7 +22,6 @@ from megamoe.resilience.stragglers import Stragglers
 from megamoe.resilience.watchdog import Watchdog
 from megamoe.train.callbacks import is_due
 from megamoe.train.run_folder import prepare_run_folder
-from megamoe.train.step_record import StepRecord
 from megamoe.train.summary import summary_record, summary_rows
 from megamoe.train.trainer import Trainer
 
@@ -74,7 +66,9 @@ class Loop:
             this_launch = Launch.gathered(self.trainer.saver.checkpoints.latest())
             self.stop_rule.listen()
             # The folder exists before any rank writes into it, and no rank continues if it cannot be made.
-            raise_any_error(catch_error(lambda: self._open(cleanup, this_launch)) if self.is_first else None)
+            consensus.raise_any_error(
+                consensus.catch_error(lambda: self._open(cleanup, this_launch)) if self.is_first else None
+            )
             rank, layout = self.trainer.world.rank, self.trainer.layout
             stage = layout.pipeline_rank(rank) if layout.pipeline > 1 else None
             with self._status() as status, Watchdog(folder, rank, hang_minutes, stage):
@@ -103,7 +97,7 @@ class Loop:
         """Take the steps and save; return why the launch stops before the last step, or None."""
         trainer, say = self.trainer, self.trainer.world.say
         compute_timer = trainer.context.compute_timer = LocalComputeTimer(trainer.world.device)
-        hosts, log = gather_from_ranks(host_name()), self.config.log
+        hosts, log = consensus.gather_from_ranks(host_name()), self.config.log
         if self.is_first and log.straggler_factor is not None:
             ranks, path = trainer.layout.stage_ranks, trainer.folder.path
             self.stragglers = Stragglers(log.straggler_factor, log.every, hosts, path, ranks)
@@ -118,7 +112,7 @@ class Loop:
                 trainer.callbacks.call("on_step_begin", trainer)  # which waits for the first rank's record
                 compute_timer.begin()
                 reason = self._one_step()
-        except CollectiveError:
+        except consensus.CollectiveError:
             trainer.saver.finish()  # a save that began earlier is valid
             raise
         if reason is not None:
@@ -183,7 +177,8 @@ class Loop:
         evaluates = last or due
         if evaluates:
             metrics.update(self._evaluate(at_end=last))
-        if evaluates or reason is not None or self._is_recorded(step, step_record):
+        skipped = step_record.problem is not None
+        if evaluates or skipped or reason is not None or is_due(step, self.config.log.every):
             self._record(metrics)
         self.save_is_due |= is_due(step, self.config.checkpoint.every)
         # Not while steps are skipped: bad weights may be the cause, and would replace good checkpoints.
@@ -199,14 +194,11 @@ class Loop:
         One small collective of each step serves both.
         """
         saver = self.trainer.saver
-        stops, writing = largest_of_ranks([self.stop_rule.vote(), float(saver.is_writing)])
+        votes = [self.stop_rule.vote(), float(not saver.checkpoints.is_written)]
+        stops, writing = consensus.largest_of_ranks(votes)
         if not writing:
             saver.finish()
         return self.stop_rule.agree(stops)
-
-    def _is_recorded(self, step: int, record: StepRecord) -> bool:
-        """Return whether a step is recorded by itself: at its turn, or skipped."""
-        return record.problem is not None or is_due(step, self.config.log.every)
 
     def _evaluate(self, at_end: bool = False) -> dict[str, float]:
         if not self.config.evaluation.batches:

@@ -17,9 +17,7 @@ def localized_run(config: RunConfig) -> RunConfig:
         UserError: as `localized`.
     """
     data = localized(config.data)
-    if data is config.data:
-        return config
-    return replace(config, data=data)
+    return config if data is config.data else replace(config, data=data)
 
 
 def data_vocabulary(config: RunConfig) -> Vocabulary:

@@ -26,10 +26,7 @@ MAY_DIFFER = {
     "parallel.deepspeed": "the file's content is compared, of which each machine may have a copy",
     "data.tokenizer": "the tokenizer's fingerprint is compared",
     "data.workers": "a rank's own loader processes; the batches are the same with any number",
-    **dict.fromkeys(
-        ("log.every", "log.wandb", "log.tensorboard", "log.report"),
-        "rank 0 alone writes",
-    ),
+    **dict.fromkeys(("log.every", "log.wandb", "log.tensorboard", "log.report"), "rank 0 alone writes"),
     **dict.fromkeys(
         ("log.dead_window", "log.timers", "log.peak_tflops", "log.straggler_factor"),
         "a rank's own numbers, of which those of rank 0 are written",
@@ -46,7 +43,7 @@ def facts_of_start(config: RunConfig, world: World) -> Facts:
     """Return the values that need no file of the run: ranks, versions, source code and configuration."""
     return {
         "environment": {"WORLD_SIZE": world.size, "device": world.device.type, **_machine(config)},
-        "versions": _versions(),
+        "versions": {"megamoe": megamoe.__version__, **{name: _version(name) for name in VERSIONS}},
         "source": {**_own_source(), **_plugin_sources(config.plugins)},
         "configuration": configuration_facts(to_dict(config)),
     }
@@ -95,15 +92,11 @@ def facts_of_files(
     }
 
 
-def configuration_facts(tree: dict[str, Any]) -> dict[str, Any]:
+def configuration_facts(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return the resolved configuration as plain data, without the keys in `MAY_DIFFER`."""
-    return _without_free(tree, "")
-
-
-def _without_free(tree: dict[str, Any], prefix: str) -> dict[str, Any]:
     left = {key: value for key, value in tree.items() if f"{prefix}{key}" not in MAY_DIFFER}
     return {
-        key: _without_free(value, f"{prefix}{key}.") if isinstance(value, dict) else value
+        key: configuration_facts(value, f"{prefix}{key}.") if isinstance(value, dict) else value
         for key, value in left.items()
     }
 
@@ -112,10 +105,6 @@ def _without_swap_folder(content: Any) -> Any:
     if not isinstance(content, dict):
         return content
     return {key: _without_swap_folder(value) for key, value in content.items() if key != SWAP_FOLDER}
-
-
-def _versions() -> dict[str, str | None]:
-    return {"megamoe": megamoe.__version__} | {name: _version(name) for name in VERSIONS}
 
 
 @cache

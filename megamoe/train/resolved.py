@@ -65,8 +65,7 @@ class ResolvedRun:
     @property
     def filled(self) -> dict[str, Any]:
         """Return the dictionary for `deepspeed.initialize`, a new copy each time."""
-        filled: dict[str, Any] = json.loads(self.filled_json)
-        return filled
+        return json.loads(self.filled_json)
 
 
 def resolve_run(config: RunConfig, ranks: int, world: World | None = None) -> ResolvedRun:

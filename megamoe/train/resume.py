@@ -30,34 +30,19 @@ RULES = {
     **{f"checkpoint.{key}": "launch" for key in ("resume", "allow_changes", "init", "remote")},
     **dict.fromkeys(("train.exit_after_steps", "train.exit_after_minutes", "train.profiler"), "launch"),
     **dict.fromkeys(("seed", "model", "moe", "train.objective"), "same"),
-    **{
-        f"data.{key}": "same"
-        for key in (
-            "sources",
-            "sampling_exponent",
-            "split",
-            "order",
-            "mock",
-            "sequence_length",
-            "document_aware",
-        )
-    },
+    **{f"data.{key}": "same" for key in ("sources", "sampling_exponent", "split", "order", "mock")},
+    **dict.fromkeys(("data.sequence_length", "data.document_aware"), "same"),
     "moe.router": "function",
-    **dict.fromkeys(
-        ("plugins", "data", "parallel", "optimizer", "train", "evaluation", "checkpoint"), "told"
-    ),
+    **dict.fromkeys(("plugins", "data", "parallel", "optimizer", "train"), "told"),
+    **dict.fromkeys(("evaluation", "checkpoint"), "told"),
     "moe.losses": "told",
     **{f"model.{key}": "told" for key in ("hidden_dropout", "attention_dropout", "multi_token_prediction")},
     **{f"moe.{key}": "told" for key in ("expert_output_dropout", "expert_activation_dropout")},
     "model.vocab_size": "launch",  # the vocabulary itself is compared
     # How it is computed, not what:
-    **{
-        f"model.{key}": "told"
-        for key in (
-            *("recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels", "keep_freed_memory"),
-            *("fp8", "fp8_format", "fp8_amax_history"),
-        )
-    },
+    **{f"model.{key}": "told" for key in ("recompute", "backend", "keep_freed_memory")},
+    **{f"model.{key}": "told" for key in ("norm_kernel", "cpu_kernels", "gpu_kernels")},
+    **{f"model.{key}": "told" for key in ("fp8", "fp8_format", "fp8_amax_history")},
 }
 SECTIONS = (("model",), ("data",), ("train",), ("moe", "router", "scorer"), ("moe", "losses"))
 # Keys that change the model's function but no tensor's shape.
@@ -70,9 +55,8 @@ SAME_FUNCTION = (
 )
 NUMBERED = re.compile(r"^moe\.groups\.(\d+)")  # the beginning of a key as `_differences` gives it
 OF_A_GROUP = re.compile(r"^moe\.groups\[\d+\]\.")
-BLOCK = re.compile(
-    r"\b(?:(encoder|decoder)\.layers\.(\d+)|prediction\.depths\.(\d+))\."
-)  # in a tensor's name
+# In a tensor's name.
+BLOCK = re.compile(r"\b(?:(encoder|decoder)\.layers\.(\d+)|prediction\.depths\.(\d+))\.")
 PART_TENSOR = re.compile(r"\.((?:router|losses)\..+)$")  # the end of a tensor's name, from its part on
 MTP = "multi_token_prediction"  # whose loss may get another weight
 NEW_MOMENTS = (
@@ -199,8 +183,7 @@ def _saved_config(path: Path, meta: Meta) -> Tree:
 
 def _groups(tree: Tree) -> list[Tree]:
     """Return the `moe.groups` of a configuration's mapping; older checkpoints have none."""
-    found: list[Tree] = tree["moe"].get("groups") or []
-    return found
+    return tree["moe"].get("groups") or []
 
 
 def _with_sections(tree: Tree) -> Tree:
@@ -221,8 +204,7 @@ def _section(tree: Tree, kind: LayerKind) -> Tree:
     """Return the section of a kind of layers: its group, or `moe` where there is no such group."""
     found = re.fullmatch(r"moe\.groups\[(\d+)\]", kind.key)
     groups = _groups(tree)
-    section: Tree = groups[int(found[1])] if found and int(found[1]) < len(groups) else tree["moe"]
-    return section
+    return groups[int(found[1])] if found and int(found[1]) < len(groups) else tree["moe"]
 
 
 def _saved_part_shapes(config: RunConfig, index: Index) -> dict[int, dict[str, list[int]]]:

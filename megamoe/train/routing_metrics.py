@@ -33,9 +33,8 @@ class RoutingHistory:
         ]
         shapes = [(len(places), experts_L[places[0]]) for places in self.places]
         self.loads: list[Ints] = [np.zeros(shape, dtype=np.int64) for shape in shapes]  # pairs computed
-        self._unused: list[Ints] = [
-            np.zeros(shape, dtype=np.int64) for shape in shapes
-        ]  # steps since the last
+        # Steps since the last pair.
+        self._unused: list[Ints] = [np.zeros(shape, dtype=np.int64) for shape in shapes]
 
     def update(self, layers: Mapping[int, LayerRecord]) -> None:
         """Take in one applied step."""
@@ -75,13 +74,9 @@ class RoutingHistory:
         )
 
     def _by_layer(self, arrays: list[Ints]) -> list[list[int]]:
-        rows = dict(
-            zip(
-                (place for places in self.places for place in places),
-                (row for array in arrays for row in array.tolist()),
-                strict=True,
-            )
-        )
+        rows: dict[int, list[int]] = {}
+        for places, array in zip(self.places, arrays, strict=True):
+            rows.update(zip(places, array.tolist(), strict=True))
         return [rows[place] for place in range(len(rows))]
 
 
@@ -119,23 +114,19 @@ def routing_metrics(
 
 def _of_one_size(layers: list[LayerRecord], load_of_run_LE: Ints, expert_ranks: int) -> dict[str, Any]:
     """Return the metrics of layers with equally many experts by name, [L]."""
-    load_LE = _stacked([layer.load_E.numpy() for layer in layers])
-    wanted_LE = _stacked([layer.wanted_E.numpy() for layer in layers])
+    load_LE = np.stack([layer.load_E.numpy() for layer in layers])
+    wanted_LE = np.stack([layer.wanted_E.numpy() for layer in layers])
+    imbalance_L = _max_over_mean(load_LE)
     return {
-        **load_metrics(load_LE),
+        names.IMBALANCE: imbalance_L,
+        names.MAX_VIO: _violation(imbalance_L),
+        names.LOAD_CV: _ratio(load_LE.std(1), load_LE.mean(1)),
         names.DROPPED: 1 - _ratio(load_LE.sum(1), wanted_LE.sum(1), where_none=1.0),
         names.MAX_VIO_RUN: _violation(_max_over_mean(load_of_run_LE)),
         names.DEAD: np.zeros(0),  # its place among the metrics
         **_token_metrics(layers),
         **_rank_metrics(load_LE, expert_ranks),
     }
-
-
-def load_metrics(load_LE: Ints) -> dict[str, Floats]:
-    """Return imbalance, MaxVio and coefficient of variation of each layer, fp64 [L]; 0 without any load."""
-    imbalance_L = _max_over_mean(load_LE)
-    variation_L = _ratio(load_LE.std(1), load_LE.mean(1))
-    return {names.IMBALANCE: imbalance_L, names.MAX_VIO: _violation(imbalance_L), names.LOAD_CV: variation_L}
 
 
 def _token_metrics(layers: list[LayerRecord]) -> dict[str, Floats]:
@@ -176,10 +167,6 @@ def _ratio(top_L: NDArray[Any], bottom_L: NDArray[Any], where_none: float = 0.0)
     """Return the quotients; `where_none` where the divisor is 0."""
     found = np.full(len(top_L), where_none)
     return np.divide(top_L, bottom_L, out=found, where=bottom_L != 0)
-
-
-def _stacked(rows: list[NDArray[Any]]) -> Ints:
-    return np.stack(rows).astype(np.int64, copy=False)
 
 
 def _trimmed(counts: list[int]) -> list[int]:

@@ -13,7 +13,7 @@ from megamoe.checkpoint.format.folder import candidates
 from megamoe.checkpoint.format.meta import read_meta
 from megamoe.config import RunConfig, dump_yaml
 from megamoe.errors import UserError
-from megamoe.io import CONFIG_FILE, SUMMARY_FILE, real, replace_file
+from megamoe.io import CONFIG_FILE, SUMMARY_FILE, real, replace_file, unused_name
 from megamoe.resilience.processes import LAUNCH, Launch, Mark, mark
 
 
@@ -139,19 +139,12 @@ def prepare_run_folder(
         _fill(fresh, config, summary)
         _write_launch(fresh, launch)
         if path.exists() and any(path.iterdir()):
-            os.replace(path, old if config.overwrite and not folder.restarted else _aside(path))
+            # Otherwise it is an attempt's, without a checkpoint.
+            os.replace(path, old if config.overwrite and not folder.restarted else unused_name(path))
         os.replace(fresh, path)
         shutil.rmtree(old, ignore_errors=True)
     except OSError as error:
         raise UserError(f"output: cannot write the run folder {path}: {error.strerror}") from None
-
-
-def _aside(path: Path) -> Path:
-    """Return the new name of an attempt's folder that has no checkpoint."""
-    number = 1
-    while (aside := path.with_name(f"{path.name}.before-{number}")).exists():
-        number += 1
-    return aside
 
 
 def _fill(path: Path, config: RunConfig, summary: dict[str, Any]) -> None:

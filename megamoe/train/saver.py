@@ -120,11 +120,6 @@ class Saver:
         if not self.config.checkpoint.background:
             self.finish()
 
-    @property
-    def is_writing(self) -> bool:
-        """Whether this rank still writes its part of a save."""
-        return not self.checkpoints.is_written
-
     def finish(self) -> None:
         """Wait for a save that is under way, if any, and publish it. Collective."""
         if self.checkpoints.under_way:

@@ -101,15 +101,11 @@ def _has_another_head(config: RunConfig, path: Path) -> bool:
     return config.model.num_labels is not None and any(saved[key] != now[key] for key in OF_LABELS)
 
 
-def _why_not_dense(config: RunConfig) -> str | None:
+def _why_not_dense(kind: LayerKind) -> str | None:
     """Return why copies of a dense FFN do not compute what it does; None if they do, but for the noise.
 
     Each expert is the FFN, so the layer is the FFN times the sum of a token's weights.
     """
-    return next(filter(None, (_why_no_copy(kind) for kind in kinds(config))), None)
-
-
-def _why_no_copy(kind: LayerKind) -> str | None:
     moe = kind.moe
     selector, capacity, key = moe.router.selector, moe.router.capacity, kind.place("moe.router")
     scale = getattr(selector.options, "scale", 1.0)
@@ -134,7 +130,7 @@ def _tell_the_start(config: RunConfig, weights: Weights | None, say: Callable[[s
         rest = f"; of the MoE layers as drawn: {', '.join(weights.kept)}" if weights.kept else ""
         head = "; its head is left out, the one for labels is as drawn" if weights.new_head else ""
         say(f"weights from {init.path}, experts: {init.experts}{rest}{head}")
-        if init.experts == "copy" and (why := _why_not_dense(config)):
+        if init.experts == "copy" and (why := next(filter(None, map(_why_not_dense, kinds(config))), None)):
             say(f"warning: the model does not begin as the dense one: {why}")
         return
     for key, modules in frozen.items():

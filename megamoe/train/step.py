@@ -99,8 +99,7 @@ class Passes:
     def __init__(
         self, engine: Engine, context: StepContext, batches: list[Batch], label_smoothing: float, before: int
     ) -> None:
-        model = engine.model
-        assert isinstance(model, LanguageModel)
+        model: LanguageModel = engine.model
         self.engine, self.context, self.batches, self.model = engine, context, batches, model
         self.stage, self.stages = engine.pipeline_rank, engine.layout.pipeline
         self.chunks = model.num_chunks
@@ -207,7 +206,8 @@ class Passes:
             self.context.batch = kept.batch
         loss, *scores = kept.outputs
         if not self.model.ends(each.chunk):
-            loss = loss_with_gradient(loss, self._receive_gradient(each))
+            shape = hidden_shape(self.engine, self._on_device[each.micro_batch])
+            loss = loss_with_gradient(loss, self._receive(shape, self.engine.dtype))
             for scores_TE in scores:
                 gradient_TE = self._receive(scores_TE.shape, torch.float32)
                 loss = loss + loss_with_gradient(scores_TE, gradient_TE)
@@ -229,10 +229,6 @@ class Passes:
             observations = self._observations.pop(each.micro_batch)
             device = self.engine.world.device
             self._sums.add(observations, self.model.loss_weights, of_loss, device)
-
-    def _receive_gradient(self, each: Pass) -> Tensor:
-        batch = self._on_device[each.micro_batch]
-        return self._receive(hidden_shape(self.engine, batch), self.engine.dtype)
 
     def _receive(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with self.context.compute_timer.paused():
@@ -312,8 +308,7 @@ def evaluate(
     They are `lm_loss`, the cross entropy in nats, and the sums of the objective (`evaluation_sums`).
     """
     names = () if objective is None else objective.metrics
-    model = engine.model
-    assert isinstance(model, LanguageModel)
+    model: LanguageModel = engine.model
     sums = torch.zeros(2 + len(names), dtype=torch.float64, device=engine.world.device)
     engine.train(False)
     for place, batch in enumerate(batches):
@@ -341,7 +336,7 @@ def evaluate(
 
 def _evaluated(engine: Engine, context: StepContext, batch: Batch) -> Tensor | None:
     """Return the loss of each label of a micro batch, fp32 [B, S]; None where another stage has it."""
-    model: Any = engine.model
+    model: LanguageModel = engine.model
     for chunk in range(model.num_chunks):
         received_SBH = receive_hidden(engine, context, batch, chunk)
         receive_scores(engine, context, batch, chunk)
@@ -374,9 +369,7 @@ def hidden_shape(engine: Engine, batch: Batch) -> tuple[int, int, int]:
 
 def receive_hidden(engine: Engine, context: StepContext, batch: Batch, chunk: int) -> Tensor | None:
     """Return the hidden states that another stage sends for a chunk, [S, B, H]; None for the first part."""
-    model = engine.model
-    assert isinstance(model, LanguageModel)
-    if model.begins(chunk):
+    if engine.model.begins(chunk):
         return None
     with context.compute_timer.paused():
         return engine.links.receive_forward(hidden_shape(engine, batch), engine.dtype, engine.world.device)
@@ -388,9 +381,7 @@ def receive_scores(engine: Engine, context: StepContext, batch: Batch, chunk: in
 
     T: the tokens that this rank's MoE layers get; the other stage knows the same batch.
     """
-    model, layout = engine.model, engine.layout
-    assert isinstance(model, LanguageModel)
-    wanted = model.scores_in(chunk)
+    layout, wanted = engine.layout, engine.model.scores_in(chunk)
     if not wanted:
         return []
     tokens = batch.tokens_BS.numel() // layout.batch_ranks
@@ -435,8 +426,7 @@ def loss_with_gradient(output: Tensor, gradient: Tensor) -> Tensor:
 
     It does so whatever the scalar is multiplied by: the received gradient has fp16's loss scale already.
     """
-    scalar: Tensor = _GivenGradient.apply(output, gradient)
-    return scalar
+    return _GivenGradient.apply(output, gradient)
 
 
 def num_rollouts(model: LanguageModel) -> int:

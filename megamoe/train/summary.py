@@ -137,14 +137,8 @@ def _kind_rows(config: RunConfig, of: str) -> list[tuple[str, object]]:
         experts += f", {moe.num_shared_experts} shared"
         if moe.shared_expert_ffn_hidden_size is not None:
             experts += f" of joint size {moe.shared_expert_ffn_hidden_size}"
-    stages = [
-        router.scorer,
-        router.residual,
-        *router.masks,
-        router.score_function,
-        router.selector,
-        router.capacity,
-    ]
+    stages = [router.scorer, router.residual, *router.masks]
+    stages += [router.score_function, router.selector, router.capacity]
     return [
         (f"experts{of}", experts),
         (f"router{of}", " -> ".join(stage.name for stage in stages if stage.name != "none")),

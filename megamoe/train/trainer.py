@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +24,9 @@ from megamoe.model.backends import widen_products
 from megamoe.moe.part import StepContext
 from megamoe.moe.timers import StageTimers
 from megamoe.optim.schedule import learning_rate
-from megamoe.parallel import launch, random_state
-from megamoe.parallel.consensus import (
-    CollectiveError,
-    catch_error,
-    gather_from_ranks,
-    raise_any_error,
-    raise_any_error_fast,
-)
+from megamoe.parallel import consensus, launch, random_state
 from megamoe.parallel.layout import Layout
-from megamoe.parallel.process_groups import Groups, start_groups
+from megamoe.parallel.process_groups import start_groups
 from megamoe.parallel.rank_consistency import Facts, check_same, raise_on_all_ranks
 from megamoe.parallel.zero.deepspeed_moe_layer import moe_layer_factory
 from megamoe.parallel.zero.engine import Engine
@@ -92,7 +86,8 @@ class Trainer:
             own = [ProfilerWindow(config.train.profiler)] if profiled else []
             self.callbacks = Callbacks(config.train.callbacks, own)
             vocabulary = self.run.vocabulary
-            self.saver = Saver(config, vocabulary.size, self.world, self._on_save)
+            on_save = partial(self.callbacks.call, "on_save", self)
+            self.saver = Saver(config, vocabulary.size, self.world, on_save)
             data, deepspeed = self.run.config.data, self.run.plan.content
             facts.update(facts_of_files(config, data, vocabulary, deepspeed, self.saver.resume_from))
         check_same(self.world, facts, config.parallel.timeout_minutes)
@@ -107,7 +102,11 @@ class Trainer:
         self._stream = self._stream_of(self.datasets.train, self.progress.samples, config.data.workers)
         try:
             launch.use_device(self.world)
-            self.context = self._step_context(groups)
+            self.context = StepContext(
+                seed=config.seed,
+                data_group=groups.data if self.layout.data > 1 else None,
+                timers=StageTimers(self.world.device) if config.log.timers else None,
+            )
             run, make_layer = self.run, moe_layer_factory(self.context, groups, self.layout)
             model = start_model(config, run, self.world, make_layer, saved, groups.context)
             self.engine = Engine(config, model, self.world, run.plan, run.filled, run.kernels)
@@ -142,9 +141,7 @@ class Trainer:
     @property
     def model(self) -> LanguageModel:
         """The model inside the engine."""
-        model = self.engine.model
-        assert isinstance(model, LanguageModel)
-        return model
+        return self.engine.model
 
     def _resolve(self, facts: Facts) -> ResolvedRun:
         """Refuse what cannot run, before ranks are started.
@@ -157,13 +154,6 @@ class Trainer:
         if self.world.device.type == "cpu" and self.config.model.keep_freed_memory:
             keep_freed_memory()
         return run
-
-    def _step_context(self, groups: Groups) -> StepContext:
-        return StepContext(
-            seed=self.config.seed,
-            data_group=groups.data if self.layout.data > 1 else None,
-            timers=StageTimers(self.world.device) if self.config.log.timers else None,
-        )
 
     def take_batches(self) -> list[Batch]:
         """Return this rank's micro batches of the next step."""
@@ -264,7 +254,7 @@ class Trainer:
         except UserError as error:
             problem = str(error)
         with self.context.compute_timer.paused():
-            raise_any_error_fast(problem)
+            consensus.raise_any_error_fast(problem)
         return batches
 
     def save(self) -> Path:
@@ -286,9 +276,6 @@ class Trainer:
             **({"plugins": plugin_digests(self.config.plugins)} if self.config.plugins else {}),
         }
         self.saver.begin(self.engine, state)
-
-    def _on_save(self, path: Path) -> None:
-        self.callbacks.call("on_save", self, path)
 
     def close(self) -> None:
         """End the loader processes and leave the process group."""
@@ -318,7 +305,7 @@ class Trainer:
         first = self.progress.samples
         message = f"step {self.context.step}: {record.problem.what}; samples {first} to {first + size - 1}"
         if not math.isfinite(record.lm_loss):
-            found = gather_from_ranks(record.not_finite)
+            found = consensus.gather_from_ranks(record.not_finite)
             last_stage = range(len(found) - self.layout.stage_ranks, len(found), self.layout.tensor)
             message += name_samples({rank: found[rank] for rank in last_stage})
         not_finite = (n for n, layer in record.layers.items() if not math.isfinite(layer.entropy))
@@ -332,7 +319,7 @@ class Trainer:
         last = self.last_checkpoint
         way_out = f"go on from the last good checkpoint, {last}" if last else "begin anew (nothing is saved)"
         warmup = "warmup_steps" if self.config.optimizer.warmup_share is None else "warmup_share"
-        raise CollectiveError(
+        raise consensus.CollectiveError(
             f"{message}; {reason}; no weight was moved. Lower optimizer.lr or lengthen "
             f"optimizer.{warmup}, and {way_out}"
         )
@@ -353,7 +340,9 @@ class Trainer:
         if train.exit_after_steps is not None:
             last = min(last, step + train.exit_after_steps)
         may_replace = self.config.overwrite or self.folder.restarted
-        raise_any_error(catch_error(lambda: routing.check(step, last, may_replace and step == 0)))
+        consensus.raise_any_error(
+            consensus.catch_error(lambda: routing.check(step, last, may_replace and step == 0))
+        )
         routing.attach(model)
         return routing
 

@@ -39,8 +39,7 @@ def size_problems(model: ModelConfig) -> Iterator[Problem]:
     elif model.rotary != RotaryConfig():
         yield Problem(
             "model.rotary",
-            f"found keys, but model.position is {model.position}; leave them out, or set model.position: "
-            "rope",
+            f"found keys, but model.position is {model.position}; leave them out, or set it to rope",
         )
 
 
@@ -53,8 +52,7 @@ def _scaling_problems(model: ModelConfig) -> Iterator[Problem]:
         if value is not None and key not in known:
             yield Problem(
                 f"model.rotary.{key}",
-                f"found {value}, which scaling {rotary.scaling} does not read; leave it out, or set "
-                "model.rotary.scaling",
+                f"found {value}, which scaling {rotary.scaling} does not read; leave it out, or set another",
             )
         if value is None and key in needed:
             yield Problem(f"model.rotary.{key}", f"scaling {rotary.scaling} needs it, found none; give it")
@@ -64,22 +62,15 @@ def _scaling_problems(model: ModelConfig) -> Iterator[Problem]:
             "model.rotary.low_frequency_factor",
             f"found {low}, expected less than high_frequency_factor {high}",
         )
-    if rotary.scaling == "yarn":
-        yield from _yarn_problems(rotary)
-    if rotary.scaling == "yarn" and model.rope_base <= 1:
-        yield Problem("model.rope_base", f"found {model.rope_base}; scaling yarn needs one above 1")
-
-
-def _yarn_problems(rotary: RotaryConfig) -> Iterator[Problem]:
+    if rotary.scaling != "yarn":
+        return
     from megamoe.kernels.attention.rotary import YarnScaling  # which imports torch
 
     fast, slow = rotary.beta_fast or YarnScaling.beta_fast, rotary.beta_slow or YarnScaling.beta_slow
     if fast < slow:
-        yield Problem(
-            "model.rotary.beta_fast",
-            f"found {fast:g}, expected at least beta_slow {slow:g}; a pair that turns more often than "
-            "beta_fast keeps its frequency",
-        )
+        yield Problem("model.rotary.beta_fast", f"found {fast:g}, expected at least beta_slow {slow:g}")
+    if model.rope_base <= 1:
+        yield Problem("model.rope_base", f"found {model.rope_base}; scaling yarn needs one above 1")
 
 
 def _column_problems(model: ModelConfig) -> Iterator[Problem]:
@@ -91,16 +82,14 @@ def _column_problems(model: ModelConfig) -> Iterator[Problem]:
     if rotary_columns < size or not rotary_columns:
         yield Problem(
             "model.rotary.share",
-            f"{model.rotary.share} of heads of size {size} is {rotary_columns} columns; expected an even "
-            "number above 0",
+            f"{model.rotary.share} of heads of size {size} is {rotary_columns} columns, expected an even one",
         )
     elif model.head_size is not None:
         yield Problem("model.head_size", f"{model.head_size} is odd; rope needs an even one")
     else:
         yield Problem(
             "model.hidden_size",
-            f"{model.hidden_size} over {model.num_attention_heads} heads makes heads of odd size {size}; "
-            "rope needs an even one",
+            f"{model.hidden_size} over {model.num_attention_heads} heads is {size}; rope needs an even size",
         )
 
 
@@ -148,14 +137,12 @@ def architecture_problems(config: RunConfig) -> Iterator[Problem]:
         if model.num_query_groups not in (None, model.num_attention_heads):
             yield Problem(
                 "model.num_query_groups",
-                f"{model.num_query_groups}, but Megatron-Core's cross attention has no query groups; leave "
-                "it out",
+                f"{model.num_query_groups}, but Megatron-Core's cross attention has none; leave it out",
             )
     elif model.encoder_layers is not None:
         yield Problem(
             "model.encoder_layers",
-            f"{model.encoder_layers} is for an encoder_decoder, {found}; the blocks of its only stack are "
-            "model.num_layers",
+            f"{model.encoder_layers} is for an encoder_decoder, {found}; its blocks are model.num_layers",
         )
 
 
@@ -164,8 +151,7 @@ def _label_problems(model: ModelConfig, outputs: int, pools: bool) -> Iterator[P
     if model.head_transform:
         yield Problem(
             "model.head_transform",
-            "true is for a head that predicts tokens; with model.num_labels set it to false, or take "
-            "model.pooler",
+            "true is for a head that predicts tokens; with model.num_labels take model.pooler instead",
         )
     expected = {"number": 1, "span": 2}.get(model.predicts)
     if outputs < 2 if expected is None else outputs != expected:
@@ -188,15 +174,11 @@ def attention_problems(model: ModelConfig) -> Iterator[Problem]:
         key, found = f"model.attention.{name}", f"found {str(value).lower()}"
         if value and model.architecture != "decoder":
             yield Problem(
-                key,
-                f"{found}, which is for causal attention of a decoder, but model.architecture is "
-                f"{model.architecture}; leave it out",
+                key, f"{found} is for a decoder, but model.architecture is {model.architecture}; leave it out"
             )
         if value and model.attention_dropout:
             yield Problem(
-                key,
-                f"{found} beside model.attention_dropout {model.attention_dropout:g}, which such attention "
-                "does not have; set model.attention_dropout: 0",
+                key, f"{found} beside model.attention_dropout {model.attention_dropout:g}; set that to 0"
             )
     blocks = attention.window_blocks
     if blocks is None:
@@ -223,11 +205,7 @@ def _variant_problems(config: RunConfig) -> Iterator[Problem]:
             key, f"{depth} is for a decoder, found model.architecture {model.architecture}; set it to 0"
         )
     if depth >= config.data.sequence_length:
-        yield Problem(
-            key,
-            f"{depth} predicts nothing in sequences of {config.data.sequence_length} tokens "
-            "(data.sequence_length); choose a smaller one",
-        )
+        yield Problem(key, f"{depth}, expected less than data.sequence_length {config.data.sequence_length}")
     if model.num_labels is not None and (model.logit_scale != 1 or model.logit_soft_cap is not None):
         yield Problem(
             "model.logit_scale, model.logit_soft_cap",
@@ -236,8 +214,7 @@ def _variant_problems(config: RunConfig) -> Iterator[Problem]:
     if model.scale_embeddings and model.embedding_scale is not None:
         yield Problem(
             "model.embedding_scale",
-            f"found {model.embedding_scale:g} beside model.scale_embeddings, which multiplies by "
-            "sqrt(hidden_size); leave one of them out",
+            f"found {model.embedding_scale:g} beside model.scale_embeddings; leave one of them out",
         )
 
 
@@ -248,8 +225,7 @@ def position_problems(config: RunConfig) -> Iterator[Problem]:
     if two and (layers.every or layers.at or layers.insert_after):
         yield Problem(
             "moe.layers",
-            f"{found} has two stacks; give the positions under moe.layers.encoder and moe.layers.decoder, "
-            "such as {decoder: {every: 2}}",
+            f"{found} has two stacks; give positions under encoder and decoder: {{decoder: {{every: 2}}}}",
         )
     for key, value in (("encoder", layers.encoder), ("decoder", layers.decoder)):
         if value is not None and not two:
@@ -267,19 +243,16 @@ def _stack_problems(stack: Stack, layers: StackLayersConfig, prefix: str, size_k
         if any(block > stack.num_layers for block in blocks):
             yield Problem(
                 f"{prefix}.{key}",
-                f"block {max(blocks)} does not exist, the model has {stack.num_layers} ({size_key}; blocks "
-                "are counted from 1)",
+                f"block {max(blocks)} does not exist, the model has {stack.num_layers} ({size_key})",
             )
     if layers.every and layers.every > stack.num_layers:
         yield Problem(
             f"{prefix}.every",
-            f"{layers.every} is more than {size_key} {stack.num_layers}, so no block would be MoE; for a "
-            "dense model say moe.layers: none",
+            f"{layers.every} is more than {size_key} {stack.num_layers}; a dense model has moe.layers: none",
         )
     twice = set(layers.insert_after) & set(stack.moe_blocks)
     if twice:
         yield Problem(
             f"{prefix}.insert_after",
-            f"block {min(twice)} is MoE itself ({prefix}.at or every); insert after another block, or take "
-            "this one out of those",
+            f"block {min(twice)} is MoE itself ({prefix}.at or every); insert after another block",
         )

@@ -3,18 +3,9 @@
 from collections.abc import Iterator
 
 from megamoe.compat.transformer_engine_compat import fp8_ability
+from megamoe.config import shapes
 from megamoe.config.layer_kinds import kinds
 from megamoe.config.schema import ModelConfig, RunConfig
-from megamoe.config.shapes import (
-    FP8_MULTIPLE,
-    expert_ffn_size,
-    ffn_size,
-    key_size,
-    moe_block_numbers,
-    moe_layer_numbers,
-    num_blocks,
-    query_size,
-)
 from megamoe.errors import Problem
 from megamoe.kernels.library import find_library
 from megamoe.model import backends
@@ -29,14 +20,12 @@ def backend_problems(config: RunConfig, precision: str | None) -> Iterator[Probl
     if model.backend == "transformer_engine" and (engine := backends.find_transformer_engine().problem):
         yield Problem(
             "model.backend",
-            f"found transformer_engine, but {engine}; install transformer_engine[pytorch] on a machine with "
-            "CUDA, or set model.backend: torch",
+            f"found transformer_engine, but {engine}; install it on a machine with CUDA, or set torch",
         )
     if model.norm_kernel == "apex" and backends.uses_transformer_engine(model):
         yield Problem(
             "model.norm_kernel",
-            "found apex, but Transformer Engine brings norms of its own; set model.norm_kernel: auto, or "
-            "model.backend: torch",
+            "found apex, but Transformer Engine has its own norms; set it to auto, or model.backend: torch",
         )
     elif model.norm_kernel == "apex" and (apex := backends.find_apex_norms().problem):
         yield Problem("model.norm_kernel", f"found apex, but {apex}; set model.norm_kernel: auto")
@@ -58,8 +47,7 @@ def backend_problems(config: RunConfig, precision: str | None) -> Iterator[Probl
     if model.fp8_amax_history is not None and model.fp8 != "delayed":
         yield Problem(
             "model.fp8_amax_history",
-            f"found {model.fp8_amax_history}, but model.fp8 is {model.fp8}; only delayed scaling has a "
-            "history, leave it out",
+            f"found {model.fp8_amax_history}, which is for delayed scaling, but model.fp8 is {model.fp8}",
         )
     if model.fp8 != "none":
         yield from _fp8_problems(model, precision)
@@ -85,23 +73,21 @@ def _fp8_problems(model: ModelConfig, precision: str | None) -> Iterator[Problem
 
 def _fp8_size_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield the sizes of FP8 products that do not fit; experts' rows are padded, and logits are in bf16."""
-    model, parallel, unit = config.model, config.parallel, FP8_MULTIPLE[config.model.fp8]
+    model, parallel, unit = config.model, config.parallel, shapes.FP8_MULTIPLE[config.model.fp8]
     tokens = config.train.micro_batch_size * config.data.sequence_length
     # (size, the number of ranks that split it)
+    of_tokens = parallel.context * (parallel.tensor if parallel.sequence else 1)
     sizes = {
-        "train.micro_batch_size x data.sequence_length": (
-            tokens,
-            parallel.context * (parallel.tensor if parallel.sequence else 1),
-        ),
+        "train.micro_batch_size x data.sequence_length": (tokens, of_tokens),
         "model.hidden_size": (model.hidden_size, parallel.tensor),
         **{key: (size, parallel.tensor) for key, size in _attention_sizes(model).items()},
     }
-    if len(moe_block_numbers(config)) < num_blocks(config):
-        sizes["model.ffn_hidden_size"] = ffn_size(model), parallel.tensor
-    if moe_layer_numbers(config):
+    if len(shapes.moe_block_numbers(config)) < shapes.num_blocks(config):
+        sizes["model.ffn_hidden_size"] = shapes.ffn_size(model), parallel.tensor
+    if shapes.moe_layer_numbers(config):
         for kind in kinds(config):
             key = f"{kind.place('moe.expert_ffn_hidden_size')} (default: the dense blocks')"
-            sizes[key] = expert_ffn_size(kind.config), parallel.expert_tensor
+            sizes[key] = shapes.expert_ffn_size(kind.config), parallel.expert_tensor
     for key, (size, ranks) in sizes.items():
         if size % (unit * ranks):
             over = f" x {ranks} ranks" if ranks > 1 else ""
@@ -114,17 +100,17 @@ def _attention_sizes(model: ModelConfig) -> dict[str, int]:
     """Return the outputs of attention's linear layers, and the input of its last one, by their keys."""
     heads, latent = model.num_attention_heads, model.latent
     if latent is None:
+        inputs = shapes.query_size(model) + 2 * shapes.key_size(model)
         return {
-            "query, key and value together (model.head_size, num_query_groups)": query_size(model)
-            + 2 * key_size(model),
-            "attention's output (model.head_size x num_attention_heads)": query_size(model),
+            "query, key and value together (model.head_size, num_query_groups)": inputs,
+            "attention's output (model.head_size x num_attention_heads)": shapes.query_size(model),
         }
+    key_values = heads * (latent.nope_size + latent.value_size)
     sizes = {
         "model.latent.key_value_rank": latent.key_value_rank,
         "model.latent.key_value_rank + rope_size": latent.key_value_rank + latent.rope_size,
         "queries (model.latent.nope_size + rope_size)": heads * (latent.nope_size + latent.rope_size),
-        "keys and values (model.latent.nope_size + value_size)": heads
-        * (latent.nope_size + latent.value_size),
+        "keys and values (model.latent.nope_size + value_size)": key_values,
         "attention's output (model.latent.value_size)": heads * latent.value_size,
     }
     return sizes if latent.query_rank is None else {**sizes, "model.latent.query_rank": latent.query_rank}

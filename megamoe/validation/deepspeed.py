@@ -12,17 +12,8 @@ from pydantic import ValidationError
 from megamoe.config.schema import OptimizerConfig, RunConfig
 from megamoe.errors import Problem
 from megamoe.optim.schedule import BatchSchedule
-from megamoe.parallel.zero.deepspeed_config import (
-    OF_THE_YAML,
-    OFFLOADS,
-    UNSUPPORTED,
-    ParallelPlan,
-    Section,
-    fill_in,
-    offload_device,
-    owned_values,
-    short,
-)
+from megamoe.parallel.zero import deepspeed_config
+from megamoe.parallel.zero.deepspeed_config import OFFLOADS, ParallelPlan, offload_device, short
 from megamoe.registry import unknown_name_message
 
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -69,32 +60,31 @@ def deepspeed_problems(
     content = plan.content
     reasons = list(_reasons(config, plan, content))
     accumulation = None if schedule is None else schedule.accumulation_at(0)
-    for key, (value, owner) in owned_values(config, plan, accumulation).items():
+    for key, (value, owner) in deepspeed_config.owned_values(config, plan, accumulation).items():
         stated = content.get(key, "auto")
         if stated not in ("auto", value):
-            reasons.append(
-                f"{key} is {stated}, but the YAML's {owner} makes it {value}; set it to "
-                '"auto" or change the YAML'
-            )
+            reasons.append(f'{key} is {stated}, but the YAML\'s {owner} makes it {value}; set it to "auto"')
     if not reasons and accumulation is not None:
-        reasons = list(_refusals_of_deepspeed(fill_in(config, plan, accumulation)))
+        reasons = list(_refusals_of_deepspeed(deepspeed_config.fill_in(config, plan, accumulation)))
     yield from (Problem(where, reason) for reason in reasons)
 
 
 def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> Iterator[str]:
     section = content.get("zero_optimization", {})
     yield from _of_zero(section)
-    yield from _of_experts(section, plan.stage)
+    bucket = section.get("allgather_bucket_size", 0)  # which ranks share
+    if plan.stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
+        yield f"zero_optimization.allgather_bucket_size is {bucket!r}, expected an even number"
     yield from _of_fixed(content, plan.stage)
     yield from _of_numbers(content)
     yield from _of_offload(section, plan.stage)
     yield from _of_moments(section, plan.stage, config.optimizer)
     yield from _of_muon(section, config.optimizer)
     yield from _of_mean(section, config.optimizer)
-    for name, owner in OF_THE_YAML.items():
+    for name, owner in deepspeed_config.OF_THE_YAML.items():
         if name in content:
             yield f"remove {name!r}; the YAML's {owner} decides that"
-    for name in UNSUPPORTED:
+    for name in deepspeed_config.UNSUPPORTED:
         if name in content:
             yield f"remove {name!r}; megamoe does not support it"
     if plan.precision == "fp16":
@@ -133,13 +123,6 @@ def _of_quoted(where: str, section: dict[str, Any], parsed: Any) -> Iterator[str
             yield f"{where}.{key} is {short(value)}, expected {json.dumps(meant)} without quotation marks"
 
 
-def _of_experts(section: dict[str, Any], stage: int) -> Iterator[str]:
-    """Yield a bucket that ranks cannot share."""
-    bucket = section.get("allgather_bucket_size", 0)
-    if stage in (1, 2) and isinstance(bucket, int) and bucket % 2:
-        yield f"zero_optimization.allgather_bucket_size is {bucket!r}, expected an even number"
-
-
 def _of_fixed(content: dict[str, Any], stage: int) -> Iterator[str]:
     """Yield keys of `FIXED` with another value than the one that they must have."""
     for (*sections, key), (value, why) in FIXED.items():
@@ -155,10 +138,7 @@ def _of_numbers(content: dict[str, Any]) -> Iterator[str]:
     """Yield numbers that DeepSpeed does not check: it would compute 2 to any power, and divide by text."""
     power = content.get("fp16", {}).get("initial_scale_power", 16)
     if type(power) is not int or not 0 <= power <= LARGEST_SCALE_POWER:
-        yield (
-            f"fp16.initial_scale_power is {short(power)}, expected a whole number from 0 to "
-            f"{LARGEST_SCALE_POWER}"
-        )
+        yield f"fp16.initial_scale_power is {short(power)}, expected 0 to {LARGEST_SCALE_POWER}"
     every = content.get("steps_per_print", 1)
     if type(every) is not int or every < 1:
         yield f"steps_per_print is {short(every)}, expected a whole number above 0"
@@ -169,8 +149,7 @@ def _of_numbers(content: dict[str, Any]) -> Iterator[str]:
 
 def _of_offload(section: dict[str, Any], stage: int) -> Iterator[str]:
     """Yield offload that DeepSpeed would accept, or refuse only after building half of the model."""
-    sections: tuple[Section, ...] = ("offload_optimizer", "offload_param")
-    devices = {name: offload_device({"zero_optimization": section}, name) for name in sections}
+    devices = {name: offload_device({"zero_optimization": section}, name) for name in OFFLOADS}
     for name, device in devices.items():
         if device == "none":
             continue
@@ -195,10 +174,7 @@ def _of_folder(key: str, path: Any) -> Iterator[str]:
     if path is None:
         yield f"{key} is missing, which device 'nvme' needs; name a folder on a local disk"
     elif isinstance(path, str) and not (Path(path).is_dir() and os.access(path, os.W_OK | os.X_OK)):
-        yield (
-            f"{key}: {path} is no folder that this user can write in; make it on every machine, or name "
-            "another"
-        )
+        yield f"{key}: {path} is no folder that this user can write in; make it on every machine"
 
 
 def _of_async_io() -> Iterator[str]:
@@ -222,8 +198,7 @@ def _of_moments(section: dict[str, Any], stage: int, config: OptimizerConfig) ->
         yield "optimizer.moments: bf16 needs zero_optimization.stage 1, 2 or 3; set one, or moments: fp32"
     if offload_device({"zero_optimization": section}, "offload_optimizer") != "none":
         yield (
-            "optimizer.moments: bf16 does not go with offload_optimizer, whose Adam keeps them in fp32; "
-            "leave one of the two out"
+            "optimizer.moments: bf16 does not go with offload_optimizer, whose Adam has fp32; leave one out"
         )
 
 

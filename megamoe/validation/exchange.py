@@ -22,19 +22,17 @@ def exchange_problems(config: RunConfig, layout: Layout) -> Iterator[Problem]:
         yield Problem("parallel.exchange_dtype", "fp8: this PyTorch has no float8_e4m3fn; set it to model")
     yield from _fixed_share_problems(config, layout)
     yield from _weight_problems(config, layout)
+    key = "parallel.node_size"
     if parallel.node_size is not None and layout.ranks % size:
-        yield Problem(
-            "parallel.node_size",
-            f"{size} does not divide the number of ranks {layout.ranks}; {_legal(layout)}",
-        )
+        yield Problem(key, f"{size} does not divide the number of ranks {layout.ranks}; {_legal(layout)}")
     elif node_use(config) != "always" or not uses_nodes(config):
         return
     elif parallel.node_size is None and ranks_of_machine() is None:
-        yield Problem("parallel.node_size", f"not set, and the launcher does not say it; {_legal(layout)}")
+        yield Problem(key, f"not set, and the launcher does not say it; {_legal(layout)}")
     elif num_nodes(layout, size) is None:
         whence = "" if parallel.node_size is not None else " (from the launcher)"
         yield Problem(
-            "parallel.node_size",
+            key,
             f"{size}{whence} cuts the {layout.expert_ranks} ranks of an expert group (parallel.expert x "
             f"expert_tensor) unevenly; {_legal(layout)}, or set parallel.exchange=direct",
         )
@@ -54,8 +52,7 @@ def _fixed_share_problems(config: RunConfig, layout: Layout) -> Iterator[Problem
     if padded is not None:
         yield Problem(
             "moe.router.capacity.pad",
-            f"the micro batches of {padded} have padding: ranks differ in their numbers of tokens; legal "
-            "with expert ranks: false",
+            f"the micro batches of {padded} have padding; legal with expert ranks: false",
         )
 
 

@@ -35,9 +35,7 @@ def group_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield groups without layers, layers that do not exist, and layers that are named twice."""
     groups, two = config.moe.groups, config.model.architecture == "encoder_decoder"
     if groups and not moe_layer_numbers(config):
-        yield Problem(
-            "moe.groups", "found groups of layers, but no block is MoE (moe.layers); leave them out"
-        )
+        yield Problem("moe.groups", "found groups, but no block is MoE (moe.layers); leave them out")
         return
     owners: dict[tuple[str, int], str] = {}
     for number, group in enumerate(groups):
@@ -60,10 +58,7 @@ def group_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _stack_problems(layers: GroupLayersConfig, key: str, config: RunConfig) -> Iterator[Problem]:
     """Yield layers that are given for other stacks than the architecture has."""
-    found, two = (
-        f"model.architecture {config.model.architecture}",
-        config.model.architecture == "encoder_decoder",
-    )
+    found, two = f"model.architecture {config.model.architecture}", len(layers_in(layers, config)) == 2
     if two and (layers.every or layers.at or layers.first or layers.last):
         yield Problem(
             key, f"{found} has two stacks; give the layers under encoder and decoder: {{decoder: first 2}}"

@@ -3,16 +3,9 @@
 from collections.abc import Iterator
 from itertools import product
 
+from megamoe.config import shapes
 from megamoe.config.layer_kinds import kinds
 from megamoe.config.schema import Precision, RunConfig
-from megamoe.config.shapes import (
-    expert_ffn_size,
-    expert_hidden_size,
-    ffn_size,
-    moe_block_numbers,
-    moe_layer_numbers,
-    num_blocks,
-)
 from megamoe.errors import Problem
 from megamoe.moe.capabilities import capabilities
 from megamoe.parallel.layout import Layout, divisors, fewest_ranks
@@ -41,7 +34,7 @@ def misfits(config: RunConfig, layout: Layout, precision: Precision | None) -> I
     for key, unit, by_key, size in _divisions(config, layout):
         if size % unit:
             yield key, f"does not divide {by_key} {size}"
-    if not moe_layer_numbers(config):
+    if not shapes.moe_layer_numbers(config):
         for key in ("expert", "expert_tensor"):
             if getattr(layout, key) > 1:
                 yield key, "has nothing to divide: no block is MoE (moe.layers)"
@@ -65,16 +58,14 @@ def _layer_misfits(
             "expert_tensor",
             f"cannot cut experts of {config.moe.expert_sublayers} sub-layers, with norms inside",
         )
-    hidden_size = expert_hidden_size(config)
+    hidden_size = shapes.expert_hidden_size(config)
     if config.moe.expert_bias and hidden_size % layout.expert_tensor:
         yield "expert_tensor", f"cannot cut the experts' biases of size {hidden_size} (moe.expert_bias)"
     unit = row_unit(precision)
-    if layout.expert_tensor > 1 and expert_ffn_size(config) // layout.expert_tensor % unit:
-        yield (
-            "expert_tensor",
-            f"cuts experts of FFN size {expert_ffn_size(config)} into slices that are no multiple of {unit}, "
-            f"which grouped experts need in {precision}",
-        )
+    if layout.expert_tensor > 1 and shapes.expert_ffn_size(config) // layout.expert_tensor % unit:
+        size = shapes.expert_ffn_size(config)
+        needs = f"which are no multiple of {unit}, as grouped experts need in {precision}"
+        yield "expert_tensor", f"cuts experts of FFN size {size} into slices, {needs}"
 
 
 def row_unit(precision: Precision | None) -> int:
@@ -102,13 +93,13 @@ def _divisions(config: RunConfig, layout: Layout) -> Iterator[tuple[str, int, st
         yield "tensor", tensor, "model.latent.key_value_rank + rope_size", compressed
         if model.latent.query_rank is not None:
             yield "tensor", tensor, "model.latent.query_rank", model.latent.query_rank
-    if len(moe_block_numbers(config)) < num_blocks(config):
-        yield "tensor", tensor, "the dense blocks' FFN size", ffn_size(model)
+    if len(shapes.moe_block_numbers(config)) < shapes.num_blocks(config):
+        yield "tensor", tensor, "the dense blocks' FFN size", shapes.ffn_size(model)
     yield "tensor", tensor, "model.vocab_multiple", model.vocab_multiple
     yield "tensor", tensor, "data.sequence_length", config.data.sequence_length
     yield "expert", layout.expert, name, ranks
     for kind in kinds(config):
-        size = expert_ffn_size(kind.config)
+        size = shapes.expert_ffn_size(kind.config)
         yield "expert", layout.expert, kind.place("moe.num_experts"), kind.moe.num_experts
         yield "expert_tensor", layout.expert_tensor, kind.place("moe.expert_ffn_hidden_size"), size
     if layout.expert_tensor > 1:  # else it is said of `expert`

@@ -40,9 +40,8 @@ def states_of(config: RunConfig, plan: ParallelPlan, size: ModelSize) -> StateBy
     dense, experts = size.on_rank(ranks.tensor, ranks.expert_ranks)
     share = 1 - size.frozen / size.expert if size.frozen else 1.0
     trained = share * experts if size.frozen else experts
-    matrices = [0.0, 0.0]
-    if config.optimizer.name == "muon":
-        matrices = [*size.matrices_on_rank(ranks.tensor, ranks.expert_ranks)]
+    is_muon = config.optimizer.name == "muon"
+    matrices = size.matrices_on_rank(ranks.tensor, ranks.expert_ranks) if is_muon else (0.0, 0.0)
     shares = (
         share_of(config, dense, dense, ranks.replicas, matrices[0]),
         share_of(config, experts, trained, ranks.expert_copies, share * matrices[1]),
@@ -145,8 +144,7 @@ def _batch_bytes(config: RunConfig, plan: ParallelPlan) -> float:
 
 def in_bytes(size: float) -> str:
     """Format a size: `12 KiB`, `340 MiB`, `1.5 GiB`."""
-    unit = 0
-    value = size / 1024
+    unit, value = 0, size / 1024
     while value >= 1024 and unit < len(UNITS) - 1:
         value, unit = value / 1024, unit + 1
     if value >= 1024:

@@ -27,8 +27,7 @@ def mup_problems(config: RunConfig) -> Iterator[Problem]:
     if left:
         yield Problem(
             "model.mup.base",
-            f"{mup.base} does not divide model.hidden_size {model.hidden_size}; name the hidden size of "
-            "a base model that is a whole number of times narrower",
+            f"{mup.base} does not divide model.hidden_size {model.hidden_size}; name one that does",
         )
     elif not refused:
         yield from _head_problems(model, mup, width)
@@ -38,15 +37,12 @@ def mup_problems(config: RunConfig) -> Iterator[Problem]:
 
 def _unknown_problems(model: ModelConfig) -> Iterator[Problem]:
     """Yield what nobody has worked out the widths for, and other factors that depend on the width."""
+    scales = model.scale_embeddings
     found = {
         "model.architecture": (model.architecture, model.architecture == "decoder", "decoder"),
         "model.latent": ("latent attention", model.latent is None, "none: its ranks may not grow"),
         "model.init_scale": (model.init_scale, model.init_scale is None, "none: init_std is scaled"),
-        "model.scale_embeddings": (
-            model.scale_embeddings,
-            not model.scale_embeddings,
-            "false: sqrt(hidden_size) grows; give embedding_scale instead",
-        ),
+        "model.scale_embeddings": (scales, not scales, "false: it grows; give embedding_scale instead"),
     }
     for key, (value, fits, expected) in found.items():
         if not fits:
@@ -79,6 +75,5 @@ def _head_problems(model: ModelConfig, mup: MupConfig, width: int) -> Iterator[P
         yield Problem(
             "model.num_attention_heads",
             f"{model.num_attention_heads} heads of {size} columns make no whole number of heads of "
-            f"{unit // width} in the base model: {_times(mup, width)}; "
-            "choose other heads, or model.mup.base_head_size",
+            f"{unit // width}: {_times(mup, width)}; choose other heads, or model.mup.base_head_size",
         )

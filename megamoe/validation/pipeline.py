@@ -73,9 +73,8 @@ def in_flight_problems(
     if schedule is not None and schedule.final < 2 * schedule.unit:
         yield Problem(
             IN_FLIGHT,
-            f"2 needs at least two micro batches a step of each rank, but train.global_batch_size "
-            f"{schedule.final} is one of each: set it to {2 * schedule.unit} or more, or "
-            "train.in_flight to 1",
+            f"2 needs two micro batches of each rank, but train.global_batch_size is {schedule.final}; set "
+            f"it to {2 * schedule.unit} or more, or train.in_flight to 1",
         )
 
 
@@ -100,10 +99,8 @@ def _block_problems(config: RunConfig) -> Iterator[Problem]:
 def _model_problems(config: RunConfig, key: str) -> Iterator[Problem]:
     size, model = getattr(config.parallel, key), config.model
     if model.architecture != "decoder":
-        yield Problem(
-            f"parallel.{key}",
-            f"{size} needs model.architecture decoder, found {model.architecture}; set it to 1",
-        )
+        found = f"found {model.architecture}; set it to 1"
+        yield Problem(f"parallel.{key}", f"{size} needs model.architecture decoder, {found}")
     yield from of_each_kind(config, lambda own: _loss_problems(own, key))
 
 
@@ -147,10 +144,7 @@ def _zero_problems(config: RunConfig, plan: ParallelPlan) -> Iterator[Problem]:
             "all ranks in one order; legal stages: 0, 1, 2",
         )
     if plan.offload.optimizer != "none" or plan.offload.parameters != "none":
-        yield Problem(
-            "parallel.pipeline",
-            f"{stages} is not possible with offloading ({where}); take it out of the file",
-        )
+        yield Problem("parallel.pipeline", f"{stages} is not possible with offloading ({where})")
     tied = config.model.tie_embeddings
     if plan.stage == 2 and (tied or config.model.multi_token_prediction.depth):
         key = "model.tie_embeddings" if tied else "model.multi_token_prediction.depth"

@@ -29,13 +29,10 @@ def recompute_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(KEY, f"{_shown(chosen)}: moe_layer contains {', '.join(parts)}; leave one side out")
     if "moe" in chosen and "experts_activation" in chosen:
         yield Problem(KEY, f"{_shown(chosen)}: moe contains experts_activation; leave one of them out")
+    has_shared = any(kind.moe.num_shared_experts for kind in kinds(config))
     for name, is_there, needed in (
         ("latent_up", model.latent is not None, "model.latent"),
-        (
-            "shared_experts",
-            any(kind.moe.num_shared_experts for kind in kinds(config)),
-            "moe.num_shared_experts above 0",
-        ),
+        ("shared_experts", has_shared, "moe.num_shared_experts above 0"),
         *((each, bool(moe_layer_numbers(config)), "an MoE layer") for each in ("moe", "moe_layer")),
     ):
         if name in chosen and not is_there:

@@ -3,16 +3,8 @@
 from collections.abc import Iterator
 from typing import Any
 
-from megamoe.config import to_dict
+from megamoe.config import shapes, to_dict
 from megamoe.config.schema import DataConfig, MuonConfig, OptimizerConfig, Precision, RunConfig
-from megamoe.config.shapes import (
-    expert_ffn_size,
-    expert_hidden_size,
-    inserted_after,
-    inserted_has_norm,
-    moe_layer_numbers,
-    stacks,
-)
 from megamoe.errors import Problem
 from megamoe.moe.capabilities import provides
 from megamoe.moe.validation import part_problems
@@ -21,12 +13,7 @@ from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.registry import get_part
-from megamoe.validation.architecture import (
-    architecture_problems,
-    attention_problems,
-    position_problems,
-    size_problems,
-)
+from megamoe.validation import architecture
 from megamoe.validation.backends import backend_problems
 from megamoe.validation.deepspeed import deepspeed_problems
 from megamoe.validation.layer_groups import group_problems, of_each_kind
@@ -73,11 +60,11 @@ def section_problems(config: RunConfig, ranks: int, precision: Precision | None)
     precision: of the weights; None: not known.
     """
     layout = Layout.of(config.parallel, ranks)
-    yield from architecture_problems(config)
-    yield from attention_problems(config.model)
+    yield from architecture.architecture_problems(config)
+    yield from architecture.attention_problems(config.model)
     yield from objective_problems(config)
-    yield from size_problems(config.model)
-    misplaced = list(position_problems(config)) or list(group_problems(config))
+    yield from architecture.size_problems(config.model)
+    misplaced = list(architecture.position_problems(config)) or list(group_problems(config))
     yield from misplaced
     if not misplaced:
         yield from layout_problems(config, layout, precision)
@@ -106,7 +93,7 @@ def _optimizer_problems(optimizer: OptimizerConfig) -> Iterator[Problem]:
 
 
 def _expert_problems(config: RunConfig, precision: Precision | None) -> Iterator[Problem]:
-    if not moe_layer_numbers(config):
+    if not shapes.moe_layer_numbers(config):
         yield from routing_record_problems(config, "the model has no MoE layer")
         return
     yield from of_each_kind(config, lambda own: _layer_problems(own, precision))
@@ -139,7 +126,7 @@ def _gradient_problems(config: RunConfig) -> Iterator[Problem]:
 def _causal_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield a selector that chooses by later tokens where a decoder has MoE layers."""
     choice = config.moe.router.selector
-    layers = [stack for stack in stacks(config) if stack.name == "decoder"]
+    layers = [stack for stack in shapes.stacks(config) if stack.name == "decoder"]
     in_decoder = any(stack.moe_blocks or stack.layers.insert_after for stack in layers)
     if in_decoder and provides("sees_later_tokens", choice):
         yield Problem(
@@ -167,15 +154,13 @@ def _shared_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(
             "moe.zero_experts",
             f"found {moe.zero_experts.total}, but experts of {moe.expert_sublayers} residual sub-layers "
-            "(moe.expert_sublayers) return what they add to the token, which has no identity; set the "
-            "sub-layers to 1",
+            "(moe.expert_sublayers) have no identity; set the sub-layers to 1",
         )
     if moe.weights_in_activation and (moe.expert_bias or moe.expert_sublayers > 1):
         lacks = "moe.expert_bias" if moe.expert_bias else "moe.expert_sublayers above 1"
         yield Problem(
             "moe.weights_in_activation",
-            f"found true, but with {lacks} an expert's output is not a multiple of its activation; set it to "
-            "false",
+            f"found true, but with {lacks} an expert's output is no multiple of its activation; set false",
         )
     if moe.latent_size is not None and moe.expert_sublayers > 1:
         yield Problem(
@@ -189,24 +174,15 @@ def _shared_problems(config: RunConfig) -> Iterator[Problem]:
             f"found {moe.latent_size}, expected less than model.hidden_size, {config.model.hidden_size}: the "
             "exchange would not shrink; set it to null for experts without projections",
         )
-    if moe.shared_expert_ffn_hidden_size is not None and moe.num_shared_experts == 0:
-        yield Problem(
-            "moe.shared_expert_ffn_hidden_size",
-            f"found {moe.shared_expert_ffn_hidden_size}, but moe.num_shared_experts is 0; set it to 1, or "
-            "leave the size out",
-        )
-    if moe.shared_expert_mode != "sum" and moe.num_shared_experts == 0:
-        yield Problem(
-            "moe.shared_expert_mode",
-            f"found {moe.shared_expert_mode}, but moe.num_shared_experts is 0; set it to 1, or the mode to "
-            "sum",
-        )
-    if inserted_after(config) and moe.num_shared_experts and not inserted_has_norm(moe):
+    for key, default in (("shared_expert_ffn_hidden_size", None), ("shared_expert_mode", "sum")):
+        if (value := getattr(moe, key)) != default and moe.num_shared_experts == 0:
+            without = "but moe.num_shared_experts is 0; leave it out, or set that to 1"
+            yield Problem(f"moe.{key}", f"found {value}, {without}")
+    if shapes.inserted_after(config) and moe.num_shared_experts and not shapes.inserted_has_norm(moe):
         yield Problem(
             "moe.num_shared_experts",
-            f"found {moe.num_shared_experts}, but an inserted layer (moe.layers.insert_after) of "
-            f"{moe.expert_sublayers} sub-layers has norms inside its routed experts alone; set it to 0, or "
-            "moe.expert_sublayers to 1",
+            f"found {moe.num_shared_experts}, but in an inserted layer (moe.layers.insert_after) routed "
+            "experts alone have the norms of sub-layers; set it to 0, or moe.expert_sublayers to 1",
         )
 
 
@@ -214,11 +190,11 @@ def _row_problems(config: RunConfig, precision: Precision | None) -> Iterator[Pr
     """Yield sizes of experts' rows that are not aligned."""
     unit, default = row_unit(precision), config.moe.expert_ffn_hidden_size is None
     rows = "model.hidden_size" if config.moe.latent_size is None else "moe.latent_size"
-    sizes = {
-        rows: (expert_hidden_size(config), ""),
-        "moe.expert_ffn_hidden_size": (expert_ffn_size(config), " (that of the dense blocks)" * default),
-    }
-    for key, (size, whose) in sizes.items():
+    whose_ffn = " (that of the dense blocks)" * default
+    for key, size, whose in (
+        (rows, shapes.expert_hidden_size(config), ""),
+        ("moe.expert_ffn_hidden_size", shapes.expert_ffn_size(config), whose_ffn),
+    ):
         if size % unit:
             yield Problem(
                 key, f"{size}{whose} is not a multiple of {unit}, which grouped experts need in {precision}"
@@ -228,7 +204,7 @@ def _row_problems(config: RunConfig, precision: Precision | None) -> Iterator[Pr
 def _start_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield frozen modules that do not exist, and a dense checkpoint's FFN that cannot become the experts."""
     experts, key = config.checkpoint.init.experts, "checkpoint.init.experts"
-    dense, frozen = not moe_layer_numbers(config), config.moe.frozen
+    dense, frozen = not shapes.moe_layer_numbers(config), config.moe.frozen
     if frozen and dense:
         yield Problem("moe.frozen", f"found {', '.join(frozen)}, but no block is MoE (moe.layers)")
     if experts == "same":
@@ -237,11 +213,9 @@ def _start_problems(config: RunConfig) -> Iterator[Problem]:
         yield Problem(key, f"found {experts}, but checkpoint.init.path names no dense checkpoint")
     if dense:
         yield Problem(key, f"found {experts}, but no block is MoE (moe.layers); say same")
-    if inserted_after(config):
+    if shapes.inserted_after(config):
         yield Problem(
-            key,
-            f"found {experts}, but moe.layers.insert_after puts MoE layers where a dense model has no FFN; "
-            "use moe.layers.at or every",
+            key, f"found {experts}, but a dense model has no FFN at moe.layers.insert_after; use at or every"
         )
     yield from of_each_kind(config, _sublayer_problems)
 

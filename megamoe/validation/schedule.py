@@ -7,6 +7,7 @@ from megamoe.errors import Problem
 from megamoe.optim.schedule import warmup_steps
 
 MOST_SIZES = 100_000  # of the batch size's growth
+GROWTH = ("start", "increment")
 
 
 def batch_problems(config: RunConfig, data_parallel: int) -> Iterator[Problem]:
@@ -15,17 +16,14 @@ def batch_problems(config: RunConfig, data_parallel: int) -> Iterator[Problem]:
     unit = train.micro_batch_size * data_parallel
     sizes = [("train.global_batch_size", train.global_batch_size or unit)]
     if train.batch_rampup is not None:
-        sizes += [
-            ("train.batch_rampup.start", train.batch_rampup.start),
-            ("train.batch_rampup.increment", train.batch_rampup.increment),
-        ]
+        sizes += [(f"train.batch_rampup.{key}", getattr(train.batch_rampup, key)) for key in GROWTH]
     for key, size in sizes:
         if size % unit:
+            nearest = max(unit, (size + unit // 2) // unit * unit)
             yield Problem(
                 key,
                 f"{size} is not a multiple of {unit} (train.micro_batch_size {train.micro_batch_size} x "
-                f"{data_parallel} data-parallel ranks); nearest: "
-                f"{max(unit, (size + unit // 2) // unit * unit)}",
+                f"{data_parallel} data-parallel ranks); nearest: {nearest}",
             )
     if train.batch_rampup is None:
         return
@@ -39,8 +37,7 @@ def batch_problems(config: RunConfig, data_parallel: int) -> Iterator[Problem]:
     elif growth // train.batch_rampup.increment > MOST_SIZES:
         yield Problem(
             "train.batch_rampup.increment",
-            f"{train.batch_rampup.increment} makes more than {MOST_SIZES:,} batch sizes of a growth by "
-            f"{growth}; raise it",
+            f"{train.batch_rampup.increment} makes more than {MOST_SIZES:,} batch sizes; raise it",
         )
 
 
@@ -50,16 +47,15 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
     if config.train.steps is not None and config.train.epochs is not None:
         yield Problem(
             "train.steps",
-            f"found {config.train.steps} beside train.epochs {config.train.epochs:g}, and both say how long "
-            "the run is; leave one out (on the command line: train.steps=null)",
+            f"found {config.train.steps} beside train.epochs {config.train.epochs:g}; leave one out (on the "
+            "command line: train.steps=null)",
         )
     if config.train.epochs is not None and config.data.mock:
         yield Problem("train.epochs", "data.mock has no end, so no epochs; set train.steps instead")
     if optimizer.warmup_share is not None and optimizer.warmup_steps:
         yield Problem(
             "optimizer.warmup_share",
-            f"found {optimizer.warmup_share:g} beside optimizer.warmup_steps {optimizer.warmup_steps}; leave "
-            "one of them out",
+            f"found {optimizer.warmup_share:g} beside warmup_steps {optimizer.warmup_steps}; leave one out",
         )
     elif config.train.steps is not None and config.train.epochs is None:  # else when the data is read
         yield from warmup_problems(config, config.train.steps)

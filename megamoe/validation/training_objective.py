@@ -49,10 +49,8 @@ def objective_problems(config: RunConfig) -> Iterator[Problem]:
         )
         return
     if part.predicts is not None and part.predicts != config.model.predicts:
-        yield Problem(
-            "model.predicts",
-            f"found {config.model.predicts}, but {KEY} {choice.name} expects {part.predicts}",
-        )
+        wanted = f"but {KEY} {choice.name} expects {part.predicts}"
+        yield Problem("model.predicts", f"found {config.model.predicts}, {wanted}")
         return
     try:
         part.check(choice.options, config)
@@ -105,9 +103,7 @@ def source_problems(config: RunConfig) -> Iterator[Problem]:
     for key, sources in named.items():
         for path in (source.path for source in sources):
             if path.endswith(LABELLED) != (reads == "labels"):
-                way_out = (
-                    "name a file such as labels/train.jsonl" if reads == "labels" else "prepare it first"
-                )
+                way_out = "name a .jsonl file" if reads == "labels" else "prepare it first"
                 yield Problem(key, f"{path!r}, but {KEY} {name} reads {KINDS[reads]}; {way_out}")
             elif is_pairs(path) and not reads_pairs:
                 yield Problem(

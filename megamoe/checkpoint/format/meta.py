@@ -17,9 +17,8 @@ LARGEST = (1 << 63) - 1  # the largest size of a tensor, and the largest count
 Number = Annotated[int, Field(ge=0, le=LARGEST)]
 PositiveNumber = Annotated[int, Field(gt=0, le=LARGEST)]
 Numbers = Annotated[list[Number], Field(max_length=64)]  # PyTorch's limit of dimensions
-ScalerName = Annotated[
-    str, Field(pattern="^(cur_scale|cur_iter|last_overflow_iter|cur_hysteresis)$")
-]  # attributes of DeepSpeed's dynamic scaler
+# Attributes of DeepSpeed's dynamic scaler.
+ScalerName = Annotated[str, Field(pattern="^(cur_scale|cur_iter|last_overflow_iter|cur_hysteresis)$")]
 DType = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool"
 ]

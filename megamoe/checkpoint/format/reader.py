@@ -7,7 +7,7 @@ safetensors files are read.
 from collections.abc import Iterable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megamoe.checkpoint.format.files import damaged, is_plain, shard_file
-from megamoe.checkpoint.format.meta import Index, check_index, read_index, read_meta
+from megamoe.checkpoint.format.meta import DType, Index, check_index, read_index, read_meta
 from megamoe.errors import UserError
 from megamoe.parallel.chunks import Chunk, LocalChunk, chunk_view, whole_tensor
 
@@ -30,18 +30,9 @@ MEAN = "ema/"  # prefix of the exponential mean of a parameter
 STEP = "step/"  # prefix of Adam's count of a parameter's updates
 MOMENTS = ("exp_avg", "exp_avg_sq")  # Adam's
 MUON_MOMENT = "momentum_buffer"
-IN_SAFETENSORS = {
-    "float64": "F64",
-    "float32": "F32",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int64": "I64",
-    "int32": "I32",
-    "int16": "I16",
-    "int8": "I8",
-    "uint8": "U8",
-    "bool": "BOOL",
-}
+# The names of `DType`, in its order.
+SAFETENSORS_DTYPES = ("F64", "F32", "F16", "BF16", "I64", "I32", "I16", "I8", "U8", "BOOL")
+IN_SAFETENSORS = dict(zip(get_args(DType), SAFETENSORS_DTYPES, strict=True))
 
 
 def moment_name(moment: str, parameter: str) -> str:
@@ -75,8 +66,7 @@ class CheckpointReader(ExitStack):
 
     def dtype(self, name: str) -> torch.dtype:
         """Return the dtype of a tensor of the checkpoint."""
-        dtype: torch.dtype = getattr(torch, self.index["tensors"][name]["dtype"])
-        return dtype
+        return getattr(torch, self.index["tensors"][name]["dtype"])
 
     def tensor(self, name: str) -> Tensor:
         """Return a whole tensor, on the CPU.
@@ -138,10 +128,9 @@ class CheckpointReader(ExitStack):
         chunk, path = self._stored_chunk(name, item.storage_index.index or 0)
         ends = [o + length for o, length in zip(item.storage_offsets, item.lengths, strict=True)]
         try:
-            part: Tensor = chunk[tuple(map(slice, item.storage_offsets, ends)) or ...]
+            return chunk[tuple(map(slice, item.storage_offsets, ends)) or ...]
         except (OSError, SafetensorError) as error:
             raise damaged(path, error) from None
-        return part
 
     def _stored_chunk(self, name: str, number: int) -> tuple[Any, Path]:
         """Return a sliceable view of a tensor's chunk with that number, and the shard file that holds it."""

@@ -27,8 +27,7 @@ class TensorBoardSink:
                 f"log.tensorboard: true, but the package is missing ({error}); "
                 "run `pip install tensorboard` or set log.tensorboard=false"
             ) from error
-        self._make_writer = SummaryWriter
-        self._folder = folder
+        self._make_writer, self._folder = SummaryWriter, folder
         self._writer: Any = None
 
     def log(self, shown: StepSummary) -> None:

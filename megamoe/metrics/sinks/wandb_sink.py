@@ -17,8 +17,7 @@ from megamoe.redaction import redact, redact_all, without_secrets
 
 ID_FILE = "wandb_run_id.txt"
 REPEATED_FILE = "wandb_repeated_steps.txt"
-START_LIMIT_S = 30.0
-FINISH_LIMIT_S = 60.0
+LIMITS: dict[str, Any] = {"init_timeout": 30.0, "login_timeout": 30.0, "finish_timeout": 60.0}  # seconds
 PUBLIC_HOSTS = ("api.wandb.ai", "api.forge.coreweave.com")  # one service under an old and a new name
 
 log = logging.getLogger(__name__)
@@ -62,13 +61,7 @@ class WandbSink:
                     group=config.group,
                     tags=config.tags,
                     config=redact_all(run_config),
-                    settings=wandb.Settings(
-                        silent=True,
-                        console="off",
-                        init_timeout=START_LIMIT_S,
-                        login_timeout=START_LIMIT_S,
-                        finish_timeout=FINISH_LIMIT_S,
-                    ),
+                    settings=wandb.Settings(silent=True, console="off", **LIMITS),
                 )
             self._run.define_metric(names.STEP)
             self._run.define_metric("*", step_metric=names.STEP)

@@ -47,10 +47,10 @@ OWNED = (
 )
 NAMED = (*SECTIONS, *OF_THE_YAML, *UNSUPPORTED, *OWNED)
 STAGES = (0, 1, 2, 3)
-OFFLOADS = ("offload_optimizer", "offload_param")
 DEVICES = ("none", "cpu", "nvme")
 LARGEST_FILE = 1 << 20  # bytes
 Section = Literal["offload_optimizer", "offload_param"]
+OFFLOADS: tuple[Section, ...] = ("offload_optimizer", "offload_param")
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ def read_offload(content: dict[str, Any]) -> Offload:
 def offload_device(content: dict[str, Any], section: Section) -> str:
     """Return none, cpu or nvme."""
     offload = content.get("zero_optimization", {}).get(section) or {}
-    device: str = offload.get("device", "none")
-    return device
+    return offload.get("device", "none")
 
 
 def read_deepspeed_config(path: str | None) -> dict[str, Any]:
@@ -132,8 +131,7 @@ def short(value: Any) -> str:
 
 def zero_stage(content: dict[str, Any]) -> int:
     """Return the ZeRO stage; 0 if the file has none."""
-    stage: int = content.get("zero_optimization", {}).get("stage", 0)
-    return stage
+    return content.get("zero_optimization", {}).get("stage", 0)
 
 
 def resolve_precision(config: RunConfig, content: dict[str, Any]) -> Precision:
@@ -196,8 +194,7 @@ class ParallelPlan:
     @property
     def content(self) -> dict[str, Any]:
         """Return the content of the DeepSpeed file, a new copy each time."""
-        content: dict[str, Any] = json.loads(self.deepspeed_json)
-        return content
+        return json.loads(self.deepspeed_json)
 
 
 def resolve_parallel(config: RunConfig, ranks: int) -> ParallelPlan:

@@ -26,15 +26,7 @@ import torch.distributed as dist
 from deepspeed.utils import safe_get_full_fp32_param
 from torch import Tensor, nn
 
-from megamoe.compat.deepspeed_compat import (
-    LossScaler,
-    forget_gradients,
-    inner_optimizer,
-    read_norm_once,
-    silence_memory_reports,
-    skip_gradient_buckets,
-    watching_overflow,
-)
+from megamoe.compat import deepspeed_compat
 from megamoe.compat.deepspeed_pipeline import reduce_on_request
 from megamoe.compat.deepspeed_zero import silence_output_type_warning
 from megamoe.config.schema import MuonConfig, RunConfig
@@ -89,10 +81,9 @@ class Engine:
         self.world = world
         self.layout, self.stage, self.precision = plan.layout, plan.stage, plan.precision
         self.groups = groups_of(plan.layout)
-        self.step_skipped = False
+        self.step_skipped = self._is_last = False
         self.weight_mean = None if config.optimizer.ema is None else WeightMean(config.optimizer.ema)
         self._scattered: ScatteredGradients | None = None
-        self._is_last = False
         self.dtype = DTYPES[plan.precision]
         self.hidden_size = config.model.hidden_size
         # The ranks over which the positions of hidden states are spread between blocks.
@@ -110,8 +101,8 @@ class Engine:
         groups = self._on_all_stages(lambda: parameter_groups(model, config.optimizer, config.model))
         of_muon = {parameter for group in groups if is_of_muon(group) for parameter in group["params"]}
         optimizer = _build_optimizer(config, groups, plan, world, kernels)
-        silence_memory_reports()
-        read_norm_once()
+        deepspeed_compat.silence_memory_reports()
+        deepspeed_compat.read_norm_once()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # notices for the libraries' own developers
             with _refusals(config.parallel.deepspeed):
@@ -130,11 +121,12 @@ class Engine:
         elif ScatteredGradients.serves(self._engine.optimizer, world.device, self.layout.tensor):
             section = filled.get("zero_optimization", {})
             self._scattered = ScatteredGradients(self._engine, section, config.optimizer.grad_clip, kernels)
-        self.loss_scaling = LossScaler(self._engine.optimizer if self.precision == "fp16" else None)
+        scaled = self._engine.optimizer if self.precision == "fp16" else None
+        self.loss_scaling = deepspeed_compat.LossScaler(scaled)
         if self.stage == 0 and world.size == 1:
-            skip_gradient_buckets(self._engine)
-        in_flight = config.train.in_flight
-        self._separate = SeparateGradients(model, self._accumulate) if in_flight == 2 else None
+            deepspeed_compat.skip_gradient_buckets(self._engine)
+        takes_turns = config.train.in_flight == 2
+        self._separate = SeparateGradients(model, self._accumulate) if takes_turns else None
 
     def _on_all_stages(self, action: Callable[[], Value]) -> Value:
         """Return what `action` returns; an error that one pipeline stage alone has is raised on all."""
@@ -163,10 +155,9 @@ class Engine:
         return self.groups.links
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The model without DeepSpeed's wrapper."""
-        module: nn.Module = self._engine.module
-        return module
+        return self._engine.module
 
     @property
     def data_group(self) -> dist.ProcessGroup:
@@ -176,7 +167,7 @@ class Engine:
     @property
     def inner_optimizer(self) -> torch.optim.Optimizer:
         """The torch optimiser, inside ZeRO's wrapper or without one."""
-        return inner_optimizer(self._engine.optimizer)
+        return deepspeed_compat.inner_optimizer(self._engine.optimizer)
 
     def set_accumulation(self, accumulation: int) -> None:
         """Set the micro batches per rank of the next step."""
@@ -269,7 +260,7 @@ class Engine:
             with nullcontext() if apply_update else skip_update(self._engine.optimizer), self._watching():
                 self._engine.step()
         except Exception as error:  # DeepSpeed's dynamic scale has no narrower type
-            if not LossScaler.is_at_minimum(error):
+            if not deepspeed_compat.LossScaler.is_at_minimum(error):
                 raise
             raise CollectiveError(
                 f"fp16: gradients overflow at the smallest loss scale, {self.loss_scale:g} (fp16."
@@ -279,7 +270,7 @@ class Engine:
         norm = float(self._engine.get_global_grad_norm())
         self.step_skipped = not apply_update or not math.isfinite(norm)
         if not math.isfinite(norm):
-            forget_gradients(self._engine.optimizer)
+            deepspeed_compat.forget_gradients(self._engine.optimizer)
         return norm
 
     @contextmanager
@@ -295,7 +286,7 @@ class Engine:
         def note(number: int, gradient: Tensor) -> None:
             note_not_finite(self.not_finite, groups[number]["name"], gradient)
 
-        with watching_overflow(self._engine.optimizer, note):
+        with deepspeed_compat.watching_overflow(self._engine.optimizer, note):
             yield
 
     @torch.no_grad()
@@ -364,8 +355,7 @@ def _build_optimizer(
 
         del options["fused"]
         decoupled = config.optimizer.name == "adamw"
-        cpu_adam: torch.optim.Optimizer = DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
-        return cpu_adam
+        return DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
     if config.optimizer.name == "muon":
         return PartitionedMuon(groups, config.optimizer.muon, **options)
     return zero_optimizer(config.optimizer, groups)

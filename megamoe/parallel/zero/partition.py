@@ -9,14 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megamoe.compat.deepspeed_zero import (
-    cut,
-    held_tensors,
-    host_adam_without_kernel,
-    is_cut,
-    ranks_agree,
-    whole_shape,
-)
+from megamoe.compat import deepspeed_zero
 from megamoe.config.schema import Precision
 from megamoe.parallel.process_groups import ModelParallelUnit
 
@@ -44,7 +37,7 @@ class Partition:
         """
         whole = []
         for parameter in module.parameters():
-            if is_cut(parameter):
+            if deepspeed_zero.is_cut(parameter):
                 self._known = parameter
             else:
                 parameter.data = parameter.data.to(self._dtype)
@@ -53,23 +46,23 @@ class Partition:
             return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # notices for the libraries' own developers
-            cut(whole, self._filled, ModelParallelUnit(), self._known)
+            deepspeed_zero.cut(whole, self._filled, ModelParallelUnit(), self._known)
         self._known = whole[0]
 
 
 @contextmanager
 def zero_without_values() -> Iterator[None]:
     """Inside, ZeRO and its optimizers read no values of tensors."""
-    with ranks_agree(), host_adam_without_kernel():
+    with deepspeed_zero.ranks_agree(), deepspeed_zero.host_adam_without_kernel():
         yield
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
     """Return what this rank holds of a model's parameters, slices of ZeRO 3 among it, and its buffers."""
-    held = [tensor for parameter in model.parameters() for tensor in held_tensors(parameter)]
+    held = [tensor for parameter in model.parameters() for tensor in deepspeed_zero.held_tensors(parameter)]
     return [*held, *model.buffers()]
 
 
 def num_parameters(model: nn.Module) -> int:
     """Return the number of a model's parameters, as if ZeRO had cut none."""
-    return sum(math.prod(whole_shape(parameter)) for parameter in model.parameters())
+    return sum(math.prod(deepspeed_zero.whole_shape(parameter)) for parameter in model.parameters())

@@ -14,12 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megamoe.compat.deepspeed_zero import (
-    finish_step,
-    give_gradients_to,
-    is_zero1_in_bf16,
-    parameters_of_groups,
-)
+from megamoe.compat import deepspeed_zero
 from megamoe.compat.torch_compat import step_with_scaled_gradients
 from megamoe.kernels.adamw import sum_of_squares
 from megamoe.kernels.choice import Kernels
@@ -49,12 +44,12 @@ class ScatteredGradients:
         self._sent: set[tuple[int, int]] = set()
         self._works: list[Any] = []
         self._squares: float | None = None  # over all ranks, from `use_squares`
-        give_gradients_to(self, engine)
+        deepspeed_zero.give_gradients_to(self, engine)
 
     @staticmethod
     def serves(optimizer: Any, device: torch.device, tensor_parallel: int) -> bool:
         """Return whether these gradients can be reduced here."""
-        return device.type == "cuda" and tensor_parallel == 1 and is_zero1_in_bf16(optimizer)
+        return device.type == "cuda" and tensor_parallel == 1 and deepspeed_zero.is_zero1_in_bf16(optimizer)
 
     def take(self, parameter: nn.Parameter, group: int, place: int) -> None:
         """Accumulate a parameter's gradient; launch the reductions that it completes."""
@@ -96,10 +91,12 @@ class ScatteredGradients:
         self._squares = None
         norm = math.sqrt(squares) / self._world
         if not math.isfinite(norm):
-            finish_step(self._optimizer, norm, None)
+            deepspeed_zero.finish_step(self._optimizer, norm, None)
         else:
             factor = min(1.0, self._grad_clip / (norm + 1e-6)) if self._grad_clip > 0 else 1.0
-            finish_step(self._optimizer, norm, lambda: self._update(parts, factor / self._world))
+            deepspeed_zero.finish_step(
+                self._optimizer, norm, lambda: self._update(parts, factor / self._world)
+            )
         self.clear()
 
     def clear(self) -> None:
@@ -118,14 +115,13 @@ class ScatteredGradients:
     @property
     def _taken(self) -> list[list[bool]]:
         """Of each group: whether each parameter has a gradient of this step."""
-        taken: list[list[bool]] = self._optimizer.fp32_groups_has_gradients
-        return taken
+        return self._optimizer.fp32_groups_has_gradients
 
     def _places_from_the_end(self, module: nn.Module, bucket: float) -> list[tuple[int, int]]:
         """Return (group, place) of the parameters that are reduced one by one, the model's last one first."""
         places = {
             parameter: (number, place)
-            for number, parameters in enumerate(parameters_of_groups(self._optimizer))
+            for number, parameters in enumerate(deepspeed_zero.parameters_of_groups(self._optimizer))
             for place, parameter in enumerate(parameters)
             if self._flat[number].numel() > bucket
         }

@@ -10,16 +10,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_set_full_fp32_param
 from torch import Tensor, nn
 
-from megamoe.compat.deepspeed_zero import (
-    FlatRange,
-    is_absent,
-    is_cut,
-    ranges_at_zero1,
-    ranges_at_zero3,
-    set_sliced_master,
-    slice_of,
-    slice_values,
-)
+from megamoe.compat import deepspeed_zero
 
 
 @dataclass(frozen=True)
@@ -59,22 +50,22 @@ def gathered(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
 
     Collective over the ranks that hold its parts; no operation for parameters that ZeRO 3 does not partition.
     """
-    cut = [p for p in parameters if is_absent(p)]
+    cut = [p for p in parameters if deepspeed_zero.is_absent(p)]
     with GatheredParameters(cut, enabled=bool(cut)):
         yield
 
 
 def held_part(parameter: nn.Parameter) -> tuple[Tensor, int]:
     """Return this rank's elements of the flattened parameter, and the index of the first of them."""
-    if not is_cut(parameter):
+    if not deepspeed_zero.is_cut(parameter):
         return parameter.detach().view(-1), 0
-    return slice_values(parameter), slice_of(parameter)[0]
+    return deepspeed_zero.slice_values(parameter), deepspeed_zero.slice_of(parameter)[0]
 
 
 @torch.no_grad()
 def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
     """Set a parameter to a whole value that is the same on all its ranks; collective at ZeRO 3."""
-    if not is_cut(parameter):
+    if not deepspeed_zero.is_cut(parameter):
         parameter.copy_(value)
         return
     with GatheredParameters([parameter], modifier_rank=0):
@@ -84,10 +75,10 @@ def set_weight(parameter: nn.Parameter, value: Tensor) -> None:
 @torch.no_grad()
 def set_master(parameter: nn.Parameter, value: Tensor) -> None:
     """Set the fp32 master under ZeRO 1, 2 or 3 to a whole value that is the same on all its ranks."""
-    if not is_cut(parameter):
+    if not deepspeed_zero.is_cut(parameter):
         safe_set_full_fp32_param(parameter, value)
     else:
-        set_sliced_master(parameter, value)
+        deepspeed_zero.set_sliced_master(parameter, value)
 
 
 def optimizer_shards(
@@ -106,13 +97,15 @@ def optimizer_shards(
         pairs = zip(getattr(optimizer, "model_parameters", tensors), tensors, strict=True)
         yield Shard(tensors, [Fragment(parameter, t, 0, 0, t.numel()) for parameter, t in pairs])
     elif stage < 3:
-        for ranges, group in zip(ranges_at_zero1(wrapper), optimizer.param_groups, strict=True):
+        for ranges, group in zip(
+            deepspeed_zero.ranges_at_zero1(wrapper), optimizer.param_groups, strict=True
+        ):
             (flat,) = group["params"]
             yield Shard([flat], _fragments(flat, ranges))
     else:
-        for flat, ranges in ranges_at_zero3(wrapper, values):
+        for flat, ranges in deepspeed_zero.ranges_at_zero3(wrapper, values):
             yield Shard([flat], _fragments(flat, ranges))
 
 
-def _fragments(flat: Tensor, ranges: list[FlatRange]) -> list[Fragment]:
+def _fragments(flat: Tensor, ranges: list[deepspeed_zero.FlatRange]) -> list[Fragment]:
     return [Fragment(each.parameter, flat, each.at, each.start, each.numel) for each in ranges]
