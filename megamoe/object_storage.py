@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from megamoe.errors import UserError
 from megamoe.redaction import HIDDEN, IN_URL, PARAMETER, line_of, redact, remember
 
 URL = re.compile(r"^[A-Za-z][A-Za-z0-9+.\-]*://")
@@ -42,6 +43,42 @@ class RemoteError(Exception):
 def is_url(text: str) -> bool:
     """Return whether a text names something behind fsspec, and not a path."""
     return URL.match(text) is not None
+
+
+def check_folder(key: str, url: str) -> None:
+    """Check the form of a folder's URL, and that its package is installed; nothing is connected.
+
+    key: of the configuration, the beginning of messages.
+
+    Raises:
+        UserError: naming what is wrong.
+    """
+    scheme, separator, path = url.partition("://")
+    safe = without_credentials(url)
+    if not separator or not path.strip("/"):
+        raise UserError(f"{key}: found {safe!r}, expected a URL such as s3://bucket/folder")
+    if has_credentials(url) or "?" in url:
+        raise UserError(
+            f"{key}: {safe} has credentials in it, and would write them into the run's configuration; "
+            "give them to the environment instead (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
+        )
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except ImportError:
+        raise UserError(f"{key}: {safe} {missing_package(scheme)}") from None
+    except ValueError:
+        raise UserError(
+            f"{key}: {safe}: fsspec does not know {scheme}://; expected s3://, gs:// or az://"
+        ) from None
+
+
+def missing_package(scheme: str) -> str:
+    """Return what a scheme needs that is not installed, and the command that installs it."""
+    package = PACKAGES.get(scheme, "of fsspec for it")
+    extra = {"s3fs": "'megamoe[s3]'", "gcsfs": "'megamoe[storage]'", "adlfs": "'megamoe[storage]'"}
+    return f"needs the package {package}: pip install {extra.get(package, package)}"
 
 
 def open_system(url: str) -> tuple[Any, str]:

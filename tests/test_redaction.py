@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 import wandb
 
-from megamoe import redaction
+from megamoe import object_storage, redaction
 from megamoe.apps.cluster.status import as_text, read_status
-from megamoe.checkpoint import remote
 from megamoe.checkpoint.remote import RemoteFolder, fetch_newest
 from megamoe.checkpoint.uploads import Uploads
 from megamoe.config.schema import WandbConfig
@@ -142,7 +141,7 @@ def test_no_sink_gets_what_a_store_repeats(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
-    monkeypatch.setattr(remote, "WAITS_S", (0.0,))
+    monkeypatch.setattr(object_storage, "WAITS_S", (0.0,))
     for module in (sys, threading):
         monkeypatch.setattr(module, "excepthook", module.excepthook)
     monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)

@@ -45,35 +45,6 @@ OWN_NAME = re.compile(r"step_[0-9]{8,}-[0-9a-f]{8}")
 Result = TypeVar("Result")
 
 
-def check_url(url: str) -> None:
-    """Check the form of `checkpoint.remote`, and that its package is installed; nothing is connected.
-
-    Raises:
-        UserError: naming what is wrong.
-    """
-    scheme, separator, path = url.partition("://")
-    safe = object_storage.without_credentials(url)
-    if not separator or not path.strip("/"):
-        raise UserError(f"{KEY}: found {safe!r}, expected a URL such as s3://bucket/folder")
-    if object_storage.has_credentials(url) or "?" in url:
-        raise UserError(
-            f"{KEY}: {safe} has credentials in it, and would write them into the run's configuration; "
-            "give them to the environment instead (for s3:// AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY)"
-        )
-    import fsspec
-
-    try:
-        fsspec.get_filesystem_class(scheme)
-    except ImportError:
-        package = object_storage.PACKAGES.get(scheme, "")
-        way_out = f"pip install {package}" if package else "install fsspec's package for it"
-        raise UserError(f"{KEY}: {safe} needs a package that is not installed: {way_out}") from None
-    except ValueError:
-        raise UserError(
-            f"{KEY}: {safe}: fsspec does not know {scheme}://; expected s3://, gs:// or az://"
-        ) from None
-
-
 class RemoteFolder:
     """The folder REMOTE/RUN. Every method may raise RemoteError after the attempts of WAITS_S."""
 
@@ -192,7 +163,7 @@ def prepare(config: RunConfig, say: Callable[[str], None], is_first: bool) -> No
     saves = config.checkpoint
     if saves.remote is None:
         return
-    check_url(saves.remote)
+    object_storage.check_folder(KEY, saves.remote)
     remote, folder = RemoteFolder(saves.remote, config.name), Path(config.output) / config.name
     if saves.resume == "auto":
         fetch_newest(remote, folder, say, is_first)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from megamoe.errors import UserError
-from megamoe.object_storage import PACKAGES, is_refusal, reason_of, without_credentials
+from megamoe.object_storage import is_refusal, missing_package, reason_of, without_credentials
 from megamoe.redaction import remember
 
 
@@ -31,8 +31,7 @@ def told(url: str, what: str = "input") -> Iterator[None]:
     except UserError:
         raise
     except ImportError:
-        package = PACKAGES.get(scheme, "fsspec")
-        raise UserError(f"{what} {name!r}: {scheme}:// needs the package {package}; pip install it") from None
+        raise UserError(f"{what} {name!r}: {scheme}:// {missing_package(scheme)}") from None
     except FileNotFoundError:
         expected = "a file, a folder or a glob" if what == "input" else "a file of a prepared dataset"
         raise UserError(f"{what} {name!r} does not exist; expected {expected}") from None

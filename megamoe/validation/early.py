@@ -17,7 +17,7 @@ from megamoe.config.load import apply_override, parse_config
 from megamoe.config.parts import DEFAULTS
 from megamoe.data.card import check_files
 from megamoe.errors import ConfigError, Problem, UserError
-from megamoe.object_storage import is_url
+from megamoe.object_storage import check_folder, is_url
 from megamoe.parallel.zero.deepspeed_config import read_deepspeed_config
 from megamoe.validation.architecture import size_problems
 from megamoe.validation.schedule import schedule_problems
@@ -86,6 +86,8 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
     if not config.data.mock and config.train.objective.name == DEFAULTS["objective"]:
         paths = (source.path for source in config.data.sources if not is_url(source.path))
         files += [partial(check_files, path, None) for path in paths]
+    if (remote := config.checkpoint.remote) is not None:
+        files.append(partial(check_folder, "checkpoint.remote", remote))
     for check in files:
         try:
             check()

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from megamoe import object_storage
 from megamoe.checkpoint import remote
 from megamoe.checkpoint.format.files import SUMS
 from megamoe.checkpoint.format.folder import inode_of
-from megamoe.checkpoint.remote import RemoteFolder, check_url, fetch_newest, replace_damaged
+from megamoe.checkpoint.remote import RemoteFolder, fetch_newest, replace_damaged
 from megamoe.checkpoint.uploads import Uploads, open_uploads
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.loop import train
@@ -25,7 +26,7 @@ RUN = ("name=a", "checkpoint={every: 2, keep: 2}", "evaluation.batches=0")
 
 @pytest.fixture
 def storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(remote, "WAITS_S", (0.0, 0.0))
+    monkeypatch.setattr(object_storage, "WAITS_S", (0.0, 0.0))
     return tmp_path / "storage"
 
 
@@ -152,7 +153,7 @@ def test_a_storage_that_is_away_ends_the_first_rank_alone(
     """The others may lack the way to it, as long as their machine has a checkpoint."""
 
     def away(*unused: object, **also_unused: object) -> None:
-        raise remote.RemoteError("away")
+        raise object_storage.RemoteError("away")
 
     run(tmp_path / "first", storage, "train.steps=2")
     monkeypatch.setattr(RemoteFolder, "read", away)
@@ -242,7 +243,7 @@ def test_of_the_processes_of_a_machine_one_replaces_a_damaged_checkpoint(
     assert [each.name for each in path.parent.glob("*.before-*")] == ["step_00000004.before-1"]
 
     def away(*unused: object, **also_unused: object) -> None:
-        raise remote.RemoteError("away")
+        raise object_storage.RemoteError("away")
 
     monkeypatch.setattr(RemoteFolder, "read", away)
     assert not replace_damaged(place, told.append, path, inode_of(path))
@@ -401,7 +402,7 @@ def test_a_failed_upload_is_one_line_and_training_goes_on(
     def fails(self: RemoteFolder, local: Path, *names: str) -> None:
         calls.append(names[0])
         if names[0].startswith("step_00000002"):
-            raise remote.RemoteError("the bucket is full: https://user:word@host")
+            raise object_storage.RemoteError("the bucket is full: https://user:word@host")
         put(self, local, *names)
 
     monkeypatch.setattr(RemoteFolder, "put", fails)
@@ -430,7 +431,7 @@ def test_after_a_failed_file_the_others_are_not_tried(
     def fails(self: RemoteFolder, local: Path, *parts: str) -> None:
         tried.append(parts[-1])
         time.sleep(0.01)
-        raise remote.RemoteError("away")
+        raise object_storage.RemoteError("away")
 
     monkeypatch.setattr(RemoteFolder, "put", fails)
     uploads.add(checkpoint)
@@ -451,5 +452,5 @@ def test_after_a_failed_file_the_others_are_not_tried(
 )
 def test_a_wrong_url_is_one_line_without_secrets(url: str, words: str) -> None:
     with pytest.raises(UserError, match=words) as error:
-        check_url(url)
+        object_storage.check_folder(remote.KEY, url)
     assert "secret" not in str(error.value) and "\n" not in str(error.value)

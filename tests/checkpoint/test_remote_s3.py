@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("s3fs", reason="the extra `s3` is not installed")
 pytest.importorskip("moto.server", reason="the S3 server of moto[server] is not installed")
 
-from megamoe.checkpoint import remote
+from megamoe import object_storage
 from megamoe.checkpoint.remote import RemoteFolder
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.loop import train
@@ -32,7 +32,7 @@ RUN = ("name=a", "checkpoint={every: 2, keep: 2}", "evaluation.batches=0")
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
-    monkeypatch.setattr(remote, "WAITS_S", (0.1, 0.1, 0.1, 0.1))
+    monkeypatch.setattr(object_storage, "WAITS_S", (0.1, 0.1, 0.1, 0.1))
     with s3_server(monkeypatch) as found:
         yield found
 
