@@ -96,6 +96,7 @@ RULES = [
     Rule(r"(echo .* \| )?(python|torchrun .*) ?tools/translate\.py .*",
          "tests/apps/translation/test_translation.py"),
     Rule(r"python tools/prepare_pairs\.py .*", "tests/apps/translation/test_prepare_pairs.py"),
+    Rule(r"python examples/catalogues/.*", "tests/apps/translation/test_catalogues.py"),
     Rule(r"python tools/prepare_chat\.py .*|python tools/generate\.py runs/chat --chat",
          "tests/apps/chat/test_chat.py"),
     Rule(r"deepspeed --hostfile .*", "tests/distributed/launch/test_launch.py"),

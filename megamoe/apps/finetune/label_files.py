@@ -1,9 +1,8 @@
 """Examples of a task: one file of JSON lines for each split and language, and beside them `labels.json`.
 
 What a line holds is the objective's matter, such as `{"text": ..., "label": ...}`; other keys are not read.
-`labels.json` lists the labels in the order of their numbers, and the checksums of the files
-(tools/prepare_pairs.py, `apps/translation/select.py`). A task without labels, such as a regression, needs
-none.
+`labels.json` lists the labels in the order of their numbers, and may have the checksums of the files. A task
+without labels, such as a regression, needs none.
 """
 
 import hashlib
@@ -21,8 +20,8 @@ from megamoe.io import parse_json, read_plain, reason
 ENDING = LABELLED
 NO_TAG = ""  # the predicted tag of a word without a label; no label has this name
 LARGEST = 4 << 30  # bytes of a file of examples
-TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # that tools/prepare_pairs.py writes above the labels
-REMEDY = "prepare the labels again with tools/prepare_pairs.py"
+TOKENIZERS = ("tokenizer.json", "tokenizer.model")  # in the folder above the labels'
+REMEDY = "prepare the labels again"
 
 
 @dataclass(frozen=True)

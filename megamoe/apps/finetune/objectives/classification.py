@@ -108,9 +108,9 @@ def _shares(first: int, second: int, left: int) -> tuple[int, int]:
 class Classification(TextObjective):
     """Predict the label of a text: cross entropy over `model.num_labels` labels of one pooled hidden state.
 
-    `data.sources` names the training file of a classification task of tools/prepare_pairs.py, such as
-    data/catalogues/labels/train.jsonl, or one that tools/finetune.py wrote. A line may have a `second` text:
-    then the label is that of the pair.
+    `data.sources` names a file of lines `{"text": ..., "label": "..."}`, beside which `labels.json` lists the
+    labels, as tools/finetune.py writes them. A line may have a `second` text: then the label is that of the
+    pair.
 
     Source: Devlin et al. 2018 (BERT), section 4.1.
     """
