@@ -95,7 +95,9 @@ QUESTION := What does the function textwrap.dedent do?
 ASK = --chat --template plain --prompt '$(QUESTION)' --temperature 0 --max-tokens 64
 
 $(CHAT).chat.json: $(DEMO_DATA).card.json
-	$(PY) tools/prepare_chat.py --stdlib --tokenizer $(DEMO_DATA).tokenizer.json --template plain \
+	mkdir -p $(@D)
+	$(PY) examples/data/docstrings.py > $(CHAT).jsonl
+	$(PY) tools/prepare_chat.py $(CHAT).jsonl --tokenizer $(DEMO_DATA).tokenizer.json --template plain \
 	  --output $(CHAT) --overwrite
 
 chat-small: $(STAMP) $(DEMO_DATA).card.json $(CHAT).chat.json

@@ -18,7 +18,6 @@ import numpy as np
 
 from megamoe import __version__
 from megamoe.apps.chat.conversation import ASSISTANT, Conversation, conversation_of
-from megamoe.apps.chat.docstrings import questions_of
 from megamoe.apps.chat.sandbox import BrokenTemplateError
 from megamoe.apps.chat.templates import ChatTemplate, load_template
 from megamoe.apps.prepare.index_writer import token_dtype, write_index
@@ -90,7 +89,6 @@ class ChatCard:
 class ChatPreparation:
     """The options of tools/prepare_chat.py.
 
-    stdlib: also questions about the docstrings of Python's standard library (`docstrings.py`).
     learn: every assistant's turn of a conversation, or its last one. bad_lines: stop at a line that is no
     conversation, or leave it out and count it.
     """
@@ -98,7 +96,6 @@ class ChatPreparation:
     output: str
     inputs: list[str]
     tokenizer: str
-    stdlib: bool = False
     template: str | None = None
     special: str = ""
     learn: Learn = "all"
@@ -199,7 +196,7 @@ def prepare_chat(preparation: ChatPreparation) -> ChatCard:
     """
     files = ChatFiles(Path(preparation.output))
     _check(preparation, files)
-    sources = find_sources(preparation.inputs, preparation.stdlib)
+    sources = find_sources(preparation.inputs, stdlib=False)
     tokenizer = load_with_special(preparation.tokenizer, preparation.special)
     template = load_template(preparation.template, tokenizer)
     try:
@@ -247,20 +244,15 @@ def _check(preparation: ChatPreparation, files: ChatFiles) -> None:
 def _lines(sources: list[Source], counts: TextCounts) -> Iterator[tuple[str, str]]:
     """Yield (place, line) of each line that is not blank; note each source when it is finished."""
     for source in sources:
-        number = 0
+        if source.kind != ".jsonl":
+            raise UserError(f"{source.name}: expected JSON lines, a file such as chats.jsonl(.gz)")
+        lines = 0
         with Tap(source, lambda _: None) as tap:
-            if source.kind == ".jsonl":
-                lines = enumerate(read_lines(source, tap), start=1)
-                found: Iterator[tuple[str, str]] = (
-                    (f"{source.name}:{n}", line) for n, line in lines if line.strip()
-                )
-            elif source.path.suffix == ".py":
-                found = questions_of(source, "\n".join(read_lines(source, tap)))
-            else:
-                raise UserError(f"{source.name}: expected JSON lines, a file such as chats.jsonl(.gz)")
-            for number, each in enumerate(found, start=1):  # noqa: B007
-                yield each
-            counts.sources.append(SourceCard(source.name, tap.num_bytes, tap.sha256(), number))
+            for number, line in enumerate(read_lines(source, tap), start=1):
+                if line.strip():
+                    lines += 1
+                    yield f"{source.name}:{number}", line
+            counts.sources.append(SourceCard(source.name, tap.num_bytes, tap.sha256(), lines))
 
 
 Work = tuple[ChatTemplate, ChatPreparation]  # what a worker needs to encode lines

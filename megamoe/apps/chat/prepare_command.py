@@ -26,8 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add("inputs", nargs="*", metavar="INPUT", help=".jsonl files (also .gz, .zst), folders, globs")
-    add("--stdlib", action="store_true", help="questions about Python's functions, and their docstrings")
+    add("inputs", nargs="+", metavar="INPUT", help=".jsonl files (also .gz, .zst), folders, globs")
     add("--output", required=True, metavar="PREFIX", help="of the files, such as data/chat/train")
     kinds = "the model's: bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model"
     add("--tokenizer", required=True, metavar="REF", help=kinds)

@@ -1,25 +1,27 @@
-"""Questions and answers from the docstrings of Python sources: conversations without a download."""
+"""Write questions and answers from the docstrings of Python's standard library, as JSON lines.
+
+python examples/data/docstrings.py > data/chat_small/docstrings.jsonl
+"""
 
 import ast
 import json
+import sysconfig
 import warnings
 from collections.abc import Iterator
-from pathlib import PurePosixPath
-
-from megamoe.apps.prepare.sources import NAME_MARK, Source
+from pathlib import Path
 
 QUESTIONS = ("What does {} do?", "What is {} for?", "Explain {}.")
-LONGEST = 400  # characters of an answer
-LEAST = 20
+LONGEST, LEAST = 400, 20  # characters of an answer
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
 
-def questions_of(source: Source, text: str) -> Iterator[tuple[str, str]]:
-    """Yield (place, line) of a question about each public function and class of a source, and its answer.
+def questions_of(text: str, path: Path) -> Iterator[dict[str, object]]:
+    """Yield a conversation about each public function and class of a source: a question, and its answer.
 
     The answer is the first paragraph of the docstring; those that are very long or short are left out.
+    path: of the source, inside of the library.
     """
-    path = PurePosixPath(source.name.rpartition(NAME_MARK)[2]).with_suffix("")
-    module = ".".join(part for part in path.parts if part != "__init__")
+    module = ".".join(part for part in path.with_suffix("").parts if part != "__init__")
     try:
         with warnings.catch_warnings():  # of escapes in old sources
             warnings.simplefilter("ignore")
@@ -31,8 +33,9 @@ def questions_of(source: Source, text: str) -> Iterator[tuple[str, str]]:
         if LEAST <= len(answer) <= LONGEST:
             kind = "the class" if isinstance(node, ast.ClassDef) else "the function"
             question = QUESTIONS[len(answer) % len(QUESTIONS)].format(f"{kind} {name}")
-            messages = [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
-            yield f"{source.name}:{node.lineno}", json.dumps({"messages": messages})
+            yield {
+                "messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+            }
 
 
 def _public(
@@ -46,3 +49,11 @@ def _public(
             yield node, f"{prefix}.{node.name}"
             if isinstance(node, ast.ClassDef):
                 yield from _public(node, f"{prefix}.{node.name}")
+
+
+if __name__ == "__main__":
+    root = Path(sysconfig.get_paths()["stdlib"])
+    for path in sorted(path.relative_to(root) for path in root.rglob("*.py")):
+        if NOT_LIBRARY.isdisjoint(path.parts):
+            for conversation in questions_of((root / path).read_text(encoding="utf-8"), path):
+                print(json.dumps(conversation))
