@@ -3,6 +3,7 @@
 from typing import Any
 
 from megamoe.apps.hf.keys import (
+    ABSENT,
     NUM_FURTHER,
     REQUIRED,
     Entry,
@@ -134,7 +135,11 @@ LATENT_ATTENTION = (
 FURTHER_BLOCKS = "model.layers.{n}."
 FURTHER_KEY = Entry({NUM_FURTHER: None}, lambda given: {}, lambda config: {}, {"num_mtp_layers": NUM_FURTHER})
 NO_FURTHER: Json = {NUM_FURTHER: 0}
-DECODER = (*ENDS, *NORMS, *QUERY_KEY_VALUE, INPUT_BIAS, OUTPUT_BIAS)
+# What a configuration does not have is left out, see `facts_of`.
+DECODER = (
+    *(*ENDS, *NORMS, *QUERY_KEY_VALUE, INPUT_BIAS, OUTPUT_BIAS),
+    *(*HEAD_NORMS, *WHOLE_NORMS, *DENSE_FFN),
+)
 
 # Every class has RMSNorm before its sub-layers and rotary positions.
 SHARED_KEYS = (
@@ -150,22 +155,6 @@ SHARED_KEYS = (
 
 # Whether the output layer has the embedding's weights.
 TIED = same("tie_word_embeddings", "model.tie_embeddings", False)
-
-
-def norm_and_rotary(eps: float, **options: Any) -> tuple[Entry, ...]:
-    """The norms' epsilon (eps: the class's default), the rotary positions (options: see `rotary`), TIED."""
-    return same("rms_norm_eps", "model.norm_eps", eps), rotary(**options), TIED
-
-
-def groups(default: int | None = None) -> Entry:
-    """The number of heads of keys and values; default: the class's, None: one for each head of queries."""
-    return converted(
-        "num_key_value_heads",
-        "model.num_query_groups",
-        default,
-        read=lambda count: count,
-        write=lambda config: config.model.num_query_groups or config.model.num_attention_heads,
-    )
 
 
 def rotary(base: float = 10000.0, share: float | None = None, default: Json | None = None) -> Entry:
@@ -335,6 +324,40 @@ def biases(name: str, default: bool, output: bool = True) -> Entry:
         return found | ({"model.attention.output_bias": given[name]} if output and given[name] else {})
 
     return Entry({name: default}, read, lambda config: {name: has_input_bias(config.model)})
+
+
+def attention_keys(
+    groups: int | None = None,
+    eps: float = 1e-6,
+    *,
+    size: Any = ABSENT,
+    bias: bool | None = None,
+    output: bool = True,
+    positions: Entry | None = None,
+    tied: Entry = TIED,
+    **options: Any,
+) -> tuple[Entry, ...]:
+    """Keys of standard attention, norms and rotary positions with the class's defaults.
+
+    groups: the heads of keys and values; None: one for each head of queries. eps: of the norms. size: of a
+    head, see `heads`; ABSENT: the class has no such key. bias, output: see `biases`; None: no such key.
+    positions: in place of `rotary` with its options.
+    """
+    count = converted(
+        "num_key_value_heads",
+        "model.num_query_groups",
+        groups,
+        read=lambda count: count,
+        write=lambda config: config.model.num_query_groups or config.model.num_attention_heads,
+    )
+    return (
+        count,
+        *(() if size is ABSENT else (heads(size),)),
+        same("rms_norm_eps", "model.norm_eps", eps),
+        positions or rotary(**options),
+        tied,
+        *(() if bias is None else (biases("attention_bias", bias, output),)),
+    )
 
 
 # The window of Qwen's configurations, which no released MoE model uses.

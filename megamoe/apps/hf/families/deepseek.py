@@ -22,13 +22,8 @@ def norm_eps(default: float) -> Entry:
 
 
 TABLE = (
-    *common.ENDS,
-    *common.NORMS,
-    *common.LATENT_ATTENTION,
-    *common.DENSE_FFN,
-    ROUTER,
-    *EXPERTS,
-    *common.SHARED,
+    *(*common.ENDS, *common.NORMS, *common.LATENT_ATTENTION, *common.DENSE_FFN),
+    *(ROUTER, *EXPERTS, *common.SHARED, common.BIAS),
 )
 
 
@@ -139,7 +134,7 @@ DEEPSEEK_V3 = Family(
         common.rotary(),
         common.TIED,
     ),
-    table=(*TABLE, common.BIAS),
+    table=TABLE,
     left_out=common.FURTHER_BLOCKS,
     released={**common.RELEASED, **BIASED_ROUTING, **common.NO_FURTHER},
 )
@@ -161,7 +156,7 @@ GLM4_MOE_LITE = Family(
         common.rotary(),
         common.TIED,
     ),
-    table=(*TABLE, common.BIAS),
+    table=TABLE,
     left_out=common.FURTHER_BLOCKS,
     released={
         **common.RELEASED,

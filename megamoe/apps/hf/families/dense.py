@@ -14,13 +14,10 @@ LLAMA = Family(
         *common.SHARED_KEYS,
         DENSE,
         FFN,
-        common.groups(),
-        common.heads(),
-        *common.norm_and_rotary(1e-6),
-        common.biases("attention_bias", False),
+        *common.attention_keys(size=None, bias=False),
         only("mlp_bias", False, default=False),
     ),
-    table=(*common.DECODER, *common.DENSE_FFN),
+    table=common.DECODER,
     released={**common.RELEASED, "pretraining_tp": 1},
 )
 
@@ -32,13 +29,10 @@ QWEN3 = Family(
         DENSE,
         FFN,
         fixed(model__attention__query_key_norm="head"),
-        common.groups(32),
-        common.heads(128),
-        *common.norm_and_rotary(1e-6),
-        common.biases("attention_bias", False),
+        *common.attention_keys(32, size=128, bias=False),
         *common.UNUSED_WINDOW,
     ),
-    table=(*common.DECODER, *common.HEAD_NORMS, *common.DENSE_FFN),
+    table=common.DECODER,
     released={**common.RELEASED, **common.NO_WINDOWS},
 )
 
@@ -49,12 +43,10 @@ MISTRAL = Family(
         *common.SHARED_KEYS,
         DENSE,
         FFN,
-        common.groups(8),
-        common.heads(),
-        *common.norm_and_rotary(1e-6),
+        *common.attention_keys(8, size=None),
         same("sliding_window", "model.attention.window", 4096),
     ),
-    table=(*common.DECODER, *common.DENSE_FFN),
+    table=common.DECODER,
     released=common.RELEASED,
 )
 
@@ -66,12 +58,11 @@ QWEN2 = Family(
         DENSE,
         FFN,
         fixed(model__attention__input_bias=True, model__attention__output_bias=False),
-        common.groups(32),
-        *common.norm_and_rotary(1e-6),
+        *common.attention_keys(32),
         *common.UNUSED_WINDOW,
         only("use_mrope", False, default=False, written=False),
     ),
-    table=(*common.DECODER, *common.DENSE_FFN),
+    table=common.DECODER,
     released={**common.RELEASED, **common.NO_WINDOWS, "use_mrope": False},
 )
 

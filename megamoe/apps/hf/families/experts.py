@@ -31,6 +31,7 @@ EXPERTS = (
         blocks="moe",
     ),
 )
+MOE_DECODER = (*common.DECODER, ROUTER, common.BIAS, *EXPERTS, *common.SHARED)
 
 
 def qwen_keys(dense: int, expert: int, experts: int, chosen: int) -> tuple[Entry, ...]:
@@ -87,13 +88,10 @@ QWEN3_MOE = Family(
         only("use_qk_norm", True, default=True, written=False),
         only("qkv_bias", False, default=False, written=False),
         only("shared_expert_intermediate_size", 0, default=0, written=False),
-        common.groups(4),
-        common.heads(),
-        *common.norm_and_rotary(1e-6),
-        common.biases("attention_bias", False),
+        *common.attention_keys(4, size=None, bias=False),
         *common.UNUSED_WINDOW,
     ),
-    table=(*common.DECODER, *common.HEAD_NORMS, *common.DENSE_FFN, ROUTER, *EXPERTS),
+    table=MOE_DECODER,
     released={**common.RELEASED_MOE, **common.NO_WINDOWS},
 )
 
@@ -110,12 +108,10 @@ OLMOE = Family(
         same("num_experts_per_tok", "moe.router.selector.k", 8),
         common.loss_weight(0.01),
         fixed(model__attention__query_key_norm="whole"),
-        common.groups(),
-        *common.norm_and_rotary(1e-5),
-        common.biases("attention_bias", False),
+        *common.attention_keys(eps=1e-5, bias=False),
         only("clip_qkv", None),
     ),
-    table=(*common.DECODER, *common.WHOLE_NORMS, ROUTER, *EXPERTS),
+    table=MOE_DECODER,
     released=common.RELEASED_MOE,
 )
 
@@ -129,20 +125,9 @@ GLM4_MOE = Family(
         common.FURTHER_KEY,
         mapped("use_qk_norm", "model.attention.query_key_norm", [(False, "none"), (True, "head")], False),
         ignored("router_aux_loss_coef"),
-        common.groups(8),
-        common.heads(),
-        *common.norm_and_rotary(1e-5, share=0.5),
-        common.biases("attention_bias", False, output=False),
+        *common.attention_keys(8, 1e-5, size=None, bias=False, output=False, share=0.5),
     ),
-    table=(
-        *common.DECODER,
-        *common.HEAD_NORMS,
-        *common.DENSE_FFN,
-        ROUTER,
-        common.BIAS,
-        *EXPERTS,
-        *common.SHARED,
-    ),
+    table=MOE_DECODER,
     left_out=common.FURTHER_BLOCKS,
     released={**common.RELEASED, **common.ROTARY_SHARE, **common.NO_FURTHER},
 )
@@ -159,12 +144,9 @@ SOLAR_OPEN = Family(
         only("first_k_dense_replace", 0, default=0, written=False),
         only("use_qk_norm", False, default=False, written=False),
         ignored("intermediate_size", "router_aux_loss_coef", NUM_FURTHER),
-        common.groups(8),
-        common.heads(128),
-        *common.norm_and_rotary(1e-5, base=1e6, share=1.0),
-        common.biases("attention_bias", False, output=False),
+        *common.attention_keys(8, 1e-5, size=128, bias=False, output=False, base=1e6, share=1.0),
     ),
-    table=(*common.DECODER, ROUTER, common.BIAS, *EXPERTS, *common.SHARED),
+    table=MOE_DECODER,
     released={
         **common.RELEASED,
         **common.ROTARY_SHARE,
@@ -185,23 +167,12 @@ DOTS1 = Family(
         only("topk_method", "noaux_tc", None, written=False),
         only("moe_layer_freq", 1, default=1, written=False),
         fixed(model__attention__query_key_norm="head"),
-        common.groups(32),
-        common.heads(),
-        *common.norm_and_rotary(1e-6),
-        common.biases("attention_bias", False),
+        *common.attention_keys(32, size=None, bias=False),
         common.no_last_windows(4096, 62),
         ignored("use_sliding_window"),  # transformers does not read it here
         common.FULL_ATTENTION,
     ),
-    table=(
-        *common.DECODER,
-        *common.HEAD_NORMS,
-        *common.DENSE_FFN,
-        ROUTER,
-        common.BIAS,
-        *EXPERTS,
-        *common.SHARED,
-    ),
+    table=MOE_DECODER,
     released={
         **common.RELEASED,
         **common.NO_WINDOWS,
@@ -234,15 +205,12 @@ ERNIE4_5_MOE = Family(
         only("moe_use_aux_free", True, default=True, written=False),
         only("use_bias", False, default=False),
         ignored("moe_capacity", "router_aux_loss_coef", NUM_FURTHER),
-        common.groups(4),
-        common.heads(),
-        same("rms_norm_eps", "model.norm_eps", 1e-5),
-        common.rotary(base=5e5),
-        same("tie_word_embeddings", "model.tie_embeddings", True),
+        *common.attention_keys(
+            4, 1e-5, size=None, base=5e5, tied=same("tie_word_embeddings", "model.tie_embeddings", True)
+        ),
     ),
     table=(
         *common.DECODER,
-        *common.DENSE_FFN,
         ROUTER,
         replace(common.BIAS, sources=f"{HF_LAYER}mlp.moe_statics.e_score_correction_bias", split=row),
         *EXPERTS,
@@ -264,14 +232,12 @@ QWEN2_MOE = Family(
         *qwen_keys(dense=5632, expert=1408, experts=60, chosen=4),
         same("shared_expert_intermediate_size", "moe.shared_expert_ffn_hidden_size", 5632),
         fixed(moe__num_shared_experts=1, moe__shared_expert_mode="gated"),
-        common.groups(16),
-        *common.norm_and_rotary(1e-6),
+        *common.attention_keys(16),
         common.biases("qkv_bias", True, output=False),
         *common.UNUSED_WINDOW,
     ),
     table=(
         *common.DECODER,
-        *common.DENSE_FFN,
         ROUTER,
         *EXPERTS,
         *common.shared_experts("shared_expert"),
@@ -282,7 +248,6 @@ QWEN2_MOE = Family(
     released={**common.RELEASED_MOE, **common.NO_WINDOWS},
 )
 
-HY_LAYER = f"{HF_LAYER}mlp."
 # dots.llm1 under other names: each block is listed, and the weights always sum to the scale.
 HY_V3 = Family(
     "hy_v3",
@@ -306,18 +271,13 @@ HY_V3 = Family(
         only("enable_moe_fp32_combine", True, False, default=True, written=False),
         ignored("enable_attention_fp32_softmax", "enable_lm_head_fp32"),
         ignored("use_grouped_mm", "expert_hidden_dim", NUM_FURTHER),
-        common.groups(8),
-        common.heads(128),
-        *common.norm_and_rotary(1e-5, base=11158840.0),
-        common.biases("attention_bias", False),
+        *common.attention_keys(8, 1e-5, size=128, bias=False, base=11158840.0),
         only("mlp_bias", False, default=False),
     ),
     table=(
         *common.DECODER,
-        *common.HEAD_NORMS,
-        *common.DENSE_FFN,
-        replace(ROUTER, sources=f"{HY_LAYER}router.gate.weight"),
-        replace(common.BIAS, sources=f"{HY_LAYER}expert_bias"),
+        replace(ROUTER, sources=f"{HF_LAYER}mlp.router.gate.weight"),
+        replace(common.BIAS, sources=f"{HF_LAYER}mlp.expert_bias"),
         *EXPERTS,
         *common.shared_experts("shared_mlp"),
     ),

@@ -1,5 +1,7 @@
 """Models with an MoE layer in every block: Mixtral, MiniMax-M2, GraniteMoe, GraniteMoeShared, gpt-oss."""
 
+from dataclasses import replace
+
 from megamoe.apps.hf.families import common
 from megamoe.apps.hf.families.common import ATTENTION, HF_ATTENTION, HF_LAYER, LAYER
 from megamoe.apps.hf.family import Family
@@ -20,10 +22,11 @@ from megamoe.apps.hf.rules import (
 from megamoe.config import RunConfig
 from megamoe.config.shapes import expert_ffn_size, head_size, shared_ffn_size, window_of
 
-EXPERTS = f"{HF_LAYER}block_sparse_moe.experts.{{e}}."
+MOE = f"{HF_LAYER}block_sparse_moe."
+EXPERTS = f"{MOE}experts.{{e}}."
 
 EXPERT_LINES = (
-    TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{HF_LAYER}block_sparse_moe.gate.weight"),
+    TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{MOE}gate.weight"),
     TensorMapping(
         f"{LAYER}experts.up",
         "E 2X H",
@@ -47,9 +50,7 @@ MIXTRAL = Family(
         same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
         same("num_experts_per_tok", "moe.router.selector.k", 2),
         common.loss_weight(0.001),
-        common.groups(8),
-        common.heads(),
-        *common.norm_and_rotary(1e-5, base=1e6),
+        *common.attention_keys(8, 1e-5, size=None, base=1e6),
         same("sliding_window", "model.attention.window", None),
         ignored("router_jitter_noise"),
     ),
@@ -84,7 +85,7 @@ MINIMAX_M2 = Family(
         *common.SHARED_KEYS,
         *common.BIASED_TOP_K,
         common.EVERY_BLOCK,
-        fixed(moe__router__selector__weights="renormalised", moe__num_shared_experts=0),
+        fixed(moe__router__selector__weights="renormalised"),
         same("intermediate_size", "moe.expert_ffn_hidden_size", 1536),
         same("num_local_experts", "moe.num_experts", 256, alias="num_experts"),
         same("num_experts_per_tok", "moe.router.selector.k", 8),
@@ -102,24 +103,13 @@ MINIMAX_M2 = Family(
         ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
         ignored("mlp_intermediate_size", "shared_moe_mode", "max_model_len"),
         common.loss_weight(0.001),
-        common.groups(8),
-        common.heads(128),
-        same("rms_norm_eps", "model.norm_eps", 1e-6),
-        rotary_of_size(),
-        common.TIED,
+        *common.attention_keys(8, size=128, positions=rotary_of_size()),
         ignored("router_jitter_noise"),
     ),
     table=(
         *common.DECODER,
-        *common.WHOLE_NORMS,
         *EXPERT_LINES,
-        TensorMapping(
-            f"{LAYER}router.score_function.bias",
-            "E",
-            f"{HF_LAYER}block_sparse_moe.e_score_correction_bias",
-            is_buffer=True,
-            needs="biased",
-        ),
+        replace(common.BIAS, sources=f"{MOE}e_score_correction_bias"),
     ),
     released={
         **common.RELEASED_MOE,
@@ -142,7 +132,7 @@ MINIMAX_M2 = Family(
 )
 
 # Factors on embeddings, residuals, attention and logits; stacked experts.
-MOE, SHARED_MLP = f"{HF_LAYER}block_sparse_moe.", f"{HF_LAYER}shared_mlp."
+SHARED_MLP = f"{HF_LAYER}shared_mlp."
 DIGITS = 12
 
 
@@ -177,9 +167,7 @@ def shared_size() -> Entry:
 
     def read(given: Json) -> Json:
         size = given["shared_intermediate_size"]
-        if not size:
-            return {"moe.num_shared_experts": 0}
-        return {"moe.num_shared_experts": 1, "moe.shared_expert_ffn_hidden_size": size}
+        return {"moe.num_shared_experts": 1, "moe.shared_expert_ffn_hidden_size": size} if size else {}
 
     def write(config: RunConfig) -> Json:
         return {"shared_intermediate_size": shared_ffn_size(config.moe, expert_ffn_size(config))}
@@ -200,9 +188,7 @@ GRANITE_KEYS = (
     LOGIT_DIVISOR,
     same("residual_multiplier", "model.residual_scale", 1.0),
     ATTENTION_FACTOR,
-    common.groups(),
-    *common.norm_and_rotary(1e-6),
-    common.biases("attention_bias", False),
+    *common.attention_keys(bias=False),
 )
 GRANITE_TABLE = (
     *common.DECODER,
@@ -212,11 +198,7 @@ GRANITE_TABLE = (
 )
 
 GRANITE_MOE = Family(
-    "granitemoe",
-    "GraniteMoeForCausalLM",
-    keys=(*GRANITE_KEYS, fixed(moe__num_shared_experts=0)),
-    table=GRANITE_TABLE,
-    released=common.RELEASED_MOE,
+    "granitemoe", "GraniteMoeForCausalLM", GRANITE_KEYS, GRANITE_TABLE, released=common.RELEASED_MOE
 )
 
 GRANITE_MOE_SHARED = Family(
@@ -293,10 +275,7 @@ GPT_OSS = Family(
         only("swiglu_alpha", 1.702, default=1.702),
         ignored("initial_context_length"),
         common.loss_weight(0.001),
-        common.groups(8),
-        common.heads(64),
-        *common.norm_and_rotary(1e-5, base=150000.0, default=YARN),
-        common.biases("attention_bias", True),
+        *common.attention_keys(8, 1e-5, size=64, bias=True, base=150000.0, default=YARN),
     ),
     table=(
         *common.DECODER,
