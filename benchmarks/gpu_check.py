@@ -41,11 +41,12 @@ configure_libraries()
 import torch  # noqa: E402
 
 from common.child import environment  # noqa: E402
-from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
+from common.command import positive, user_errors_exit_2  # noqa: E402
 from gpu import collectives, training  # noqa: E402
 from gpu.findings import Machine, Section, Skip  # noqa: E402
 from gpu.ranks import last_lines, run_process  # noqa: E402
 from gpu.report import SECTIONS, load_section, summary, write_report  # noqa: E402
+from megamoe.apps.command import parser_of  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
 
 

@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common.command import parser_of, positive
+from common.command import positive
+from megamoe.apps.command import parser_of
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET = Path(__file__).parent / "host/budget.json"

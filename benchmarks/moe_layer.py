@@ -30,7 +30,7 @@ from megamoe.compat.startup import configure_libraries
 configure_libraries()
 
 from common.bars import holds, verdict  # noqa: E402
-from common.command import names_of, parser_of, positive, user_errors_exit_2, write_json  # noqa: E402
+from common.command import names_of, positive, user_errors_exit_2, write_json  # noqa: E402
 from common.machine import settle_process, versions  # noqa: E402
 from common.rounds import Ratio  # noqa: E402
 from layers.candidate import DTYPES, NotMeasured, Shape  # noqa: E402
@@ -39,6 +39,7 @@ from layers.loads import measure_uneven  # noqa: E402
 from layers.measure import measure  # noqa: E402
 from layers.memory import bytes_above_rest  # noqa: E402
 from layers.report import as_data, show  # noqa: E402
+from megamoe.apps.command import parser_of  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
 
 SHAPES = {

@@ -19,7 +19,8 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from common.command import parser_of, positive, user_errors_exit_2  # noqa: E402
+from common.command import positive, user_errors_exit_2  # noqa: E402
+from megamoe.apps.command import parser_of  # noqa: E402
 from megamoe.apps.plan import cuda_device  # noqa: E402
 
 MODELS = Path("benchmarks/rooflines/models")

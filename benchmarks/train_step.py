@@ -34,11 +34,12 @@ from megamoe.compat.startup import configure_libraries
 
 configure_libraries()
 
-from common.child import is_first, is_rank_of, run_ranks, temporary_folder  # noqa: E402
-from common.command import parser_of_a_run, positive, user_errors_exit_2, write_json  # noqa: E402
+from common.child import ROOT, is_first, is_rank_of, run_ranks, temporary_folder  # noqa: E402
+from common.command import positive, user_errors_exit_2, write_json  # noqa: E402
 from common.machine import settle_process, versions  # noqa: E402
 from common.rounds import Ratio, median_interval  # noqa: E402
 from layers.candidate import NotMeasured  # noqa: E402
+from megamoe.apps.command import parser_of  # noqa: E402
 from megamoe.errors import UserError  # noqa: E402
 from steps import memory, startup  # noqa: E402
 from steps.configs import Asked  # noqa: E402
@@ -138,7 +139,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = parser_of_a_run(__doc__, rounds=None)
+    parser = parser_of(__doc__)
+    parser.add_argument("--config", default=str(ROOT / "examples/demo.yaml"))
+    parser.add_argument("--rounds", type=positive)
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
     parser.add_argument("--shape", choices=SHAPES, help="set the sizes; default: as the configuration says")
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--ranks", type=positive, default=1)

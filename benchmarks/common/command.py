@@ -7,19 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import parser_of
 from megamoe.errors import UserError
-
-DEMO = Path(__file__).parents[2] / "examples/demo.yaml"
-
-
-def parser_of_a_run(description: str | None, rounds: int | None) -> argparse.ArgumentParser:
-    """For a benchmark of training: --config, --rounds (by default so many) and overrides."""
-    parser = parser_of(description)
-    parser.add_argument("--config", default=str(DEMO))
-    parser.add_argument("--rounds", type=positive, default=rounds)
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value")
-    return parser
 
 
 def positive(text: str) -> int:

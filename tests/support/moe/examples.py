@@ -8,7 +8,6 @@ from typing import Any
 from megamoe.config import PartChoice, parse_config
 from megamoe.config.parts import DEFAULTS
 from megamoe.config.schema import MoEConfig
-from megamoe.errors import UserError
 from megamoe.moe.capabilities import needs, provides, requirements
 from megamoe.moe.part import Example, Part
 from megamoe.moe.validation import check_parts, chosen_parts, provider
@@ -132,22 +131,19 @@ def usable(ways: list[PartChoice], moe: MoEConfig) -> list[PartChoice]:
     return met or ways
 
 
-def example_trees(
-    kind: str, name: str, num_experts: int = 16, num_choices: int = 2, losses: Tree | None = None
-) -> list[Tree]:
+def example_trees(kind: str, name: str, num_experts: int = 16, num_choices: int = 2) -> list[Tree]:
     """Return sections `moe` that contain this part, one for each of its examples.
 
-    The other stages are defaults, or parts that provide what is required. losses: further losses; those that
-    do not fit the others are left out.
+    The other stages are defaults, or parts that provide what is required.
 
     Raises:
         UserError: if the parts that it finds do not fit together.
     """
     examples = examples_of(kind, name, num_experts, num_choices)
-    return [_tree(kind, name, e, (num_experts, num_choices), losses or {}) for e in examples]
+    return [_tree(kind, name, each, (num_experts, num_choices)) for each in examples]
 
 
-def _tree(kind: str, name: str, example: Example, sizes: tuple[int, int], losses: Tree) -> Tree:
+def _tree(kind: str, name: str, example: Example, sizes: tuple[int, int]) -> Tree:
     tree: Tree = {"num_experts": sizes[0], "router": {}, "losses": {}, **copy.deepcopy(example.beside)}
     for stage in STAGES:
         if stage not in tree["router"]:
@@ -161,9 +157,6 @@ def _tree(kind: str, name: str, example: Example, sizes: tuple[int, int], losses
             break
         _put(tree, found[0].kind, found[0].to_dict())
     check_parts(parse_config({"moe": tree}).moe, expert_parallel=1)
-    for loss, options in losses.items():
-        more = {**tree, "losses": {loss: options, **tree["losses"]}}
-        tree = more if _makes_sense(more) else tree
     return tree
 
 
@@ -186,11 +179,3 @@ def _missing(moe: MoEConfig, sizes: tuple[int, int]) -> Iterator[PartChoice]:
         for kind, word in get_part(choice.kind, choice.name).must_be_required(choice.options):
             if not any(needs(word, kind, other) for other in chosen):
                 yield from usable(find_parts(partial(needs, word, kind), sizes), moe)
-
-
-def _makes_sense(tree: Tree) -> bool:
-    try:
-        check_parts(parse_config({"moe": tree}).moe, expert_parallel=1)
-    except UserError:
-        return False
-    return True
