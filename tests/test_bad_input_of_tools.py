@@ -50,17 +50,20 @@ def test_a_report_of_numbers_at_the_end_of_floats(tmp_path: Path, capsys: pytest
     assert (folder / "report.html").stat().st_size < 1 << 22
 
 
-@pytest.mark.parametrize(
-    "kind", ["no run at all", "a pipe", "/dev/zero", "a name too long", "a summary of text", "a deep summary"]
-)
+NO_RUN = ("no run", "a pipe", "/dev/zero", "a name too long", "a text summary", "a deep summary", "no step")
+
+
+@pytest.mark.parametrize("kind", NO_RUN)
 def test_a_report_of_what_is_no_run(tmp_path: Path, refused: Refused, kind: str) -> None:
     folder, metrics = tmp_path, tmp_path / "metrics.jsonl"
-    if kind == "no run at all":
+    if kind == "no run":
         folder = tmp_path / "nowhere"
     elif kind == "a pipe":
         os.mkfifo(metrics)
     elif kind == "/dev/zero":
         metrics.symlink_to(kind)
+    elif kind == "no step":
+        metrics.touch()
     elif kind == "a name too long":
         folder = tmp_path / ("a" * 300)
     else:

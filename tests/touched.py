@@ -137,18 +137,13 @@ def nearest_tests(touched: list[str]) -> list[Path]:
 
 
 class Deadline:
-    """Leaves out the tests that would not fit into the budget of seconds.
+    """Leaves out the tests that would begin after the budget of seconds.
 
-    What a test takes is known from earlier runs, by pytest's cache. However long the imports took, the
-    first tests have some seconds.
+    However long the imports took, the first tests have some seconds.
     """
 
     def __init__(self, budget_s: float, start_s: float) -> None:
         self.end_s, self.left_out = start_s + budget_s, 0
-
-    def pytest_configure(self, config: pytest.Config) -> None:
-        """Read the times of earlier runs."""
-        self.seconds: dict[str, float] = dict(config.cache.get("touched/seconds", {})) if config.cache else {}
 
     def pytest_collection_finish(self) -> None:
         """Begin with the tests."""
@@ -156,21 +151,11 @@ class Deadline:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
-        """True, which is to say that nothing is left to do, for what would end too late."""
-        if time.monotonic() + self.seconds.get(item.nodeid, 0.0) <= self.end_s:
+        """True, which is to say that nothing is left to do, for what would begin too late."""
+        if time.monotonic() <= self.end_s:
             return None
         self.left_out += 1
         return True
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the times of tests that took a second or more."""
-        if report.when == "call" and report.duration >= 1:
-            self.seconds[report.nodeid] = round(report.duration, 1)
-
-    def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        """Write them for the next run."""
-        if session.config.cache:
-            session.config.cache.set("touched/seconds", self.seconds)
 
 
 def run(tests: list[Path], start_s: float) -> int:

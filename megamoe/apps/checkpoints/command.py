@@ -33,39 +33,41 @@ def _parser() -> argparse.ArgumentParser:
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
     verb = verbs.add_parser("inspect", help="show a checkpoint, or all of a run")
-    verb.add_argument("path", type=Path, metavar="PATH", help="a step_* folder, or a run's")
-    verb.add_argument("--json", action="store_true", help="as JSON")
-    verb.add_argument("--config", action="store_true", help="only its configuration, as YAML for --config")
-    verb.add_argument("--quick", action="store_true", help="do not read the tensors for their checksums")
+    add = verb.add_argument
+    add("path", type=Path, metavar="PATH", help="a step_* folder, or a run's")
+    add("--json", action="store_true", help="as JSON")
+    add("--config", action="store_true", help="only its configuration, as YAML for --config")
+    add("--quick", action="store_true", help="do not read the tensors for their checksums")
     verb.set_defaults(run=_inspect)
 
     verb = verbs.add_parser("verify", help="check that every byte is as it was saved; exit code 1 if not")
-    verb.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="step_* folders, or runs'")
+    add = verb.add_argument
+    add("paths", type=Path, nargs="+", metavar="PATH", help="step_* folders, or runs'")
     verb.set_defaults(run=_verify)
 
     verb = verbs.add_parser("convert", help="write the whole weights into one safetensors file")
-    verb.add_argument("source", type=Path, metavar="SRC", help="a step_* folder")
-    verb.add_argument("path", type=Path, metavar="DST", help="a folder that does not exist")
-    verb.add_argument("--consolidated", action="store_true", help="DST/model.safetensors and model.json")
-    verb.add_argument("--dtype", choices=DTYPES, help="dtype of the parameters (default: as saved)")
-    verb.add_argument(
-        "--optimizer", action="store_true", help="also the optimizer's state, optimizer.safetensors"
-    )
+    add = verb.add_argument
+    add("source", type=Path, metavar="SRC", help="a step_* folder")
+    add("path", type=Path, metavar="DST", help="a folder that does not exist")
+    add("--consolidated", action="store_true", help="DST/model.safetensors and model.json")
+    add("--dtype", choices=DTYPES, help="dtype of the parameters (default: as saved)")
     verb.set_defaults(run=_convert)
 
     verb = verbs.add_parser("average", help="write the mean of the weights of several checkpoints")
-    verb.add_argument(
+    add = verb.add_argument
+    add(
         "paths", type=Path, nargs="+", metavar="PATH", help="a run's folder, or step_* folders; then DST, new"
     )
-    verb.add_argument("--last", type=int, metavar="N", help="of a run: the newest N (default: all)")
-    verb.add_argument("--ema", action="store_true", help="the mean that optimizer.ema kept in one checkpoint")
+    add("--last", type=int, metavar="N", help="of a run: the newest N (default: all)")
+    add("--ema", action="store_true", help="the mean that optimizer.ema kept in one checkpoint")
     verb.set_defaults(run=_average)
 
     verb = verbs.add_parser("prune", help="delete old checkpoints of a run")
-    verb.add_argument("path", type=Path, metavar="RUN", help="a run's folder")
-    verb.add_argument("--keep", type=int, required=True, metavar="N", help="how many of the newest stay")
-    verb.add_argument("--dry-run", action="store_true", help="only say what would be deleted")
-    verb.add_argument("--damaged", action="store_true", help="delete damaged ones too")
+    add = verb.add_argument
+    add("path", type=Path, metavar="RUN", help="a run's folder")
+    add("--keep", type=int, required=True, metavar="N", help="how many of the newest stay")
+    add("--dry-run", action="store_true", help="only say what would be deleted")
+    add("--damaged", action="store_true", help="delete damaged ones too")
     verb.set_defaults(run=_prune)
     return parser
 
@@ -105,10 +107,8 @@ def _convert(options: argparse.Namespace) -> int:
         raise UserError("convert: add --consolidated, the only form that convert writes")
     if find_checkpoints(options.source)[1]:
         raise UserError(f"{options.source}: a run's folder; name one of its checkpoints, a step_* folder")
-    consolidate(options.source, options.path, options.dtype, options.optimizer)
-    files = describe.file_sizes(options.path)
-    print(f"{options.path}: {len(files)} files, {describe.size(sum(files.values()))}")
-    return 0
+    consolidate(options.source, options.path, options.dtype)
+    return _written(options.path, f"{len(describe.file_sizes(options.path))} files")
 
 
 def _average(options: argparse.Namespace) -> int:
@@ -121,9 +121,7 @@ def _average(options: argparse.Namespace) -> int:
         return _take_mean(options, sources, path)
     paths = chosen(sources, options.last)
     average(paths, path)
-    names = ", ".join(each.name for each in paths)
-    print(f"{path}: the average of {names}; {describe.size(sum(describe.file_sizes(path).values()))}")
-    return 0
+    return _written(path, f"the average of {', '.join(each.name for each in paths)}")
 
 
 def _take_mean(options: argparse.Namespace, sources: list[Path], path: Path) -> int:
@@ -133,11 +131,13 @@ def _take_mean(options: argparse.Namespace, sources: list[Path], path: Path) -> 
     if len(sources) > 1 or is_run:
         raise UserError(f"--ema: found {sources[0]}, expected one step_* folder, and a new folder")
     take_mean(found[0], path)
-    size = describe.size(sum(describe.file_sizes(path).values()))
-    print(f"{path}: the exponential mean of the weights of {found[0].name}; {size}")
+    return _written(path, f"the exponential mean of the weights of {found[0].name}")
+
+
+def _written(path: Path, what: str) -> int:
+    print(f"{path}: {what}; {describe.size(sum(describe.file_sizes(path).values()))}")
     return 0
 
 
-def _prune(options: argparse.Namespace) -> int:
+def _prune(options: argparse.Namespace) -> None:
     prune(options.path, options.keep, options.damaged, options.dry_run, print)
-    return 0

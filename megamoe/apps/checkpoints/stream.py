@@ -23,15 +23,7 @@ from torch import Tensor
 
 from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.checkpoint.format.files import sha256, write_sums
-from megamoe.checkpoint.format.reader import (
-    IN_SAFETENSORS,
-    MOMENTS,
-    MUON_MOMENT,
-    STEP,
-    WEIGHT,
-    CheckpointReader,
-    moment_name,
-)
+from megamoe.checkpoint.format.reader import IN_SAFETENSORS, WEIGHT, CheckpointReader
 from megamoe.errors import UserError
 from megamoe.io import real, sync
 from megamoe.parallel.chunks import LocalChunk, Shape, chunks_of_range
@@ -149,16 +141,14 @@ def _slabs(tensor: OutputTensor, reader: Filling) -> Iterator[Tensor]:
             yield slab
 
 
-WEIGHTS, OPTIMIZER, DESCRIPTION = "model.safetensors", "optimizer.safetensors", "model.json"
+WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-def consolidate(source: Path, path: Path, dtype: str | None = None, optimizer: bool = False) -> None:
-    """Write a folder with model.safetensors, model.json and SHA256SUMS; if `optimizer`, optimizer.safetensors
-    too.
+def consolidate(source: Path, path: Path, dtype: str | None = None) -> None:
+    """Write a folder with model.safetensors, model.json and SHA256SUMS.
 
-    dtype: the key in DTYPES of the parameters' dtype; None: the saved one. Buffers and moments keep the saved
-    dtype.
+    dtype: the key in DTYPES of the parameters' dtype; None: the saved one. Buffers keep the saved dtype.
 
     Raises:
         UserError: if the checkpoint is damaged, or `path` exists.
@@ -169,12 +159,6 @@ def consolidate(source: Path, path: Path, dtype: str | None = None, optimizer: b
             name.removeprefix(WEIGHT): _output_tensor(reader, name, dtype) for name in reader.names(WEIGHT)
         }
         write_tensors(folder / WEIGHTS, weights, reader)
-        if optimizer:
-            prefixes = (STEP, *(moment_name(moment, "") for moment in (*MOMENTS, MUON_MOMENT)))
-            names = [name for prefix in prefixes for name in reader.names(prefix)]
-            write_tensors(
-                folder / OPTIMIZER, {name: _output_tensor(reader, name, None) for name in names}, reader
-            )
         write_line(folder / DESCRIPTION, json.dumps(_description(reader, weights), indent=1))
 
 
@@ -193,10 +177,9 @@ def count_parameters(reader: CheckpointReader) -> dict[str, int]:
 
 
 def _output_tensor(reader: CheckpointReader, name: str, dtype: str | None) -> OutputTensor:
-    keeps_dtype = dtype is None or name.removeprefix(WEIGHT) not in reader.index["shardings"]
-    return OutputTensor(
-        name, tuple(reader.shape(name)), reader.dtype(name) if keeps_dtype else DTYPES[str(dtype)]
-    )
+    is_parameter = name.removeprefix(WEIGHT) in reader.index["shardings"]
+    to_dtype = DTYPES[dtype] if dtype is not None and is_parameter else reader.dtype(name)
+    return OutputTensor(name, tuple(reader.shape(name)), to_dtype)
 
 
 def _description(reader: CheckpointReader, weights: dict[str, OutputTensor]) -> dict[str, Any]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from megamoe.apps.routing_record.replay import RunRouting
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
@@ -113,7 +112,7 @@ class Session:
             UserError: on every rank, as `open`, but for overrides that change a weight's shape.
         """
         _, run = self._resolve(path, overrides, architectures)
-        raise_any_error(catch_error(lambda: RunRouting(run, self.world).check_evaluation()))
+        raise_any_error(catch_error(RunRouting(run, self.world).check_evaluation))
         return run.config
 
     def open(
@@ -135,12 +134,18 @@ class Session:
         context.step = meta["step"]
         factory = moe_layer_factory(context, groups, run.plan.layout)
         model = build_model(config, run.vocabulary.size, factory, run.kernels)
-        raise_any_error(catch_error(lambda: self._load(intact, model, run.plan.layout)))
+
+        def load() -> None:
+            with CheckpointReader(intact, KEY) as reader:
+                load_weights(reader, model, run.plan.layout, self.world.rank)
+
+        raise_any_error(catch_error(load))
         widen_products(precision, self.world.device)
-        _round(model, DTYPES[precision])
+        for parameter in model.parameters():  # buffers stay fp32, as in training
+            parameter.data = parameter.data.to(DTYPES[precision])
         model.to(self.world.device).eval()
         routing = RunRouting(run, self.world)
-        raise_any_error(catch_error(lambda: routing.check_evaluation()))
+        raise_any_error(catch_error(routing.check_evaluation))
         routing.attach(model)
         return TrainedModel(
             path=intact,
@@ -212,10 +217,6 @@ class Session:
             self._intact[path], _ = first_intact(found, warn, "name another step_* folder or run")
         return self._intact[path]
 
-    def _load(self, path: Path, model: nn.Module, layout: Layout) -> None:
-        with CheckpointReader(path, KEY) as reader:
-            load_weights(reader, model, layout, self.world.rank)
-
 
 @contextmanager
 def session(
@@ -261,12 +262,8 @@ def configuration_of(meta: Meta, path: Path, overrides: Sequence[str], replays: 
     router = {key: value for key, value in tree.get("moe", {}).get("router", {}).items() if key != "replay"}
     tree["moe"] = {**tree.get("moe", {}), "router": router}
     # The number of ranks may be another one, which need not divide the batches of training.
-    tree["train"] = {
-        **tree.get("train", {}),
-        "callbacks": [],
-        "global_batch_size": None,
-        "batch_rampup": None,
-    }
+    free = {"callbacks": [], "global_batch_size": None, "batch_rampup": None}
+    tree["train"] = {**tree.get("train", {}), **free}
     config = configure(tree, list(overrides), source=str(path))
     if config.log.routing is not None:
         raise UserError(f"log.routing: found {config.log.routing!r}, but only training records; leave it out")
@@ -276,9 +273,3 @@ def configuration_of(meta: Meta, path: Path, overrides: Sequence[str], replays: 
             "replay; leave it out"
         )
     return config
-
-
-def _round(model: nn.Module, dtype: torch.dtype) -> None:
-    """Convert the parameters to the dtype; buffers stay fp32, as in training."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(dtype)

@@ -42,11 +42,10 @@ def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
         run = read.setdefault(training.folder, None) or read_run(training.folder)
         read[training.folder], record = run, runner.record(training)
         for name, measure in plan.study.measures.items():
-            value = None
-            if measure.stage is None:
-                value = FACTS[measure.fact](run, record) if measure.fact else _taken(measure, run)
-            else:
+            if measure.stage is not None:
                 value = _of_stage(plan, tasks, runner, name, row, seed)
+            else:
+                value = FACTS[measure.fact](run, record) if measure.fact else _taken(measure, run)
             if value is not None:
                 value = perplexity(value) if measure.exponential else value
                 found[name][row][seed] = value * measure.scale
@@ -74,10 +73,7 @@ def unrecorded(plan: Plan, tasks: Tasks, runner: Runner, found: Found, drawn: Cu
 
 def perplexity(loss: float) -> float:
     """Return exp(loss): nan of nan, and infinity where it is too large for a float."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return math.inf if loss > 709 else math.exp(loss)
 
 
 def _of_stage(plan: Plan, tasks: Tasks, runner: Runner, name: str, row: str, seed: int) -> float | None:
@@ -88,9 +84,8 @@ def _of_stage(plan: Plan, tasks: Tasks, runner: Runner, name: str, row: str, see
         if task is None or not runner.is_done(task):
             continue
         if measure.path is not None:
-            return _at(
-                _json(task.folder / RESULT[plan.study.stages[stage].kind]), measure, f"measures.{name}"
-            )
+            result = _json(task.folder / RESULT[plan.study.stages[stage].kind])
+            return _at(result, measure, f"measures.{name}")
         runs = _tuned(task)
         if measure.consistency is not None:
             windows = consistency([run.rows for run in runs], measure.consistency)
@@ -116,7 +111,7 @@ def curves(plan: Plan, tasks: Tasks, runner: Runner) -> Curves:
 
 def _points(curve: Curve, tasks: Tasks, runner: Runner, row: str, seed: int) -> Sequence[tuple[int, float]]:
     """Return step and value of a curve's points of one row and seed; none if its task is not complete."""
-    of_stage = None if curve.stage is None else tasks.stages.get((curve.stage, row, seed))
+    of_stage = tasks.stages.get((curve.stage or "", row, seed))
     task = tasks.training.get((row, seed)) if curve.stage is None else of_stage
     if task is None or not runner.is_done(task):
         return []
@@ -150,9 +145,7 @@ def consistency(runs: Sequence[Rows], window: int) -> list[tuple[int, float]]:
     for end in range(window, steps + 1 if window and len(runs) > 1 else 0, window or 1):
         of_layers = []
         for key in keys:
-            load_RE = np.array(
-                [np.sum([row[key] for row in rows[end - window : end]], axis=0) for rows in logged]
-            )
+            load_RE = np.array([np.sum([row[key] for row in rows[end - window : end]], 0) for rows in logged])
             if load_RE.std(axis=1).all():
                 of_layers.append(float(np.corrcoef(load_RE).mean()))
         if of_layers:

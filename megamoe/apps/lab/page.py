@@ -12,12 +12,6 @@ from megamoe.metrics.formats import format_count
 PAGE, RESULTS = "index.md", "results.json"
 IN_BRACKETS = "; in brackets the paper's number"
 Table = list[list[str]]
-SIGNS = {
-    "seen": "seen",
-    "not seen": "**not seen**",
-    "within noise": "within noise",
-    "not measured": "not measured",
-}
 
 
 def write_results(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
@@ -47,11 +41,8 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     parts += study.remarks
     parts += ["## Numbers", markdown_table(rows_table(plan, results)), _legend(plan, results)]
     if results["control"] is not None:
-        parts += [
-            f"## Differences from {results['control']['row']}",
-            markdown_table(control_table(plan, results)),
-        ]
-        parts.append(_of_control(results))
+        parts.append(f"## Differences from {results['control']['row']}")
+        parts += [markdown_table(control_table(plan, results)), _of_control(results)]
     if results.get("unrecorded"):
         parts.append("\n".join(f"- {line}" for line in results["unrecorded"]))
     others = paper_table(results)
@@ -85,7 +76,8 @@ def claims_table(results: dict[str, Any]) -> Table:
             span = "" if found["low"] is None else f"{_number(found['low'])} to {_number(found['high'])}"
             mean = "" if found["mean"] is None else _number(found["mean"])
             seeds = f"{len(found['differences'])} of {len(results['seeds'])}"
-            rows.append([text, f"`{found['text']}`", mean, span, seeds, SIGNS[found["verdict"]]])
+            verdict = "**not seen**" if found["verdict"] == "not seen" else found["verdict"]
+            rows.append([text, f"`{found['text']}`", mean, span, seeds, verdict])
     return rows
 
 
@@ -116,16 +108,12 @@ def rows_table(plan: Plan, results: dict[str, Any]) -> Table:
     """Return a row for each row: mean ± standard deviation, and the paper's number in brackets."""
     measures = plan.study.measures
     tuned = results["tuning"]
-    head = ["row", *measures, *([tuned["key"]] if tuned else [])]
-    rows = [head]
+    rows = [["row", *measures, *([tuned["key"]] if tuned else [])]]
     for name, row in results["rows"].items():
         cells = [name]
         for measure, found in row["measures"].items():
-            cell = (
-                "failed"
-                if found["mean"] is None and row["failed"]
-                else _spread(found, measures[measure].digits)
-            )
+            is_failed = found["mean"] is None and row["failed"]
+            cell = "failed" if is_failed else _spread(found, measures[measure].digits)
             published = row["published"].get(measure)
             cells.append(cell + ("" if published is None else f" [{published:g}]"))
         rows.append(cells + ([str(row.get("tuned", ""))] if tuned else []))
@@ -137,21 +125,17 @@ def paper_table(results: dict[str, Any]) -> Table:
     names = list(dict.fromkeys(name for row in results["rows"].values() for name in row["paper"]))
     rows = [["row", *names]]
     for name, row in results["rows"].items():
-        if row["paper"]:
-            rows.append(
-                [name, *(f"{row['paper'][each]:g}" if each in row["paper"] else "" for each in names)]
-            )
+        if paper := row["paper"]:
+            rows.append([name, *(f"{paper[each]:g}" if each in paper else "" for each in names)])
     return rows
 
 
 def _legend(plan: Plan, results: dict[str, Any]) -> str:
-    lines = [f"- `{name}`: {measure.text}" for name, measure in plan.study.measures.items() if measure.text]
-    lines += [
-        f"- `{name}`: {plan.study.rows[name].text}" for name in plan.configs if plan.study.rows[name].text
-    ]
+    known = [*plan.study.measures.items(), *((name, plan.study.rows[name]) for name in plan.configs)]
+    lines = [f"- `{name}`: {each.text}" for name, each in known if each.text]
     has_published = any(row["published"] for row in results["rows"].values())
     told = f"Mean ± standard deviation over the seeds{IN_BRACKETS * has_published}."
-    return "\n".join([told, "", *lines] if lines else [told])
+    return "\n".join([told, "", *lines]).rstrip()
 
 
 def _of_control(results: dict[str, Any]) -> str:

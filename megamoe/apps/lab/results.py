@@ -46,7 +46,7 @@ def results_of(
         }
         for row in plan.configs
     }
-    drawn = curves(plan, tasks, runner)
+    drawn, (of_tuning, _) = curves(plan, tasks, runner), tuning_tasks(plan, runner.folder.parent)
     claims = []
     for text, claim in plan.claims:
         verdict, findings = decide(claim, found, plan.seeds)
@@ -63,20 +63,19 @@ def results_of(
         "control": _from_control(plan, found),
         "curves": drawn,
         "unrecorded": unrecorded(plan, tasks, runner, found, drawn),
-        "tuning": None
-        if plan.size.tuning is None
-        else asdict(plan.size.tuning) | {"reported": tuned_by(plan), "rows": plan.study.tuned_rows},
-        "configurations": configuration_digests(
-            [*tuning_tasks(plan, runner.folder.parent)[0].by_name.values(), *tasks.by_name.values()]
-        ),
+        "tuning": tuning_of(plan),
+        "configurations": configuration_digests([*of_tuning.by_name.values(), *tasks.by_name.values()]),
         "made": _environment(command),
     }
 
 
-def tuned_by(plan: Plan) -> list[str]:
-    """Return the measures whose metric is one that the rows are tuned by."""
-    by = plan.size.tuning.by if plan.size.tuning else ""
-    return [name for name, measure in plan.study.measures.items() if measure.metric == by]
+def tuning_of(plan: Plan) -> dict[str, Any] | None:
+    """Return the rule, the measures whose metric the rows are tuned by, and the rows that are trained."""
+    rule = plan.size.tuning
+    if rule is None:
+        return None
+    reported = [name for name, measure in plan.study.measures.items() if measure.metric == rule.by]
+    return asdict(rule) | {"reported": reported, "rows": plan.study.tuned_rows}
 
 
 def _from_control(plan: Plan, found: Found) -> dict[str, Any] | None:

@@ -86,21 +86,11 @@ class Assumptions:
         reached = [row for row in fitting if row.at_least <= size] or fitting
         return max(reached, key=lambda row: row.at_least).value
 
-    @property
-    def link(self) -> float:
-        """The share of the bandwidth of links inside a node that large messages reach."""
-        return self.of("link", float("inf"))
-
-    @property
-    def network(self) -> float:
-        """The share of the bandwidth of links between nodes that large messages reach."""
-        return self.of("network", float("inf"))
-
     def __getattr__(self, name: str) -> float:
-        """Return a value that does not depend on a size."""
-        if name in SIZES or name not in (*SECONDS, *SHARES):
+        """Return the value of a kind for large sizes, such as those of large messages."""
+        if name not in (*SECONDS, *SHARES):
             raise AttributeError(name)
-        return self.of(name)
+        return self.of(name, float("inf"))
 
     def changed(self, measured: tuple[Rate, ...]) -> "Assumptions":
         """Return these with the measured rows in their places."""

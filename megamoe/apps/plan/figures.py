@@ -67,6 +67,11 @@ class Figures:
         peaks = self.phase_peaks()
         return max(peaks, key=peaks.__getitem__)
 
+    @property
+    def peak_bytes(self) -> float:
+        """The most that the tensors of a rank take."""
+        return max(self.phase_peaks().values())
+
 
 @dataclass(frozen=True)
 class Models:

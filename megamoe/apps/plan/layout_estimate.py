@@ -48,13 +48,13 @@ SUM_BYTES = 10  # of a parameter in each micro batch: its gradient is added in f
 class Sizes:
     """What all layouts of a model share.
 
-    kinds: of MoE layers. routed: FLOPs of a token in its routed experts of all layers. vocabulary: padded.
-    blocks, after: FLOPs, see `block_flops`.
+    kinds: of MoE layers, each with the mean number of a token's experts. routed: FLOPs of a token in its
+    routed experts of all layers. vocabulary: padded. blocks, after: FLOPs, see `block_flops`.
     """
 
     size: ModelSize
     flops: ModelFlops
-    kinds: tuple["KindSize", ...]
+    kinds: tuple[tuple[LayerKind, float], ...]
     routed: float
     vocabulary: int
     blocks: tuple[float, ...]
@@ -67,30 +67,12 @@ class Sizes:
         if vocab_size is None:
             raise UserError("model.vocab_size: not set; --search needs it")
         padded = padded_vocab_size(vocab_size, config.model.vocab_multiple)
-        sizes = [KindSize(kind, mean_choices(kind.moe)) for kind in kinds(config) if kind.layers]
+        sizes = [(kind, mean_choices(kind.moe)) for kind in kinds(config) if kind.layers]
         blocks, after = block_flops(config, vocab_size)
         flops = model_flops(config, vocab_size)
-        pairs = {number: size.choices for size in sizes for number in size.kind.layers}
+        pairs = {number: choices for kind, choices in sizes for number in kind.layers}
         routed = sum(chosen * flops.by_layer.get(number, flops.pair) for number, chosen in pairs.items())
         return cls(model_size(config, vocab_size), flops, tuple(sizes), routed, padded, tuple(blocks), after)
-
-
-@dataclass(frozen=True)
-class KindSize:
-    """A kind of MoE layers with the mean number of a token's experts."""
-
-    kind: LayerKind
-    choices: float
-
-    @property
-    def layers(self) -> int:
-        """The number of these layers."""
-        return len(self.kind.layers)
-
-    @property
-    def smallest(self) -> int:
-        """The smaller size of the experts' weights."""
-        return min(expert_hidden_size(self.kind.config), expert_ffn_size(self.kind.config))
 
 
 @dataclass(frozen=True)
@@ -102,11 +84,6 @@ class Estimate:
     seconds: float
     bytes: float
     samples: int
-
-    @property
-    def seconds_per_sample(self) -> float:
-        """The time of a sample: layouts are compared by it, as their batches may differ."""
-        return self.seconds / self.samples
 
 
 def _share_of(size: ModelSize, share: float) -> ModelSize:
@@ -178,7 +155,8 @@ def _micro_batch(
     rest = (
         4 / 3 if "block" in modules else 1.0 + SMALL * len(modules & {"norms", "latent_up", "shared_experts"})
     )
-    grouped = ASSUMED.of("grouped", min((each.smallest for each in sizes.kinds), default=0))
+    weights = [size(kind.config) for kind, _ in sizes.kinds for size in (expert_hidden_size, expert_ffn_size)]
+    grouped = ASSUMED.of("grouped", min(weights, default=0))
     seconds = own * sizes.flops.token * rest / (gpu.bf16 * ASSUMED.of("matmul", model.hidden_size))
     seconds += own * load * sizes.routed * again / (gpu.bf16 * grouped)
     whole = replace(config, model=replace(model, recompute="none"), train=replace(config.train, in_flight=1))
@@ -192,29 +170,29 @@ def _micro_batch(
         )
         pairs = 2 * blocks - len(moe_block_numbers(config))
         seconds += rest * pairs * (pair / (gpu.nvlink * ASSUMED.link) + 4 * ASSUMED.collective_s)
-    for size in sizes.kinds if layout.expert_ranks > 1 or layout.tensor > 1 else ():
+    for kind, choices in sizes.kinds if layout.expert_ranks > 1 or layout.tensor > 1 else ():
         traffic = moe_traffic(
             layout,
             sequence=config.parallel.sequence,
             tokens=tokens,
-            pairs=tokens * size.choices * load,
+            pairs=tokens * choices * load,
             hidden_size=model.hidden_size,
-            num_experts=size.kind.moe.num_experts,
+            num_experts=kind.moe.num_experts,
             width=2,
-            row_size=expert_hidden_size(size.kind.config),
-            nodes_of_token=mean_nodes(size.kind.moe, layout.nodes, size.choices),
+            row_size=expert_hidden_size(kind.config),
+            nodes_of_token=mean_nodes(kind.moe, layout.nodes, choices),
             fp8=config.parallel.exchange_dtype == "fp8",
         )
         inside = layout.expert // layout.nodes  # a node, if rows are exchanged by node
         rows = traffic.rows / _bandwidth(inside, layout.expert_tensor, gpu, gpus_per_node, ring=False)
         between = traffic.between / (gpu.network * ASSUMED.network)
         if config.train.in_flight == 2:  # it travels beside what the other micro batch computes
-            seconds -= min(seconds, size.layers * (between if layout.nodes > 1 else rows))
+            seconds -= min(seconds, len(kind.layers) * (between if layout.nodes > 1 else rows))
         rows += between + traffic.pairs / (gpu.network * ASSUMED.network)
         slices = traffic.slices / _bandwidth(layout.expert_tensor, 1, gpu, gpus_per_node, ring=False)
         beside = (traffic.tokens + traffic.scores) / (gpu.nvlink * ASSUMED.link)
         each = rows + slices + beside + 6 * ASSUMED.collective_s + ASSUMED.sync_s
-        seconds += resent * size.layers * each
+        seconds += resent * len(kind.layers) * each
     if layout.context > 1:
         heads = {"query_size": query_size(model), "key_size": key_size(model)}
         exchanged = context_traffic(layout, tokens=tokens, width=2, **heads)

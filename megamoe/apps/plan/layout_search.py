@@ -113,7 +113,10 @@ def search(
     considered = list(variants(config, cluster))
     legal = legal_ones(considered, cluster.ranks)
     usable = cluster.gpu.capacity * (1 - RESERVED)
-    known = [Candidate(each, _estimate(each, cluster, sizes, load)) for each in legal]
+    of_cluster = sizes, cluster.gpu, cluster.gpus_per_node, load
+    known = [
+        Candidate(each, estimate(each, _parallel_plan(each, cluster.ranks), *of_cluster)) for each in legal
+    ]
     near = ordered(known, usable)
     if not near:
         least = min((each.estimate.bytes for each in known), default=0.0)
@@ -241,15 +244,11 @@ def ordered(candidates: list[Candidate], usable: float) -> list[Candidate]:
 
     def key(candidate: Candidate) -> tuple[bool, bool, float, list[str]]:
         large = candidate.estimate.bytes > usable
-        first = candidate.estimate.bytes if large else candidate.estimate.seconds_per_sample
+        by_time = candidate.estimate.seconds / candidate.estimate.samples  # their batches may differ
+        first = candidate.estimate.bytes if large else by_time
         return large, candidate.offloads and not large, first, candidate.overrides
 
     return sorted(near, key=key)
-
-
-def _estimate(config: RunConfig, cluster: Cluster, sizes: Sizes, load: float) -> Estimate:
-    plan = _parallel_plan(config, cluster.ranks)
-    return estimate(config, plan, sizes, cluster.gpu, cluster.gpus_per_node, load)
 
 
 def _parallel_plan(config: RunConfig, ranks: int) -> ParallelPlan:

@@ -96,10 +96,6 @@ class MemoryTimeline:
         """What is allocated and freed from here on belongs to a phase of the step."""
         self._phases.append((len(self._events), name))
 
-    def peak(self) -> Peak:
-        """Since `start`."""
-        return max(self.peaks_by_phase().values(), key=lambda peak: peak.bytes)
-
     def peaks_by_phase(self) -> dict[str, Peak]:
         """Since `start`: the peak within each phase, over all its parts."""
         best: dict[str, tuple[int, int]] = {}  # by phase: bytes, and the number of events until then

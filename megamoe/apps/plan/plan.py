@@ -1,6 +1,7 @@
 """The plan of a run on a cluster that need not exist: memory, traffic and time of a step."""
 
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, Rate
 from megamoe.apps.plan.counter import STAGES, CollectiveTotal
@@ -73,7 +74,7 @@ class Plan:
     @property
     def peak_bytes(self) -> float:
         """The most that the tensors of a rank take."""
-        return self.figures.phase_peaks()[self.figures.peak_phase]
+        return self.figures.peak_bytes
 
     @property
     def usable_bytes(self) -> float:
@@ -105,10 +106,14 @@ class Plan:
         return self.figures.numbers["tokens"] * layout.data / self.step_seconds
 
     @property
+    def _stages(self) -> list[Figures]:
+        """The figures of each pipeline stage, or of the one rank."""
+        return [self.figures] if self.pipeline is None else [each.figures for each in self.pipeline.stages]
+
+    @property
     def utilisation(self) -> float:
         """Model FLOPs over the bf16 peak of the GPU; with stages, their mean."""
-        stages = [self.figures] if self.pipeline is None else [each.figures for each in self.pipeline.stages]
-        flops = sum(each.numbers["model_flops"] for each in stages) / len(stages)
+        flops = fmean(each.numbers["model_flops"] for each in self._stages)
         return flops / (self.step_seconds * self.cluster.gpu.bf16)
 
     @property
@@ -121,8 +126,7 @@ class Plan:
         """Return the time of a step of other than the planned number of micro batches: each takes its two
         passes, with stages those of the slowest one.
         """
-        stages = [self.figures] if self.pipeline is None else [each.figures for each in self.pipeline.stages]
-        passes = max(each.numbers["forward"] + each.numbers["backward"] for each in stages)
+        passes = max(each.numbers["forward"] + each.numbers["backward"] for each in self._stages)
         return self.step_seconds - (self.micro_batches - micro_batches) * passes
 
     @property

@@ -19,12 +19,17 @@ CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, ACTIVATIONS, TEMPORARY)
 
 def page(plan: Plan) -> str:
     """Return the page of `tools/plan.py`."""
-    blocks = (_head, _differences, _stages, _memory, _collectives, _time, _checkpoint, _assumptions)
-    return "\n\n".join("\n".join(lines) for block in blocks if (lines := block(plan)))
+    head, differences = _head(plan), differences_told(plan.config.differences)
+    checkpoint = [f"a checkpoint: {plan.checkpoint_bytes / GB:,.1f} GB"]
+    figures = [_stages(plan), _memory(plan), _collectives(plan), _time(plan)]
+    blocks = filter(None, [head, differences, *figures, checkpoint, _assumptions(plan)])
+    return "\n\n".join(map("\n".join, blocks))
 
 
 def _head(plan: Plan) -> list[str]:
     cluster, layout, numbers = plan.cluster, plan.run.plan.layout, plan.figures.numbers
+    recompute = plan.config.model.recompute
+    recomputed = recompute if isinstance(recompute, str) else ", ".join(recompute) or "none"
     sizes = {"pipeline": layout.pipeline, "context": layout.context}
     parts = "".join(f"{name} {size}, " for name, size in sizes.items() if size > 1)
     return [
@@ -33,21 +38,12 @@ def _head(plan: Plan) -> list[str]:
         f"on {cluster.nodes} x {cluster.gpus_per_node} {cluster.gpu.name}",
         f"{parts}tensor {layout.tensor}, sequence {'on' if plan.config.parallel.sequence else 'off'}, "
         f"expert {layout.expert}, expert_tensor {layout.expert_tensor}, data {layout.data}, "
-        f"ZeRO {plan.run.plan.stage}, {plan.run.plan.precision}, recompute {_recomputed(plan)}",
+        f"ZeRO {plan.run.plan.stage}, {plan.run.plan.precision}, recompute {recomputed}",
         f"{plan.micro_batches} micro batches of {plan.config.train.micro_batch_size} sequences of "
         f"{plan.config.data.sequence_length} tokens a step; "
         f"{numbers['parameters'] / 1e6:,.1f} M parameters on a rank; expert load {plan.load:g}",
         *([] if plan.config.data.mock else [f"data: {plan.run.data_source}"]),
     ]
-
-
-def _recomputed(plan: Plan) -> str:
-    chosen = plan.config.model.recompute
-    return chosen if isinstance(chosen, str) else ", ".join(chosen) or "none"
-
-
-def _differences(plan: Plan) -> list[str]:
-    return differences_told(plan.config.differences)
 
 
 def stage_rows(plan: Plan) -> list[dict[str, Any]]:
@@ -66,7 +62,7 @@ def stage_rows(plan: Plan) -> list[dict[str, Any]]:
             "blocks": [[part.start + 1, part.stop] for part in stage.chunks],
             "parameters": stage.figures.numbers["parameters"],
             "alive": stage.alive,
-            "bytes": stage.peak_bytes,
+            "bytes": stage.figures.peak_bytes,
             "forward": stage.figures.numbers["forward"],
             "backward": stage.figures.numbers["backward"],
             "busy": busy / timeline.total,
@@ -216,10 +212,6 @@ def _time(plan: Plan) -> list[str]:
     grows = f" of {sizes[0]:,} to {sizes[-1]:,} sequences" if len({*sizes}) > 1 else ""
     lines.append(f"  {plan.run.steps:,} steps{grows}: {hours:,.3g} hours, {gpu_hours:,.3g} GPU hours")
     return lines
-
-
-def _checkpoint(plan: Plan) -> list[str]:
-    return [f"a checkpoint: {plan.checkpoint_bytes / GB:,.1f} GB"]
 
 
 def _assumptions(plan: Plan) -> list[str]:

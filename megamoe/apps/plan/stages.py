@@ -48,11 +48,6 @@ class Stage:
         """Their number."""
         return sum(map(len, self.chunks))
 
-    @property
-    def peak_bytes(self) -> float:
-        """The most that the tensors of a rank take."""
-        return self.figures.phase_peaks()[self.figures.peak_phase]
-
     def seconds(self, each: Pass, is_first: bool, is_last: bool) -> float:
         """Return the time of a pass through one chunk.
 
@@ -88,7 +83,7 @@ class Pipeline:
     @property
     def fullest(self) -> Stage:
         """The stage that holds most."""
-        return max(self.stages, key=lambda stage: stage.peak_bytes)
+        return max(self.stages, key=lambda stage: stage.figures.peak_bytes)
 
 
 def plan_stages(

@@ -20,7 +20,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "inputs",
         nargs="*",
         metavar="INPUT",
-        help="text, .jsonl (both also .gz, .zst, .xz), .parquet or .arrow files, folders, globs, and "
+        help="text, .jsonl (both also .gz, .zst, .xz), .parquet files, folders, globs, and "
         "URLs of them such as s3://bucket/*.parquet",
     )
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")

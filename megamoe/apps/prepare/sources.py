@@ -1,6 +1,6 @@
-"""Reading documents: files, folders, globs and URLs of text, JSON lines and tables; Python's library.
+"""Reading documents: files, folders, globs and URLs of text, JSON lines and parquet; Python's library.
 
-Text and JSON lines may end in .gz, .zst or .xz. Tables (parquet, Arrow) are in `tables.py`. Endings are
+Text and JSON lines may end in .gz, .zst or .xz. Parquet is in `tables.py`. Endings are
 compared without regard to case.
 
 Design choices: the order is fixed (as given; sorted within a folder or glob); nothing is skipped
@@ -13,7 +13,6 @@ import glob
 import hashlib
 import io
 import itertools
-import os
 import string
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
@@ -26,19 +25,17 @@ from typing import IO, Any
 from megamoe.apps.prepare import remote
 from megamoe.apps.prepare.decompression import decompressed
 from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Selection, Skipped, check_size
-from megamoe.apps.prepare.tables import ARROW, PARQUET, TableReader, row_groups
+from megamoe.apps.prepare.tables import PARQUET, TableReader, row_groups
 from megamoe.errors import UserError, listed
-from megamoe.io import parse_json, read_json, real
+from megamoe.io import parse_json, real
 from megamoe.object_storage import is_url, without_credentials
 
 COMPRESSED = (".gz", ".zst", ".xz")
-TABLES = (*PARQUET, *ARROW)
 JSON_LINES = (".jsonl", ".ndjson", ".jsonlines")
 # What a folder's files may be, and what else a file may be that is named itself.
-OF_FOLDERS = (*JSON_LINES, ".json", *TABLES, ".txt", ".text")
+OF_FOLDERS = (*JSON_LINES, ".json", PARQUET, ".txt", ".text")
 OF_NAMES = (*OF_FOLDERS, ".md", "")
 CHUNK_BYTES = 1 << 20
-LARGEST_STATE = 1 << 24  # bytes of a saved dataset's list of files
 STDLIB, NAME_MARK = "stdlib", ":"  # a source of the standard library is named stdlib:json/decoder.py
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 
@@ -183,7 +180,7 @@ def _behind_url(item: str) -> list[Source]:
 
 def _divided(source: Source, unit: int | None) -> Iterator[Source]:
     """Yield a source, or a large parquet file by consecutive row groups of at least `unit` bytes together."""
-    if source.kind not in PARQUET:
+    if source.kind != PARQUET:
         yield source
         return
     groups = row_groups(source.location, source.name)
@@ -201,8 +198,6 @@ def _files_of(item: str) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        if (found := _saved_dataset(path)) is not None:
-            return found
         files = (file for file in path.rglob("*") if file.is_file())
         found = [file for file in files if not any(p.startswith(".") for p in file.relative_to(path).parts)]
     elif glob.has_magic(item):
@@ -212,26 +207,6 @@ def _files_of(item: str) -> list[Path]:
     if not found:
         raise UserError(f"input {item!r} holds no files; expected text, .jsonl or .parquet files")
     return sorted(found)
-
-
-def _saved_dataset(folder: Path) -> list[Path] | None:
-    """Return the Arrow files, in order, of a folder that `datasets.save_to_disk` wrote; None for another.
-
-    Raises:
-        UserError: if its list cannot be read, or if it holds several splits.
-    """
-    if (folder / "dataset_dict.json").is_file():
-        splits = listed(sorted(path.name for path in folder.iterdir() if path.is_dir()))
-        raise UserError(f"input {str(folder)!r} is a dataset of several splits; name one of them: {splits}")
-    if not (folder / "state.json").is_file() or not (folder / "dataset_info.json").is_file():
-        return None
-    try:
-        state = read_json(folder / "state.json", LARGEST_STATE)
-        return [folder / os.path.basename(entry["filename"]) for entry in state["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"input {str(folder)!r}: no list of files in state.json; write it by datasets.save_to_disk"
-        ) from error
 
 
 def _standard_library() -> list[Source]:
@@ -251,11 +226,11 @@ def open_source(
     Raises:
         UserError: if it cannot be opened, or if an option of the selection does not fit its kind.
     """
-    if source.kind in TABLES:
+    if source.kind == PARQUET:
         of_source = (source.location, source.name, source.groups, source.size)
         return TableReader(*of_source, selection, advance)
     if selection.ids is not None and source.kind != ".jsonl":
-        raise UserError(f"{source.name}: --ids-column is for parquet, Arrow and JSON lines only")
+        raise UserError(f"{source.name}: --ids-column is for parquet and JSON lines only")
     return _FileReader(source, Tap(source, advance), selection)
 
 

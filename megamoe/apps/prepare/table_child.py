@@ -24,8 +24,6 @@ from megamoe.object_storage import is_url
 
 BUFFER_BYTES = 1 << 20  # of a column that is read
 MOST_SECONDS = 600  # of a processor, for an answer
-STREAM_ENDS = (b"\xff\xff\xff\xff\0\0\0\0", bytes(4))  # the second one before Arrow 0.15
-ARROW_FILE, FILE_START = b"ARROW1", 8  # its mark, at both ends; a stream begins behind the first
 NOTHING = np.zeros(0, dtype=np.int64)
 Answer = tuple[dict[str, Any], np.ndarray, Any]
 
@@ -55,7 +53,7 @@ class Table:
 
     place: its name, for messages, and what is read of it. location: path or URL. column: of the documents,
     which `option` names (--key: texts, --ids-column: token ids); empty: the sizes of row groups are wanted.
-    groups: the first row group of a parquet file and the one after the last; None: an Arrow file, whole.
+    groups: the first row group and the one after the last.
     num_bytes: their size. most_rows: of a batch.
     """
 
@@ -63,7 +61,7 @@ class Table:
     location: str
     column: str = ""
     option: str = ""
-    groups: tuple[int, int] | None = None
+    groups: tuple[int, int] = (0, 0)
     num_bytes: int = 0
     most_rows: int = 1
 
@@ -75,7 +73,7 @@ class Table:
             yield {"error": str(error)}, NOTHING, b""
         except Exception as error:
             text = "it needs too much memory" if isinstance(error, MemoryError) else printable(error)
-            line = f"{self.place}: cannot be read: {text}; expected a complete parquet or Arrow file"
+            line = f"{self.place}: cannot be read: {text}; expected a complete parquet file"
             yield {"error": line}, NOTHING, b""
 
     def _answers(self) -> Iterator[Answer]:
@@ -89,15 +87,14 @@ class Table:
                 sizes = [sum(column.total_compressed_size for column in _columns(group)) for group in groups]
                 yield {"end": [max(0, size) for size in sizes]}, NOTHING, b""
                 return
-            batches = self._arrow(file) if self.groups is None else self._parquet(file, *self.groups)
-            for batch, advance in batches:
+            for batch, advance in self._batches(file, *self.groups):
                 column = batch.column(batch.schema.get_field_index(self.column))
                 yield {"place": self.place, "null": column.null_count, "advance": advance}, NOTHING, b""
                 for sizes_N, data in (_texts if self.option == "--key" else _ids)(column.drop_null()):
                     yield {"place": self.place}, sizes_N, data
         yield {"end": []}, NOTHING, b""
 
-    def _parquet(self, file: Any, first: int, end: int) -> Iterator[tuple[Any, int]]:
+    def _batches(self, file: Any, first: int, end: int) -> Iterator[tuple[Any, int]]:
         """Yield batches and their parts of `num_bytes`."""
         parquet = pyarrow("pyarrow.parquet").ParquetFile(file, buffer_size=BUFFER_BYTES)
         self._check(parquet.schema_arrow)
@@ -107,38 +104,11 @@ class Table:
         for number, group in enumerate(groups, start=first):
             self.place = f"{name}: row group {number}"
             wanted = [each for each in _columns(group) if each.path_in_schema.split(".")[0] == self.column]
-            count = self._count(group.num_rows, sum(each.total_uncompressed_size for each in wanted))
+            num_bytes = max(sum(each.total_uncompressed_size for each in wanted), 1)
+            count = max(1, min(self.most_rows, BATCH_BYTES * group.num_rows // num_bytes))
             for batch in parquet.iter_batches(count, [number], [self.column], use_threads=False):
                 before, done = done, done + batch.num_rows
                 yield batch, self.num_bytes * done // total - self.num_bytes * before // total
-
-    def _arrow(self, file: Any) -> Iterator[tuple[Any, int]]:
-        """Yield the same. A file is read as the stream that it has between its marks."""
-        ipc = pyarrow().ipc
-        is_file = bytes(file.read(len(ARROW_FILE))) == ARROW_FILE
-        expected = ipc.open_file(file).num_record_batches if is_file else None
-        file.seek(FILE_START if is_file else 0)
-        reader = ipc.open_stream(file)
-        self._check(reader.schema)
-        name, number, done, position = self.place, 0, 0, file.tell()
-        self.place = f"{name}: record batch 0"
-        for number, batch in enumerate(reader, start=1):
-            batch = batch.select([self.column])
-            batch.validate(full=True)
-            before, done, position = done, min(file.tell(), self.num_bytes), file.tell()
-            count = self._count(batch.num_rows, batch.nbytes)
-            for first in range(0, batch.num_rows, count):
-                yield batch.slice(first, count), (done - before if first == 0 else 0)
-            self.place = f"{name}: record batch {number}"
-        file.seek(position)
-        if not is_file and file.read(len(STREAM_ENDS[0]) + 1) not in STREAM_ENDS:
-            raise ValueError("the stream does not end with its end mark")
-        if is_file and number != expected:
-            raise ValueError(f"it has {number} record batches, its list {expected}")
-
-    def _count(self, rows: int, num_bytes: int) -> int:
-        """Return the rows of a batch."""
-        return max(1, min(self.most_rows, BATCH_BYTES * rows // max(num_bytes, 1)))
 
     def _check(self, schema: Any) -> None:
         """Raise a UserError if the column is missing, double, or has no documents."""

@@ -1,4 +1,4 @@
-"""Documents in the columns of tables: parquet, and Arrow as `datasets.save_to_disk` writes it.
+"""Documents in the columns of parquet tables.
 
 Needs pyarrow (the extra `parquet`), which reads in another process (`table_child.py`), for a damaged file can
 crash it. That process is kept for the next table. Row groups of parquet are the units that large files are
@@ -22,7 +22,7 @@ import numpy as np
 from megamoe.apps.prepare.documents import Document, Selection, Skipped, check_size
 from megamoe.errors import UserError
 
-PARQUET, ARROW = (".parquet",), (".arrow",)
+PARQUET = ".parquet"
 BATCH_BYTES = 1 << 20
 MOST_ROWS = 1024  # of a batch
 LARGEST_PROCESS = 1 << 33  # bytes: a text of a GiB is there several times
@@ -41,7 +41,7 @@ def pyarrow(module: str = "pyarrow") -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError("parquet and Arrow files need pyarrow; pip install 'megamoe[parquet]'") from None
+        raise UserError("parquet files need pyarrow; pip install 'megamoe[parquet]'") from None
 
 
 def row_groups(location: str, name: str) -> list[int]:
@@ -132,8 +132,8 @@ def _answers(request: dict[str, Any]) -> Generator[Answer, None, None]:
         process.kill()
         ended = signal.Signals(-process.wait()).name if process.wait() < 0 else f"code {process.wait()}"
         raise UserError(
-            f"{request['place']}: cannot be read: pyarrow ended with {ended}; expected a complete parquet or "
-            "Arrow file, which fits in memory"
+            f"{request['place']}: cannot be read: pyarrow ended with {ended}; expected a complete parquet "
+            "file, which fits in memory"
         ) from error
     finally:
         if is_done:

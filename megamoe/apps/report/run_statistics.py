@@ -1,7 +1,6 @@
 """Summary statistics of a run, computed from its metrics, and the table that compares runs."""
 
 import math
-import stat
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -107,10 +106,8 @@ def read_run(folder: Path) -> Run:
         UserError: if the folder or its metrics are missing or cannot be read.
     """
     try:
-        is_folder = stat.S_ISDIR(folder.stat().st_mode)
-    except FileNotFoundError:
-        is_folder = False
-    except (OSError, ValueError) as error:
+        is_folder = folder.is_dir()
+    except OSError as error:
         raise UserError(f"{folder}: cannot be read ({reason(error)}); name a run's folder") from None
     if not is_folder:
         raise UserError(f"{folder}: no such run folder; expected the folder of a run, such as runs/<name>")

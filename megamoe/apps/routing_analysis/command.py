@@ -10,6 +10,8 @@ The model runs over a validation set, the run's own by default, and some of its 
 """
 
 import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -28,28 +30,29 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
-    parser.add_argument(
+    add = parser.add_argument
+    add(
         "inputs",
         nargs="+",
         metavar="PATH | section.key=value",
         help="step_* folders or runs' folders, and overrides of the saved YAML",
     )
-    parser.add_argument(
+    add(
         "--analyses",
         default="",
         metavar="A,B,...",
         help="collapse, required, positive, load, tokens, map, fluctuation; default: those that suit the "
         "checkpoints",
     )
-    parser.add_argument("--data", metavar="NAME=PREFIX", help="prepared data, instead of the run's")
-    parser.add_argument("--set", metavar="NAME", help="which validation set; default: the first")
-    parser.add_argument("--samples", type=int, help="sequences; default: as many as in training")
-    parser.add_argument("--tokens", type=int, default=4096, help="kept one by one; default: %(default)s")
-    parser.add_argument("--layers", default="", metavar="N,M,...", help="default: all MoE layers")
-    parser.add_argument("--threshold", type=float, action="append", help="of `required`; default: 0.9")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
-    parser.add_argument("--output", type=Path, help="default: the folder routing/ in the first one's run")
-    parser.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    add("--data", metavar="NAME=PREFIX", help="prepared data, instead of the run's")
+    add("--set", metavar="NAME", help="which validation set; default: the first")
+    add("--samples", type=int, help="sequences; default: as many as in training")
+    add("--tokens", type=int, default=4096, help="kept one by one; default: %(default)s")
+    add("--layers", default="", metavar="N,M,...", help="default: all MoE layers")
+    add("--threshold", type=float, action="append", help="of `required`; default: 0.9")
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
+    add("--output", type=Path, help="default: the folder routing/ in the first one's run")
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
     return parser
 
 
@@ -70,29 +73,25 @@ def _analyze(parsed: argparse.Namespace) -> None:
     with session(overrides, parsed.precision) as ranks:
         is_first = ranks.world.is_first
         if is_first and parsed.output:
-            _make(parsed.output)  # what cannot be written must not cost a long evaluation first
+            with _made(parsed.output):  # what cannot be written must not cost a long evaluation first
+                pass
         results = study(ranks, paths, options, report=print if is_first else lambda line: None)
         if is_first:
             folder = parsed.output or _default_folder(Path(results["checkpoints"][0]["path"]))
-            _make(folder)
-            for line in summary_lines(results):
-                print(line)
-            try:
-                written = write_study(folder, results)
-            except OSError as error:
-                raise _unwritable(folder, error) from None
-            print(f"{len(written)} files in {folder}")
+            print("\n".join(summary_lines(results)))
+            with _made(folder):
+                print(f"{len(write_study(folder, results))} files in {folder}")
 
 
-def _make(folder: Path) -> None:
+@contextmanager
+def _made(folder: Path) -> Iterator[None]:
+    """Make a folder to write in; raise a UserError where that, or the block, fails."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        yield
     except OSError as error:
-        raise _unwritable(folder, error) from None
-
-
-def _unwritable(folder: Path, error: OSError) -> UserError:
-    return UserError(f"--output: {folder} cannot be written: {error.strerror}; name another folder")
+        told = f"--output: {folder} cannot be written: {error.strerror}; name another folder"
+        raise UserError(told) from None
 
 
 def _is_path(text: str) -> bool:

@@ -9,7 +9,6 @@ import torch
 from safetensors.torch import load_file
 
 from megamoe.apps.checkpoints import stream, verify
-from megamoe.apps.checkpoints import stream as consolidate_module
 from megamoe.apps.checkpoints.stream import consolidate
 from megamoe.checkpoint.format.files import SUMS, sha256
 from megamoe.errors import UserError
@@ -49,16 +48,11 @@ def test_whole_weights_in_one_file(source: Path, tmp_path: Path) -> None:
 
 
 def test_weights_are_rounded_and_buffers_are_not(source: Path, tmp_path: Path) -> None:
-    consolidate(source, tmp_path / "out", dtype="bf16", optimizer=True)
+    consolidate(source, tmp_path / "out", dtype="bf16")
     found = load_file(tmp_path / "out" / "model.safetensors")
     for name, tensor in WEIGHTS.items():
         expected = tensor.bfloat16() if name in checkpoint.SHARDINGS else tensor
         assert torch.equal(found[name], expected) and found[name].dtype == expected.dtype
-    state = load_file(tmp_path / "out" / "optimizer.safetensors")
-    expected_names = {n for n in checkpoint.tensors() if n.startswith(("exp_avg/", "exp_avg_sq/", "step/"))}
-    assert state.keys() == expected_names
-    for name in expected_names:
-        assert torch.equal(state[name], checkpoint.tensors()[name])
 
 
 def assert_refused(source: Path, out: Path) -> None:
@@ -87,7 +81,7 @@ def test_what_fails_half_way_leaves_nothing(
     def fail(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(consolidate_module, "write_line", fail)
+    monkeypatch.setattr(stream, "write_line", fail)
     with pytest.raises(OSError):
         consolidate(source, tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == [source.name]

@@ -18,7 +18,7 @@ from megamoe.apps.lab.checks import rows_that_cannot_run
 from megamoe.apps.lab.measures import _taken, consistency, lowest_by, spikes
 from megamoe.apps.lab.page import _tuning
 from megamoe.apps.lab.plan import load_plan
-from megamoe.apps.lab.results import tuned_by
+from megamoe.apps.lab.results import tuning_of
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.study import Measure, load_study
 from megamoe.apps.lab.tasks import Task, study_tasks, tuning_tasks
@@ -74,14 +74,6 @@ def written(folder: Path, **changes: Any) -> Path:
     (folder / "task.yaml").write_text("{name: labels, kind: classification, train: a.tsv, test: {en: b.tsv}}")
     (folder / "study.yaml").write_text(yaml.safe_dump(STUDY | changes, sort_keys=False))
     return folder / "study.yaml"
-
-
-def of_size(**keys: Any) -> dict[str, Any]:
-    return {"sizes": {"smoke": {"seeds": [1], "time": "x", **keys}}}
-
-
-def swept(key: str, values: list[Any]) -> dict[str, Any]:
-    return {"stages": {"swept": {"evaluate": {"sweep": {key: values}}}}}
 
 
 @pytest.mark.full
@@ -236,74 +228,52 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
     assert "holds no study" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"measures": {"loss": {}}}, "measures.loss: expected one of metric, fact, and stage"),
-        (
-            {"measures": {"loss": {"stage": "nowhere", "path": "a"}}},
-            ".stage: found 'nowhere', expected routing",
-        ),
-        (
-            {"measures": {"loss": {"stage": "routing"}}},
-            "measures.loss: a stage needs one of path, metric, and consistency",
-        ),
-        (
-            {"stages": {"routing": {"rows": ["three"], "analyze": {"analyses": ["load"]}}}},
-            "stages.routing.rows: found 'three', expected one, two, two_again",
-        ),
-        ({"stages": {"routing": {}}}, "stages.routing: found nothing, expected one of evaluate, finetune"),
-        (
-            {"claims": [{"text": "x", "test": "loss(one) < loss(three)"}]},
-            "claims[0].test: row: found 'three', expected",
-        ),
-        (
-            {"measures": {"loss": {"stage": "routing", "consistency": 100}}},
-            "measures.loss: stage 'routing' does not fine-tune",
-        ),
-        (
-            {"measures": {"loss": {"metric": "val/lm_loss", "consistency": 100}}},
-            "measures.loss: consistency needs a stage, and take: first or last",
-        ),
-        (
-            {"curves": {"ic": {"stage": "routing", "consistency": 100}}},
-            "curves.ic: expected metric, or consistency and a stage that fine-tunes",
-        ),
-        ({"rows": {"One": {}}}, "rows.One"),
-        ({"rows": {"one": {"set": {"moe": {"experts": 3}}}}}, "row one: moe: unknown key 'experts'"),
-        ({"sizes": {"cpu": {"seeds": [1], "time": "x"}}}, "--size: "),
-        ({"colour": "red"}, "unknown key 'colour'"),
-        (
-            {"set": {"name": "../x"}},
-            "set.name: the lab sets name: a run has the name of its row; leave it out",
-        ),
-        (of_size(tuning={"key": "seed", "values": [1, 2]}), "sizes.smoke.tuning.key: the lab sets seed"),
-        (of_size(tuning={"key": "a", "values": []}), "sizes.smoke.tuning.values: expected"),
-        (of_size(seeds=[1, 1]), "sizes.smoke.seeds: found [1, 1], expected each once"),
-        (swept("moe.experts", [1]), "stages.swept.evaluate.sweep: row one: command line: moe: unknown key"),
-        (swept("optimizer.lr", [1]), "stages.swept.evaluate.sweep: optimizer.lr changes no evaluation"),
-        (
-            {"stages": {"tuned": {"finetune": {"task": "task.yaml", "set": {"colour": 1}}}}},
-            "stages.tuned.finetune: row one: ",
-        ),
-        (
-            {"rows": {"one": {"base": "run.yaml", "finetune": {"epochs": 1}}}},
-            "rows.one.finetune: no stage fine-tunes this row; leave it out",
-        ),
-        ({"claims": [{"text": "x", "test": "loss(one) / 0 < 1"}]}, "claims[0].test: 'loss(one) / 0"),
-        (
-            {"rows": {"one": {"base": "run.yaml", "set": {"model": {"num_attention_heads": 3}}}}},
-            "row one: model.hidden_size: 16 does not divide by model.num_attention_heads 3",
-        ),
-    ],
-)
-def test_mistakes_in_one_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, Any], message: str
-) -> None:
-    path = written(tmp_path, **({"claims": [], "measures": {"loss": {"metric": "val/lm_loss"}}} | changes))
+# What is changed of a study of one measure `loss`, in YAML, and what the line of its mistake says.
+MISTAKES = """
+measures: {loss: {}} => measures.loss: expected one of metric, fact, and stage
+measures: {loss: {stage: nowhere, path: a}} => .stage: found 'nowhere', expected routing
+measures: {loss: {stage: routing}} => measures.loss: a stage needs one of path, metric, and consistency
+measures: {loss: {stage: routing, consistency: 100}} => measures.loss: stage 'routing' does not fine-tune
+measures: {loss: {metric: x, consistency: 9}} => loss: consistency needs a stage, and take: first or last
+curves: {ic: {stage: routing, consistency: 9}} => curves.ic: expected metric, or consistency and a stage that
+stages: {routing: {rows: [three], analyze: {analyses: [load]}}} => stages.routing.rows: found 'three', expected one, two
+stages: {routing: {}} => stages.routing: found nothing, expected one of evaluate, finetune
+stages: {tuned: {finetune: {task: task.yaml, set: {colour: 1}}}} => stages.tuned.finetune: row one:
+stages: {swept: {evaluate: {sweep: {moe.experts: [1]}}}} => stages.swept.evaluate.sweep: row one: command line: moe: unknown
+stages: {swept: {evaluate: {sweep: {optimizer.lr: [1]}}}} => swept.evaluate.sweep: optimizer.lr changes no evaluation
+claims: [{text: x, test: loss(one) < loss(three)}] => claims[0].test: row: found 'three', expected
+claims: [{text: x, test: loss(one) / 0 < 1}] => claims[0].test: 'loss(one) / 0
+rows: {One: {}} => rows.One
+rows: {one: {set: {moe: {experts: 3}}}} => row one: moe: unknown key 'experts'
+rows: {one: {base: run.yaml, finetune: {epochs: 1}}} => rows.one.finetune: no stage fine-tunes this row; leave it out
+rows: {one: {base: run.yaml, set: {model: {num_attention_heads: 3}}}} => row one: model.hidden_size: 16 does not divide by
+rows: {one: {base: run.yaml, set: {moe: 5}}} => row one: moe:
+rows: {one: {base: run.yaml, set: {data: [1]}}} => row one: data:
+rows: {one: {base: run.yaml, set: {data: {mock: false, sources: 5}}}} => row one: data.sources:
+rows: {one: {base: run.yaml, set: {data: {mock: false, sources: [5]}}}} => row one: data.sources
+rows: {one: {base: run.yaml, set: {data: {mock: false, sources: [LONG/x]}}}} => row one: data.sources
+set: {name: ../x} => set.name: the lab sets name: a run has the name of its row; leave it out
+sizes: {cpu: {seeds: [1], time: x}} => --size:
+sizes: {smoke: {seeds: [1], time: x, tuning: {key: seed, values: [1, 2]}}} => sizes.smoke.tuning.key: the lab sets seed
+sizes: {smoke: {seeds: [1], time: x, tuning: {key: a, values: []}}} => sizes.smoke.tuning.values: expected
+sizes: {smoke: {seeds: [1, 1], time: x}} => sizes.smoke.seeds: found [1, 1], expected each once
+sizes: {smoke: {seeds: [1], time: x, scale: {moe.num_expert: 2}}} => smoke.scale: no row has a number at 'moe.num_expert'
+sizes: {smoke: {seeds: [1], time: x, scale: {data.mock: 2}}} => data.mock of row one is True, expected a number
+control: three => control: found 'three', expected one, two, two_again
+compare: [loss] => compare: needs control
+{control: two, compare: [size]} => compare: found 'size', expected loss
+colour: red => unknown key 'colour'
+"""  # noqa: E501
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
+def test_mistakes_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str) -> None:
+    changes, _, message = mistake.replace("LONG", "x" * 5000).partition(" =>")
+    usual = {"claims": [], "measures": {"loss": {"metric": "val/lm_loss"}}}
+    path = written(tmp_path, **(usual | yaml.safe_load(changes)))
     assert call("lab", [str(path), "--output", str(tmp_path / "lab")]) == 2
     told = capsys.readouterr().err
-    assert message in told and told.startswith("error: ") and told.count("\n") == 1
+    assert message.strip() in told and told.startswith("error: ") and told.count("\n") == 1
 
 
 @pytest.mark.parametrize(
@@ -325,7 +295,7 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
         assert plan.claims
         assert any(measure.fact == "flops_per_token" for measure in plan.study.measures.values())
         # What is tuned by is not reported, but for the validation loss over the steps of Xie 2022, figure 4.
-        assert set(tuned_by(plan)) <= {"overfitting"}
+        assert set((tuning_of(plan) or {}).get("reported", ())) <= {"overfitting"}
         for row, tree in plan.configs.items():
             config = configure(merge(tree, {}), [])
             assert not [*section_problems(config, plan.size.ranks, None)], (size, row)

@@ -11,7 +11,6 @@ from megamoe.apps.lab.command import _slots
 from megamoe.apps.lab.plan import load_plan
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.tasks import Task, Tasks, study_tasks, tuning_tasks
-from megamoe.cli import call
 from megamoe.errors import UserError
 from tests.apps.lab.test_lab import written
 from tests.support.tiny import ROOT
@@ -162,32 +161,6 @@ def test_factors_of_a_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "scale", "message"),
-    [
-        ({}, {"moe.num_expert": 2}, "sizes.smoke.scale: no row has a number at 'moe.num_expert'; leave it"),
-        ({}, {"data.mock": 2}, "sizes.smoke.scale: data.mock of row one is True, expected a number"),
-        ({"moe": 5}, {}, "row one: moe: "),
-        ({"data": [1]}, {}, "row one: data: "),
-        ({"data": {"mock": False, "sources": 5}}, {}, "row one: data.sources: "),
-        ({"data": {"mock": False, "sources": [5]}}, {}, "row one: data.sources"),
-        ({"data": {"mock": False, "sources": ["x" * 5000 + "/x"]}}, {}, "row one: data.sources"),
-    ],
-)  # fmt: skip
-def test_mistakes_of_scale_and_data(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    settings: dict[str, Any],
-    scale: dict[str, int],
-    message: str,
-) -> None:
-    sizes = {"smoke": {"seeds": [1], "time": "seconds", "scale": scale}}
-    path = written(tmp_path, rows={"one": {"base": "run.yaml", "set": settings}}, sizes=sizes, claims=[])
-    assert call("lab", [str(path), "--output", str(tmp_path / "lab")]) == 2
-    told = capsys.readouterr().err
-    assert message in told and told.startswith("error: ") and told.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     ("visible", "ranks", "workers", "slots"),
     [
         (None, 1, None, ["0", "1", "2", "3"]),
@@ -218,17 +191,3 @@ def test_threads_share_the_cores_that_the_lab_may_use(
     assert Runner(tmp_path, [None] * 5, print, ranks=4).threads == 1
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert _slots(4, None) == [None] * 3 and _slots(16, None) == [None]
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"control": "three"}, "control: found 'three', expected one, two, two_again"),
-        ({"compare": ["loss"]}, "compare: needs control"),
-        ({"control": "two", "compare": ["size"]}, "compare: found 'size', expected loss"),
-    ],
-)
-def test_mistakes_of_remarks_and_control(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message) as raised:
-        load_plan(written(tmp_path, **changes), "smoke", None, [])
-    assert "\n" not in str(raised.value)

@@ -8,11 +8,11 @@ import pytest
 
 from megamoe.apps.plan import layout_search
 from megamoe.apps.plan.hardware import GPUS
-from megamoe.apps.plan.layout_estimate import Estimate, Sizes
+from megamoe.apps.plan.layout_estimate import Estimate, Sizes, estimate
 from megamoe.apps.plan.layout_search import (
     Candidate,
     SearchResult,
-    _estimate,
+    _parallel_plan,
     legal_ones,
     ordered,
     table,
@@ -98,7 +98,11 @@ def test_layouts_of_different_batches_are_ordered_by_the_time_of_a_sample() -> N
     """Where the global batch is not set, a smaller batch has a shorter step, and often fewer tokens/s."""
     config = load_config(None, [*MODEL, "train.global_batch_size=null"])
     sizes = Sizes.of(config)
-    known = [Candidate(each, _estimate(each, CLUSTER, sizes, 1.0)) for each in variants(config, CLUSTER)]
+    of_cluster = sizes, CLUSTER.gpu, CLUSTER.gpus_per_node, 1.0
+    known = [
+        Candidate(each, estimate(each, _parallel_plan(each, CLUSTER.ranks), *of_cluster))
+        for each in variants(config, CLUSTER)
+    ]
     for candidate in known:
         parallel = candidate.config.parallel
         ranks = CLUSTER.ranks // (parallel.tensor * parallel.pipeline * parallel.context)

@@ -70,7 +70,7 @@ def test_a_stage_holds_the_micro_batches_that_are_alive() -> None:
     held = [stage.figures.peaks["forward", ACTIVATIONS] for stage in found.stages]
     assert held == [4 * 1 * KEPT, 3 * 2 * KEPT, 2 * 4 * KEPT, 1 * 1 * KEPT]
     assert found.fullest.number == 2
-    assert found.fullest.peak_bytes == 8 * KEPT + 4 * WEIGHTS
+    assert found.fullest.figures.peak_bytes == 8 * KEPT + 4 * WEIGHTS
 
 
 def test_the_embedding_and_the_loss_are_of_the_outer_chunks() -> None:

@@ -19,7 +19,6 @@ from megamoe.errors import LONGEST_LINE, UserError
 pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 parquet = pytest.importorskip("pyarrow.parquet")
 PACK: dict[str, Any] = {"gz": gzip.compress, "zst": zstandard.compress, "xz": lzma.compress}
-MARK = b"\xff\xff\xff\xff"  # of a message of Arrow
 
 
 def refused(folder: Path, *inputs: Path, **options: Any) -> str:
@@ -38,26 +37,16 @@ def prepared(folder: Path, *inputs: Path, **options: Any) -> int:
 
 def written(folder: Path, kind: str, texts: list[str]) -> Path:
     """Write texts to a file of a kind, and return its path."""
-    endings = {"dictionary": "parquet", "file": "arrow", **{packed: f"jsonl.{packed}" for packed in PACK}}
+    endings = {packed: f"jsonl.{packed}" for packed in PACK}
     path = folder / f"in.{endings.get(kind, kind)}"
-    table = pyarrow.table({"text": texts, "n": list(range(len(texts)))})
-    if kind == "dictionary":
-        table = table.set_column(0, "text", table["text"].dictionary_encode())
-    if path.suffix == ".parquet":
-        parquet.write_table(table, path, row_group_size=20)
-    elif path.suffix == ".arrow":
-        arrow(table, path, pyarrow.ipc.new_file if kind == "file" else pyarrow.ipc.new_stream)
+    if kind == "parquet":
+        parquet.write_table(pyarrow.table({"text": texts}), path, row_group_size=20)
     elif kind == "txt":
         path.write_bytes(texts[0].encode())
     else:
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         path.write_bytes(PACK.get(kind, bytes)(lines.encode()))
     return path
-
-
-def arrow(table: Any, path: Path, new: Any = pyarrow.ipc.new_stream) -> None:
-    with new(str(path), table.schema) as writer:
-        writer.write_table(table, max_chunksize=20)
 
 
 def test_a_crash_of_the_library_is_one_line_and_the_next_file_is_read(
@@ -73,53 +62,26 @@ def test_a_crash_of_the_library_is_one_line_and_the_next_file_is_read(
     assert prepared(tmp_path, path) == 60
 
 
-@pytest.mark.parametrize("damage", ["half", "cut", "no mark", "two streams", "rows", "footer"])
-def test_arrow_that_is_not_whole(tmp_path: Path, damage: str) -> None:
-    path = written(tmp_path, "file" if damage == "footer" else "arrow", ["text"] * 60)
-    whole = path.read_bytes()
-    *_, last, _ = whole.split(MARK)  # schema, three batches, end
-    twenty, ten = (number.to_bytes(8, "little") for number in (20, 10))
-    batch = whole.index(MARK, whole.index(MARK) + 1)  # the first one, which the footer lists, with the number
-    number = whole.rfind((3).to_bytes(4, "little") + batch.to_bytes(8, "little"))
-    content = {
-        "half": whole[: len(whole) // 2],
-        "cut": whole[: whole.rindex(last) - 4],
-        "no mark": whole[:-8],
-        "two streams": whole * 2,
-        "rows": whole.replace(twenty, ten, 1),
-        "footer": whole[:number] + b"\2" + whole[number + 1 :],
-    }[damage]
-    assert content != whole and prepared(tmp_path, path, overwrite=True) == 60
-    for file in tmp_path.glob("output*"):
-        file.unlink()
-    path.write_bytes(content)
-    assert "in.arrow" in refused(tmp_path, path)
-
-
 def test_columns_of_one_name(tmp_path: Path) -> None:
     double = pyarrow.table([["a"], ["b"], ["c"]], names=["text", "text", "\x1b[31m" + "x" * 5000])
     parquet.write_table(double, tmp_path / "in.parquet")
-    arrow(double, tmp_path / "in.arrow")
-    for name in ("in.parquet", "in.arrow"):
-        line = refused(tmp_path, tmp_path / name)
-        assert f"{name}: 2 columns 'text'" in line and r"\x1b[31mxxx" in line
+    line = refused(tmp_path, tmp_path / "in.parquet")
+    assert "in.parquet: 2 columns 'text'" in line and r"\x1b[31mxxx" in line
 
 
 def test_a_dictionary_bomb_takes_bounded_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """1,000 rows of a MiB each in small files: a gigabyte if they were unpacked at once."""
+    """1,000 rows of a MiB each in a small file: a gigabyte if they were unpacked at once."""
     words = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 1000, "int32"), ["x" * (1 << 20)])
     table = pyarrow.table({"text": words})
-    arrow(table, tmp_path / "in.arrow")
     options = {"dictionary_pagesize_limit": 1 << 30, "store_schema": False, "write_statistics": False}
     parquet.write_table(table, tmp_path / "in.parquet", **options)
     monkeypatch.setattr(tables, "_idle", [])
     monkeypatch.setattr(tables, "LARGEST_PROCESS", 1 << 29)
     line = refused(tmp_path, tmp_path / "in.parquet", max_documents=3)
     assert "in.parquet: row group 0: cannot be read: it needs too much memory" in line
-    assert prepared(tmp_path, tmp_path / "in.arrow", max_documents=3) == 3
 
 
-@pytest.mark.parametrize("kind", ["txt", "jsonl", "gz", "zst", "xz", "parquet", "arrow"])
+@pytest.mark.parametrize("kind", ["txt", "jsonl", "gz", "zst", "xz", "parquet"])
 def test_texts_that_are_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     for module in ("documents", "sources"):
         monkeypatch.setattr(f"megamoe.apps.prepare.{module}.LARGEST_DOCUMENT", 1000)
@@ -159,7 +121,7 @@ def test_names_reach_the_terminal_as_one_short_line(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("kind", ["parquet", "dictionary", "arrow", "file", "xz", "zst", "gz"])
+@pytest.mark.parametrize("kind", ["parquet", "xz", "zst", "gz"])
 def test_damaged_bytes_are_read_or_one_line(tmp_path: Path, kind: str) -> None:
     """A flipped bit, or a cut file: every outcome but a traceback or a crash of this process."""
     path = written(tmp_path, kind, [f"text {n} " * 5 for n in range(60)])

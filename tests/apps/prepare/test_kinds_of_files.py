@@ -4,21 +4,16 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.apps.prepare.prepare import Preparation, prepare
-from megamoe.data.card import DataCard
 from megamoe.errors import UserError
+from tests.support.data.sources import prepared
 
 LINES = b'{"text": "a"}\n{"text": "b"}\n'
-
-
-def run(output: Path, *inputs: Path, **options: object) -> DataCard:
-    return prepare(Preparation(str(output), [str(path) for path in inputs], progress=False, **options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["x.ndjson", "X.JSONL", "x.JsonLines"])
 def test_json_lines_by_any_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(LINES)
-    card = run(tmp_path / "out", tmp_path / name)
+    card = prepared(tmp_path / "out", tmp_path / name)
     assert (card.documents, card.text_bytes) == (2, 2)
 
 
@@ -29,23 +24,23 @@ def test_unknown_endings(tmp_path: Path) -> None:
         (clone / name).write_text("# A")
     (clone / "part.JSONL").write_bytes(LINES)
     with pytest.raises(UserError, match=r"3 files with unknown endings .*README\.md.*--other-files text"):
-        run(tmp_path / "out", clone)
+        prepared(tmp_path / "out", clone)
     with pytest.raises(UserError, match=r"1 files with unknown endings .*code\.py"):
-        run(tmp_path / "out", clone / "code.py")
+        prepared(tmp_path / "out", clone / "code.py")
     assert not list(tmp_path.glob("*out*"))
-    assert run(tmp_path / "text", clone, other_files="text").documents == 5
+    assert prepared(tmp_path / "text", clone, other_files="text").documents == 5
     # Named itself, also by a glob, plain text without an ending or with .md is text.
-    assert run(tmp_path / "named", clone / "*.md", clone / "LICENSE").documents == 2
+    assert prepared(tmp_path / "named", clone / "*.md", clone / "LICENSE").documents == 2
 
 
 def test_null_and_bad_lines(tmp_path: Path) -> None:
     bad = [b"{", b'{"other": 1}', b'{"text": 1}', b'{"text": "\\ud800"}', b'{"text": "\xff"}']
     (tmp_path / "in.jsonl").write_bytes(b'{"text": null}\n' + LINES)
-    card = run(tmp_path / "null", tmp_path / "in.jsonl")
+    card = prepared(tmp_path / "null", tmp_path / "in.jsonl")
     assert (card.documents, card.skipped) == (2, {"null": 1})
     with (tmp_path / "in.jsonl").open("ab") as file:
         file.write(b"\n".join(bad) + b"\n" + LINES)
     with pytest.raises(UserError, match=r"in\.jsonl:4: not JSON: .*--bad-lines skip"):
-        run(tmp_path / "out", tmp_path / "in.jsonl")
-    card = run(tmp_path / "skip", tmp_path / "in.jsonl", bad_lines="skip")
+        prepared(tmp_path / "out", tmp_path / "in.jsonl")
+    card = prepared(tmp_path / "skip", tmp_path / "in.jsonl", bad_lines="skip")
     assert (card.documents, card.skipped["bad line"]) == (4, len(bad))

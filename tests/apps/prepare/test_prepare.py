@@ -27,30 +27,14 @@ from megamoe.apps.prepare import command as prepare_data
 from megamoe.apps.prepare import prepare as prepare_module
 from megamoe.apps.prepare import write as write_module
 from megamoe.apps.prepare.prepare import Preparation, prepare
-from megamoe.data.card import DataCard, check_files, load_card
+from megamoe.data.card import check_files, load_card
 from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
+from tests.support.data.sources import documents_of, prepared
 
 ROOT = Path(__file__).resolve().parents[3]
 EOD = 256
 TEXT = "to be or not to be " * 50
-
-
-def run(output: Path, *inputs: Path | str, **options: object) -> DataCard:
-    return prepare(Preparation(str(output), [str(path) for path in inputs], progress=False, **options))  # type: ignore[arg-type]
-
-
-def documents_of(output: Path) -> list[str]:
-    """Each document without its end; the end is checked."""
-    indexed = IndexedDataset(str(output))
-    bounds = indexed.document_indices
-    assert bounds.tolist() == list(range(len(indexed) + 1))
-    texts = []
-    for number in range(len(indexed)):
-        tokens = indexed[number]
-        assert tokens[-1] == EOD and EOD not in tokens[:-1]
-        texts.append(bytes(tokens[:-1].astype(np.uint8)).decode())
-    return texts
 
 
 def json_lines(*texts: str, key: str = "text") -> bytes:
@@ -61,14 +45,14 @@ def test_folder_is_read_in_sorted_order_one_document_a_file(tmp_path: Path) -> N
     (tmp_path / "in" / "sub").mkdir(parents=True)
     for name, text in {"b.txt": "bé\r\n", "sub/a.txt": "deep", "a.txt": "first", ".hidden": "no"}.items():
         (tmp_path / "in" / name).write_bytes(text.encode())
-    run(tmp_path / "out", tmp_path / "in")
+    prepared(tmp_path / "out", tmp_path / "in")
     assert documents_of(tmp_path / "out") == ["first", "bé\r\n", "deep"]
 
 
 def test_files_keep_the_order_given_and_globs_are_sorted(tmp_path: Path) -> None:
     for name in ("z.txt", "b.md", "a.md"):
         (tmp_path / name).write_text(name)
-    run(tmp_path / "out", tmp_path / "z.txt", tmp_path / "*.md")
+    prepared(tmp_path / "out", tmp_path / "z.txt", tmp_path / "*.md")
     assert documents_of(tmp_path / "out") == ["z.txt", "a.md", "b.md"]
 
 
@@ -84,7 +68,7 @@ def test_files_keep_the_order_given_and_globs_are_sorted(tmp_path: Path) -> None
 def test_json_lines(tmp_path: Path, ending: str, compress: Callable[[bytes], bytes]) -> None:
     path = tmp_path / f"in{ending}"
     path.write_bytes(compress(json_lines("one", "", "two\nlines", "  ") + b"\n" + json_lines("three")))
-    card = run(tmp_path / "out", path)
+    card = prepared(tmp_path / "out", path)
     assert documents_of(tmp_path / "out") == ["one", "two\nlines", "three"]
     assert (card.documents, card.empty_documents) == (3, 2)
     assert card.sources[0].sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
@@ -93,12 +77,12 @@ def test_json_lines(tmp_path: Path, ending: str, compress: Callable[[bytes], byt
 def test_key_and_compressed_text(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(json_lines("here", key="body"))
     (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"zipped", mtime=0))
-    run(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.txt.gz", key="body")
+    prepared(tmp_path / "out", tmp_path / "a.jsonl", tmp_path / "b.txt.gz", key="body")
     assert documents_of(tmp_path / "out") == ["here", "zipped"]
 
 
 def test_standard_library_without_tests_and_installed_packages(tmp_path: Path) -> None:
-    card = run(tmp_path / "out", stdlib=True, max_documents=40)
+    card = prepared(tmp_path / "out", stdlib=True, max_documents=40)
     names = [source.name for source in card.sources]
     assert names == sorted(names) and names[0] == "stdlib:__future__.py"
     everything = [source.name for source in prepare_module.find_sources([], stdlib=True)]
@@ -110,7 +94,7 @@ def test_standard_library_without_tests_and_installed_packages(tmp_path: Path) -
 def test_card(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("né")
     (tmp_path / "b.jsonl").write_bytes(json_lines("xyz", "", "w"))
-    returned = run(tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.jsonl")
+    returned = prepared(tmp_path / "out", tmp_path / "a.txt", tmp_path / "b.jsonl")
     card = load_card(str(tmp_path / "out"))
     assert card == returned and card is not None
     # né is 3 bytes, xyz 3, w 1; each document has one token more.
@@ -129,7 +113,7 @@ def test_card(tmp_path: Path) -> None:
 def test_counts_of_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 1)  # the batches' counts add up
     (tmp_path / "in.jsonl").write_bytes(json_lines("abca", "cab", "z"))
-    card = run(tmp_path / "out", tmp_path / "in.jsonl")
+    card = prepared(tmp_path / "out", tmp_path / "in.jsonl")
     counts_V = np.load(tmp_path / "out.counts.npy", allow_pickle=False)
     assert (counts_V.dtype, counts_V.shape) == (np.int64, (card.tokenizer.vocab_size,))
     found = {token: count for token, count in enumerate(counts_V.tolist()) if count}
@@ -140,7 +124,7 @@ def test_counts_of_every_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_trained_tokenizer_lies_beside_the_data_and_moves_with_it(tmp_path: Path) -> None:
     (tmp_path / "in.txt").write_text(TEXT)
     (tmp_path / "data").mkdir()
-    card = run(tmp_path / "data" / "out", tmp_path / "in.txt", tokenizer="train", vocab_size=262)
+    card = prepared(tmp_path / "data" / "out", tmp_path / "in.txt", tokenizer="train", vocab_size=262)
     assert (card.tokenizer.reference, card.tokenizer.vocab_size) == ("out.tokenizer.json", 262)
     tokenizer = load_tokenizer(str(tmp_path / "data" / "out.tokenizer.json"))
     assert tokenizer.fingerprint == card.tokenizer.fingerprint
@@ -154,7 +138,7 @@ def test_output_does_not_depend_on_workers(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(prepare_module, "BATCH_DOCUMENTS", 3)
     (tmp_path / "in.jsonl").write_bytes(json_lines(*(f"document {number} " * number for number in range(40))))
     for workers in (1, 2):
-        run(tmp_path / f"w{workers}", tmp_path / "in.jsonl", workers=workers)
+        prepared(tmp_path / f"w{workers}", tmp_path / "in.jsonl", workers=workers)
     for ending in (".bin", ".idx", ".counts.npy", ".card.json"):
         assert (tmp_path / f"w1{ending}").read_bytes() == (tmp_path / f"w2{ending}").read_bytes()
     assert len(documents_of(tmp_path / "w2")) == 39
@@ -163,7 +147,7 @@ def test_output_does_not_depend_on_workers(tmp_path: Path, monkeypatch: pytest.M
 def test_max_documents(tmp_path: Path) -> None:
     (tmp_path / "in.jsonl").write_bytes(json_lines("a", "b", "c"))
     (tmp_path / "never.txt").write_text("d")
-    card = run(tmp_path / "out", tmp_path / "in.jsonl", tmp_path / "never.txt", max_documents=2)
+    card = prepared(tmp_path / "out", tmp_path / "in.jsonl", tmp_path / "never.txt", max_documents=2)
     assert documents_of(tmp_path / "out") == ["a", "b"] and card.num_sources == 1
     assert card.sources[0].sha256 == hashlib.sha256((tmp_path / "in.jsonl").read_bytes()).hexdigest()
 
@@ -188,7 +172,7 @@ def test_bad_input_is_one_clear_line(tmp_path: Path, name: str, content: bytes, 
     (tmp_path / name).write_bytes(content)
     for tokenizer in ("bytes", "train"):
         with pytest.raises(UserError, match=message) as caught:
-            run(tmp_path / "out", tmp_path / name, tokenizer=tokenizer)
+            prepared(tmp_path / "out", tmp_path / name, tokenizer=tokenizer)
         assert "\n" not in str(caught.value)
     assert os.listdir(tmp_path) == [name]
 
@@ -204,21 +188,21 @@ def test_missing_input_output_and_options(tmp_path: Path) -> None:
         ([tmp_path / "a.txt", tmp_path / "*.txt"], "given twice"),
     ):
         with pytest.raises(UserError, match=message):
-            run(tmp_path / "out", *inputs)
+            prepared(tmp_path / "out", *inputs)
     for options, message in (({"workers": 0}, "workers 0"), ({"max_documents": 0}, "max_documents 0")):
         with pytest.raises(UserError, match=message):
-            run(tmp_path / "out", tmp_path / "a.txt", **options)
+            prepared(tmp_path / "out", tmp_path / "a.txt", **options)
     with pytest.raises(UserError, match="is a folder"):
         prepare(Preparation("x/", ["a"]))
 
 
 def test_existing_output_is_refused_unless_overwritten(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("old")
-    run(tmp_path / "out", tmp_path / "a.txt", tokenizer="train", vocab_size=257)
+    prepared(tmp_path / "out", tmp_path / "a.txt", tokenizer="train", vocab_size=257)
     (tmp_path / "a.txt").write_text("new")
     with pytest.raises(UserError, match=r"exists.*--overwrite"):
-        run(tmp_path / "out", tmp_path / "a.txt")
-    run(tmp_path / "out", tmp_path / "a.txt", overwrite=True)
+        prepared(tmp_path / "out", tmp_path / "a.txt")
+    prepared(tmp_path / "out", tmp_path / "a.txt", overwrite=True)
     assert documents_of(tmp_path / "out") == ["new"]
     # The tokenizer that was trained for the old data would contradict the new.
     assert sorted(os.listdir(tmp_path)) == ["a.txt", "out.bin", "out.card.json", "out.counts.npy", "out.idx"]
@@ -227,14 +211,14 @@ def test_existing_output_is_refused_unless_overwritten(tmp_path: Path) -> None:
 def test_a_tokenizer_that_lies_beside_the_output_stays(tmp_path: Path) -> None:
     """More data for a vocabulary that was trained before."""
     (tmp_path / "a.txt").write_text("old")
-    run(tmp_path / "out", tmp_path / "a.txt", tokenizer="train", vocab_size=257)
+    prepared(tmp_path / "out", tmp_path / "a.txt", tokenizer="train", vocab_size=257)
     tokenizer = tmp_path / "out.tokenizer.json"
     content = tokenizer.read_bytes()
     for path in tmp_path.glob("out.[bic]*"):
         path.unlink()
     for text, overwrite in (("new", False), ("newer", True)):
         (tmp_path / "a.txt").write_text(text)
-        run(tmp_path / "out", tmp_path / "a.txt", tokenizer=str(tokenizer), overwrite=overwrite)
+        prepared(tmp_path / "out", tmp_path / "a.txt", tokenizer=str(tokenizer), overwrite=overwrite)
         assert tokenizer.read_bytes() == content
         card = load_card(str(tmp_path / "out"))
         assert card is not None and card.tokenizer.reference == tokenizer.name
@@ -242,10 +226,10 @@ def test_a_tokenizer_that_lies_beside_the_output_stays(tmp_path: Path) -> None:
 
 def test_failure_while_overwriting_keeps_the_old(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("old")
-    run(tmp_path / "out", tmp_path / "a.txt")
+    prepared(tmp_path / "out", tmp_path / "a.txt")
     (tmp_path / "a.txt").write_bytes(b"\xff")
     with pytest.raises(UserError):
-        run(tmp_path / "out", tmp_path / "a.txt", overwrite=True)
+        prepared(tmp_path / "out", tmp_path / "a.txt", overwrite=True)
     assert documents_of(tmp_path / "out") == ["old"] and load_card(str(tmp_path / "out")) is not None
 
 
@@ -255,8 +239,8 @@ def test_two_runs_on_one_output(tmp_path: Path) -> None:
     with open(tmp_path / ".out.partial" / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(UserError, match="being written by another run"):
-            run(tmp_path / "out", tmp_path / "a.txt")
-    run(tmp_path / "out", tmp_path / "a.txt")
+            prepared(tmp_path / "out", tmp_path / "a.txt")
+    prepared(tmp_path / "out", tmp_path / "a.txt")
     assert documents_of(tmp_path / "out") == ["a"]
 
 
@@ -285,7 +269,7 @@ def die_at(point: str, output: Path, source: Path) -> None:
         monkeypatch.setattr(write_module, "in_workers", encode_two)
     else:
         monkeypatch.setattr(os, "replace", rename_some)
-    run(output, source)
+    prepared(output, source)
 
 
 def in_a_process(target: Callable[..., Any], *arguments: object) -> int | None:
@@ -307,7 +291,7 @@ def test_killed_run_leaves_nothing_that_looks_finished(tmp_path: Path, point: st
         assert not list(tmp_path.glob("out*"))
     with pytest.raises(UserError, match="unfinished"):
         load_card(str(tmp_path / "out"))
-    run(tmp_path / "out", source, overwrite=True)
+    prepared(tmp_path / "out", source, overwrite=True)
     finished = ["out.bin", "out.card.json", "out.counts.npy", "out.idx"]
     assert sorted(os.listdir(tmp_path)) == ["in.jsonl", *finished]
     check_files(str(tmp_path / "out"), load_card(str(tmp_path / "out")))
@@ -325,7 +309,7 @@ def test_tool_writes_data_and_says_what(tmp_path: Path, capsys: pytest.CaptureFi
 def test_tool_verifies_what_was_prepared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "in.txt").write_text("abc")
     prefix = str(tmp_path / "out")
-    run(tmp_path / "out", tmp_path / "in.txt")
+    prepared(tmp_path / "out", tmp_path / "in.txt")
     main = prepare_data.main
     assert main(["--verify", prefix]) == 0
     assert capsys.readouterr().out == f"{prefix}: sizes, SHA-256, index and token ids (up to 256) are right\n"

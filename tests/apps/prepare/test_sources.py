@@ -9,32 +9,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from megamoe import object_storage
 from megamoe.apps.prepare import prepare as prepare_module
 from megamoe.apps.prepare import remote
-from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
-from megamoe.data.card import DataCard
 from megamoe.errors import UserError
+from tests.support.data.sources import documents_of, prepared
 
 pyarrow = pytest.importorskip("pyarrow", reason="the extra parquet is not installed")
 parquet = pytest.importorskip("pyarrow.parquet")
 EOD = 256
-
-
-def run(output: Path, *inputs: Path | str, **options: object) -> DataCard:
-    return prepare(Preparation(str(output), [str(path) for path in inputs], progress=False, **options))  # type: ignore[arg-type]
-
-
-def documents_of(output: Path) -> list[str]:
-    indexed = IndexedDataset(str(output))
-    found = [indexed[number] for number in range(len(indexed))]
-    assert all(tokens[-1] == EOD and EOD not in tokens[:-1] for tokens in found)
-    return [bytes(tokens[:-1].astype(np.uint8)).decode() for tokens in found]
 
 
 def table(number: int = 40) -> Any:
@@ -54,20 +41,15 @@ def texts() -> list[str]:
     return [text for text in table().to_pydict()["text"] if (text or "").strip()]
 
 
-@pytest.mark.parametrize("kind", ["parquet", "dictionary", "stream", "file"])
-def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_dictionary", [False, True])
+def test_tables(tmp_path: Path, is_dictionary: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megamoe.apps.prepare.tables.MOST_ROWS", 3)
     rows = table()
-    path = tmp_path / ("in.parquet" if kind in ("parquet", "dictionary") else "in.arrow")
-    if kind == "dictionary":
+    path = tmp_path / "in.parquet"
+    if is_dictionary:
         rows = rows.set_column(0, "text", rows["text"].dictionary_encode())
-    if path.suffix == ".parquet":
-        parquet.write_table(rows, path, row_group_size=9)
-    else:
-        new = pyarrow.ipc.new_stream if kind == "stream" else pyarrow.ipc.new_file
-        with new(str(path), rows.schema) as writer:
-            writer.write_table(rows, max_chunksize=9)
-    card = run(tmp_path / "out", path)
+    parquet.write_table(rows, path, row_group_size=9)
+    card = prepared(tmp_path / "out", path)
     expected = texts()
     assert documents_of(tmp_path / "out") == expected
     assert (card.documents, card.empty_documents, card.skipped) == (32, 4, {"null": 4})
@@ -81,38 +63,20 @@ def test_tables(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_row_groups_are_the_units_of_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parquet.write_table(table(400), tmp_path / "in.parquet", row_group_size=9)
-    run(tmp_path / "whole", tmp_path / "in.parquet")
+    prepared(tmp_path / "whole", tmp_path / "in.parquet")
     monkeypatch.setattr(prepare_module, "PART_BYTES", 2000)
     units = find_sources([str(tmp_path / "in.parquet")], False, 2000)
     bounds = [unit.groups for unit in units]
     assert len(units) > 5 and [groups[0] for groups in bounds[1:] if groups] == [
         g[1] for g in bounds[:-1] if g
     ]
-    card = run(tmp_path / "parts", tmp_path / "in.parquet")
+    card = prepared(tmp_path / "parts", tmp_path / "in.parquet")
     assert documents_of(tmp_path / "parts") == documents_of(tmp_path / "whole")
     assert [source.name for source in card.sources] == [unit.name for unit in units]
     for ending in (".bin", ".idx", ".counts.npy"):
         assert (
             Path(f"{tmp_path}/parts{ending}").read_bytes() == Path(f"{tmp_path}/whole{ending}").read_bytes()
         )
-
-
-def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
-    """Its state.json has the order of the files; other files in the folder are not read."""
-    folder = tmp_path / "saved"
-    folder.mkdir()
-    names = ["data-00001-of-00002.arrow", "data-00000-of-00002.arrow"]  # not in the order of their names
-    for name, rows in zip(names, (table().slice(0, 25), table().slice(25)), strict=True):
-        with pyarrow.ipc.new_stream(str(folder / name), rows.schema) as writer:
-            writer.write_table(rows)
-    (folder / "dataset_info.json").write_text("{}")
-    (folder / "state.json").write_text(json.dumps({"_data_files": [{"filename": name} for name in names]}))
-    run(tmp_path / "out", folder)
-    assert documents_of(tmp_path / "out") == texts()
-    (tmp_path / "several/train").mkdir(parents=True)
-    (tmp_path / "several/dataset_dict.json").write_text("{}")
-    with pytest.raises(UserError, match="several splits; name one of them: train"):
-        run(tmp_path / "none", tmp_path / "several")
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -123,7 +87,7 @@ def test_ready_tokens(tmp_path: Path, kind: str) -> None:
         parquet.write_table(rows, path)
     else:
         path.write_text("".join(json.dumps({"ids": ids}) + "\n" for ids in rows.to_pydict()["ids"]))
-    card = run(tmp_path / "out", path, ids_column="ids")
+    card = prepared(tmp_path / "out", path, ids_column="ids")
     indexed = IndexedDataset(str(tmp_path / "out"))
     assert [indexed[n].tolist() for n in range(len(indexed))] == [
         [*range(n % 4), EOD] for n in range(40) if n % 4
@@ -144,7 +108,7 @@ def test_tokens_that_do_not_fit(tmp_path: Path, ids: list[int], message: str) ->
     (tmp_path / "in.jsonl").write_text(json.dumps({"ids": ids}))
     for name, place in (("in.parquet", "row group 0"), ("in.jsonl", "1")):
         with pytest.raises(UserError, match=rf"{name}: ?{place}: .*{message}"):
-            run(tmp_path / "out", tmp_path / name, ids_column="ids")
+            prepared(tmp_path / "out", tmp_path / name, ids_column="ids")
     assert not list(tmp_path.glob("*out*"))
 
 
@@ -159,7 +123,7 @@ def test_json_lines_under_the_ending_of_megatron(tmp_path: Path) -> None:
         ("package.json", [package]),
         ("other.json", [other]),
     ):
-        run(tmp_path / f"of_{name}", tmp_path / name)
+        prepared(tmp_path / f"of_{name}", tmp_path / name)
         assert documents_of(tmp_path / f"of_{name}") == expected
 
 
@@ -169,7 +133,7 @@ def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> 
     (tmp_path / "2.jsonl").write_bytes(mark + b'{"text": "two"}\n\n{"text": "three"}\n')
     (tmp_path / "3.jsonl").write_bytes(mark + b'\n{"text": "four"}\n')
     (tmp_path / "4.txt").write_bytes(mark)
-    card = run(tmp_path / "out", *sorted(tmp_path.iterdir()))
+    card = prepared(tmp_path / "out", *sorted(tmp_path.iterdir()))
     assert documents_of(tmp_path / "out") == ["one \ufeff", "two", "three", "four"]
     assert card.empty_documents == 1
     source = Source("2.jsonl", tmp_path / "2.jsonl")
@@ -180,20 +144,20 @@ def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> 
 def test_lines_packed_by_xz(tmp_path: Path) -> None:
     content = b'{"text": "a"}\n{"text": "b"}\n'
     (tmp_path / "in.jsonl.xz").write_bytes(lzma.compress(content[:14]) + lzma.compress(content[14:]))
-    run(tmp_path / "out", tmp_path / "in.jsonl.xz")
+    prepared(tmp_path / "out", tmp_path / "in.jsonl.xz")
     assert documents_of(tmp_path / "out") == ["a", "b"]
     (tmp_path / "in.jsonl.xz").write_bytes(lzma.compress(content)[:-9])
     with pytest.raises(UserError, match="cannot be read"):
-        run(tmp_path / "none", tmp_path / "in.jsonl.xz")
+        prepared(tmp_path / "none", tmp_path / "in.jsonl.xz")
 
 
 def test_urls_give_what_files_give(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     parquet.write_table(table(), tmp_path / "in/a.parquet", row_group_size=9)
     (tmp_path / "in/b.jsonl.gz").write_bytes(gzip.compress(b'{"text": "line"}\n'))
-    here = run(tmp_path / "here", tmp_path / "in")
+    here = prepared(tmp_path / "here", tmp_path / "in")
     for url in (f"file://{tmp_path}/in", f"file://{tmp_path}/in/*"):
-        card = run(tmp_path / "there", url, overwrite=True)
+        card = prepared(tmp_path / "there", url, overwrite=True)
         assert (tmp_path / "there.bin").read_bytes() == (tmp_path / "here.bin").read_bytes()
         found = [(source.size, source.sha256, source.documents) for source in card.sources]
         assert found == [(source.size, source.sha256, source.documents) for source in here.sources]
@@ -225,12 +189,12 @@ def test_bad_urls_are_one_line_without_secrets(tmp_path: Path, monkeypatch: pyte
             monkeypatch.setattr(MemoryFileSystem, "isfile", fails(error))
             monkeypatch.setattr(MemoryFileSystem, "glob", fails(error))
         with pytest.raises(UserError, match=message) as caught:
-            run(tmp_path / "out", url)
+            prepared(tmp_path / "out", url)
         assert "\n" not in str(caught.value) and secret not in str(caught.value)
     monkeypatch.setitem(object_storage.PACKAGES, "s3", "s3fs")
     monkeypatch.setattr(remote, "opened", fails(ImportError("Install s3fs")))
     with pytest.raises(UserError, match="s3:// needs the package s3fs"):
-        run(tmp_path / "out", "s3://bucket/a.txt")
+        prepared(tmp_path / "out", "s3://bucket/a.txt")
     assert not list(tmp_path.iterdir())
 
 
@@ -245,16 +209,16 @@ def test_bad_urls_are_one_line_without_secrets(tmp_path: Path, monkeypatch: pyte
 def test_columns_that_do_not_fit(tmp_path: Path, options: dict[str, Any], message: str) -> None:
     parquet.write_table(table(), tmp_path / "in.parquet")
     with pytest.raises(UserError, match=message) as caught:
-        run(tmp_path / "out", tmp_path / "in.parquet", **options)
+        prepared(tmp_path / "out", tmp_path / "in.parquet", **options)
     assert "\n" not in str(caught.value) and not list(tmp_path.glob("*out*"))
 
 
 def test_options_of_tables_are_refused_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(UserError, match="--ids-column is for"):
-        run(tmp_path / "out", tmp_path / "a.txt", ids_column="a")
+        prepared(tmp_path / "out", tmp_path / "a.txt", ids_column="a")
     with pytest.raises(UserError, match="name the tokenizer that made them"):
-        run(tmp_path / "out", tmp_path / "a.txt", ids_column="a", tokenizer="train")
+        prepared(tmp_path / "out", tmp_path / "a.txt", ids_column="a", tokenizer="train")
 
 
 def test_damaged_tables(tmp_path: Path) -> None:
@@ -264,9 +228,9 @@ def test_damaged_tables(tmp_path: Path) -> None:
     start = parquet.ParquetFile(path).metadata.row_group(2).column(0).data_page_offset
     path.write_bytes(whole[: start + 20] + bytes(60) + whole[start + 80 :])
     with pytest.raises(UserError, match=r"in\.parquet: row group 2: cannot be read: ") as caught:
-        run(tmp_path / "out", path)
+        prepared(tmp_path / "out", path)
     assert "\n" not in str(caught.value)
     path.write_bytes(whole[:-20])
     with pytest.raises(UserError, match=r"in\.parquet: cannot be read: ") as caught:
-        run(tmp_path / "out", path)
+        prepared(tmp_path / "out", path)
     assert not list(tmp_path.glob("*out*"))

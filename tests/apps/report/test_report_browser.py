@@ -74,25 +74,6 @@ def test_every_panel_is_drawn_without_network_or_errors(page: Page, folder: Path
     assert page.run("fetch('https://example.org').then(() => 'asked', () => 'refused')") == "refused"
 
 
-def test_a_drag_zooms_and_a_button_goes_back(page: Page) -> None:
-    before = page.run(f"{PLOT}._fullLayout.xaxis.range")
-    x, y = page.middle_of('[id="Loss: Loss"] .nsewdrag')
-    page.drag((x - 100, y), (x, y), (x + 100, y))
-    page.wait_for(f"{PLOT}._fullLayout.xaxis.range[0] > {before[0]}")
-    low, high = page.run(f"{PLOT}._fullLayout.xaxis.range")
-    assert before[0] < low < high < before[1]
-    page.click('[id="Loss: Loss"] .modebar-btn[data-val="reset"]')
-    page.wait_for(f"{PLOT}._fullLayout.xaxis.range[0] === {before[0]}")
-
-
-def test_hovering_tells_the_values(page: Page) -> None:
-    x, y = page.middle_of('[id="Loss: Loss"] .nsewdrag')
-    page.hover(x, y)
-    page.hover(x + 20, y)
-    told = page.wait_for(f"{PLOT}.querySelector('.hoverlayer')?.textContent")
-    assert "training" in told and any(digit in told for digit in "4567")
-
-
 def test_the_mean_of_seeds_tells_its_spread(page: Page, folder: Path) -> None:
     page.open((folder / "comparison.html").as_uri())
     plot = "document.getElementById('Loss: Validation loss')"

@@ -82,17 +82,11 @@ class Page:
             time.sleep(0.05)
         return value
 
-    def drag(self, *points: tuple[float, float]) -> None:
-        """Press the mouse at the first point, move it through the others and release it at the last."""
-        for place, (x, y) in enumerate(points):
-            self._mouse("mouseMoved", x, y, "left" if place else "none")
-            if place == 0:
-                self._mouse("mousePressed", x, y, "left")
-        self._mouse("mouseReleased", *points[-1], "left")
-
     def click(self, selector: str) -> None:
         """Click on the middle of an element."""
-        self.drag(self.middle_of(selector))
+        x, y = self.middle_of(selector)
+        for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
+            self._mouse(kind, x, y, "none" if kind == "mouseMoved" else "left")
 
     def middle_of(self, selector: str) -> tuple[float, float]:
         """Scroll an element into view and return its middle."""
@@ -109,13 +103,9 @@ class Page:
         self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button=button, clickCount=1)
 
     def press(self, key: str) -> None:
-        """Press a key and release it: `Tab`, `Enter`, `ArrowRight`, or a character."""
-        code = {"Tab": 9, "Enter": 13, "Escape": 27, " ": 32, "End": 35}.get(key, 0)
-        code = code or {"ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}.get(
-            key, ord(key[0])
-        )
-        text = {"Enter": "\r"}.get(key, key if len(key) == 1 else "")
-        pressed = {"key": key, "code": key, "windowsVirtualKeyCode": code}
+        """Press a key and release it: `Enter`, or a character."""
+        text = "\r" if key == "Enter" else key
+        pressed = {"key": key, "code": key, "windowsVirtualKeyCode": ord(text)}
         self.send("Input.dispatchKeyEvent", type="keyDown", text=text, **pressed)
         self.send("Input.dispatchKeyEvent", type="keyUp", **pressed)
 

@@ -6,12 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from torch.utils.data import Dataset
 
 from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.config.schema import DataConfig, SourceConfig
 from megamoe.data.batches import Batch, BatchStream
+from megamoe.data.card import DataCard
 from megamoe.data.datasets import Datasets, build_datasets, resolve_vocabulary
 
 EOD = 256
@@ -23,6 +24,20 @@ def make_data(prefix: Path, texts: list[str], tokenizer: str = "bytes") -> str:
     lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     prepare(Preparation(str(prefix), [str(lines)], tokenizer=tokenizer, overwrite=True, progress=False))
     return str(prefix)
+
+
+def prepared(output: Path, *inputs: Path | str, **options: Any) -> DataCard:
+    """Prepare inputs by bytes, unless the options say otherwise; return the card."""
+    return prepare(Preparation(str(output), [str(path) for path in inputs], progress=False, **options))
+
+
+def documents_of(output: Path) -> list[str]:
+    """Each document of bytes without its end; the end is checked."""
+    indexed = IndexedDataset(str(output))
+    assert indexed.document_indices.tolist() == list(range(len(indexed) + 1))
+    found = [indexed[number] for number in range(len(indexed))]
+    assert all(tokens[-1] == EOD and EOD not in tokens[:-1] for tokens in found)
+    return [bytes(tokens[:-1].astype(np.uint8)).decode() for tokens in found]
 
 
 def config(*paths: str, weights: list[float] | None = None, **options: object) -> DataConfig:
