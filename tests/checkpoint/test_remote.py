@@ -61,9 +61,7 @@ def test_a_run_goes_on_on_an_empty_machine(tmp_path: Path, storage: Path) -> Non
     assert {path: path.stat().st_mtime_ns for path in (storage / "a").glob("step_*/*")} == before
 
 
-def test_a_damaged_checkpoint_is_told_and_the_next_is_taken(
-    tmp_path: Path, storage: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_damaged_checkpoint_is_told_and_next_is_taken(tmp_path: Path, storage: Path, capfd: Any) -> None:
     run(tmp_path / "first", storage)
     newest = storage / "a" / (storage / "a/latest").read_text()
     damage(newest)
@@ -78,9 +76,7 @@ def test_a_damaged_checkpoint_is_told_and_the_next_is_taken(
         run(tmp_path / "third", storage, "checkpoint.resume=auto")
 
 
-def test_a_machine_with_older_checkpoints_fetches_the_newest(
-    tmp_path: Path, storage: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_machine_with_older_checkpoints_fetches_newest(tmp_path: Path, storage: Path, capfd: Any) -> None:
     """A machine that comes back must not go on from where it was, and delete what others have done since."""
     whole = run(tmp_path / "whole", tmp_path / "other", "train.steps=8")
     run(tmp_path / "first", storage, "train.steps=8", "train.exit_after_steps=3")
@@ -96,9 +92,7 @@ def test_a_machine_with_older_checkpoints_fetches_the_newest(
     assert [json.loads(line)["step"] for line in aside] == [1, 2, 3]
 
 
-def test_going_back_deletes_no_later_checkpoint(
-    tmp_path: Path, storage: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_going_back_deletes_no_later_checkpoint(tmp_path: Path, storage: Path, capfd: Any) -> None:
     back = f"checkpoint.resume={tmp_path}/first/a/checkpoints/step_00000002"
     run(tmp_path / "first", storage, "train.steps=8", "checkpoint.keep=9")
     last = (storage / "a/latest").read_text()

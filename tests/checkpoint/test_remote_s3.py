@@ -58,9 +58,7 @@ def test_a_run_goes_on_on_an_empty_machine(tmp_path: Path, faults: Faults, kind:
     assert bool(faults.failed) == bool(kind)
 
 
-def test_a_full_bucket_is_one_line_and_the_checkpoints_stay(
-    tmp_path: Path, faults: Faults, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_bucket_is_one_line_and_checkpoints_stay(tmp_path: Path, faults: Faults, capfd: Any) -> None:
     run(tmp_path / "first", "train.steps=2")
     faults.kind, faults.share = "full", 1.0
     with pytest.raises(UserError, match="checkpoint.remote: .* does not answer as expected"):

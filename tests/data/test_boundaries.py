@@ -38,9 +38,7 @@ def counted(lengths: list[list[int]], ends: bool = False) -> list[list[list[int]
 
 @pytest.mark.parametrize("order", ["documents", "samples"])
 @pytest.mark.parametrize("verify", ["full", "structure"])
-def test_documents_without_end_tokens(
-    tmp_path: Path, order: str, verify: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_without_end_tokens(tmp_path: Path, order: str, verify: str, capsys: Any) -> None:
     documents = counted(LENGTHS)
     bare = write(tmp_path / "bare", documents)
     ended = make_data(tmp_path / "ended", ["xyz"] * 40)

@@ -276,9 +276,7 @@ def test_a_pickle_in_the_caches_place_does_not_run(
 
 
 @pytest.mark.parametrize("of_record", [False, True])
-def test_the_index_of_other_data_is_made_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], of_record: bool
-) -> None:
+def test_the_index_of_other_data_is_made_anew(tmp_path: Path, capsys: Any, of_record: bool) -> None:
     """The other data has the same name and size, and its index is intact."""
     text = document(5)
     (tmp_path / "other").mkdir()

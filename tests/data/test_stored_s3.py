@@ -107,9 +107,7 @@ def _train(settings: dict[str, str], output: Path, source: str, steps: int) -> N
     )
 
 
-def test_ranks_and_their_loaders_share_a_cache(
-    pool: Pool, tmp_path: Path, faults: Faults, corpus: str
-) -> None:
+def test_ranks_and_their_loaders_share_cache(pool: Pool, tmp_path: Path, faults: Faults, corpus: str) -> None:
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
     faults.kind, faults.share = "busy", 0.05
     for name, source in (("disk", corpus), ("there", URL)):

@@ -35,9 +35,7 @@ def test_the_sweep_starts_valid_runs_in_folders_of_their_own(tmp_path: Path) -> 
     assert sweep["metric"]["name"] in summary_of(step_of(2, 8)).scalars
 
 
-def test_a_run_of_a_sweep_has_the_id_that_its_agent_chose(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_of_sweep_has_id_that_its_agent_chose(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_RUN_ID", "chosen")
     assert _run_id(tmp_path / ID_FILE, resumed=False) != "chosen", "a stray variable must not join runs"
     monkeypatch.setenv("WANDB_SWEEP_ID", "sweep")

@@ -162,9 +162,7 @@ def test_none_is_no_callback() -> None:
     assert tiny("train.callbacks=none").train.callbacks == tiny().train.callbacks == []
 
 
-def test_the_example_writes_its_table(
-    own_registry: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_example_writes_its_table(own_registry: None, tmp_path: Path, capsys: Any) -> None:
     small = [
         "train.steps=4",
         "optimizer.warmup_steps=0",

@@ -105,9 +105,7 @@ def test_differences_are_told(pretrain: Tool, capsys: pytest.CaptureFixture[str]
     assert capsys.readouterr().out.splitlines()[1:] == told
 
 
-def test_the_ranks_of_the_launcher_count(
-    keys: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_ranks_of_launcher_count(keys: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     assert keys("parallel.expert=2") == ["parallel.expert"]

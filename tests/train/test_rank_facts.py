@@ -136,9 +136,7 @@ def test_another_line_of_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     rank_facts._own_source.cache_clear()
 
 
-def test_another_line_of_a_plugin(
-    tmp_path: Path, own_registry: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_line_of_plugin(tmp_path: Path, own_registry: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The line is in a single file, or in any file of the plugin's package."""
     package = tmp_path / "own_parts_of_mine"
     package.mkdir()

@@ -126,9 +126,7 @@ DAMAGES: dict[str, tuple[str, bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_checkpoint_is_skipped_or_refused_if_it_is_the_only_one(
-    tmp_path: Path, damage: str
-) -> None:
+def test_a_damaged_checkpoint_is_skipped_or_refused_if_it_is_only_one(tmp_path: Path, damage: str) -> None:
     """The damage is visible before any tensor is read."""
     make_run(tmp_path / "a", 5, 10)
     newest = tmp_path / "a" / "checkpoints" / "step_00000010"

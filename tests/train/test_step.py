@@ -185,9 +185,7 @@ def reference_step(config: RunConfig, batches: list[Batch], lr: float) -> tuple[
 @pytest.mark.parametrize(
     "overrides", [("moe.layers=none",), ("moe.layers.every=2", LOSSES)], ids=["dense", "moe"]
 )
-def test_step_is_the_masked_mean_and_one_clipped_adamw_update(
-    one_rank: None, overrides: tuple[str, ...]
-) -> None:
+def test_step_is_masked_mean_and_one_clipped_adamw_update(one_rank: None, overrides: tuple[str, ...]) -> None:
     config = tiny(*overrides, "optimizer.grad_clip=0.1")
     engine, context = engine_of(config)
     expected, lm_loss, norm = reference_step(config, BATCHES, lr=0.01)

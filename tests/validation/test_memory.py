@@ -151,9 +151,7 @@ LARGE = ("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024")
 ON_CUDA = World(0, 1, 0, torch.device("cuda:0"), "gloo")
 
 
-def test_on_cuda_the_device_counts_and_the_host_holds_the_model_while_it_is_built(
-    bytes_of: SimpleNamespace,
-) -> None:
+def test_on_cuda_the_device_counts_and_host_holds_model_while_it_is_built(bytes_of: SimpleNamespace) -> None:
     config = tiny(*LARGE)
     size = 4 * model_size(config, VOCABULARY).total
     bytes_of.host = size - 1

@@ -69,9 +69,7 @@ def _assert_saved_state(folder: Path, *steps: int) -> None:
 
 @pytest.mark.full
 @pytest.mark.parametrize("limited_rank", [0, 1])
-def test_one_rank_that_cannot_write_fails_the_save_on_all(
-    pool: Pool, tmp_path: Path, limited_rank: int
-) -> None:
+def test_one_rank_that_cannot_write_fails_save_on_all(pool: Pool, tmp_path: Path, limited_rank: int) -> None:
     resume = {**LAYOUT, "output": tmp_path, "checkpoint__resume": "auto"}
     folder = tmp_path / "small" / "checkpoints"
     folder.parent.mkdir()

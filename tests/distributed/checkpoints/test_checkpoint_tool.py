@@ -68,9 +68,7 @@ def unseen_damages(folder: Path) -> list[str]:
     return unseen
 
 
-def test_no_flipped_byte_and_no_missing_end_goes_unseen(
-    pool: Pool, trained: tuple[Path, list[Tensors]]
-) -> None:
+def test_no_flipped_byte_and_no_missing_end_goes_unseen(pool: Pool, trained: Any) -> None:
     (unseen,) = pool.run(unseen_damages, trained[0], ranks=1)
     assert unseen == []
 

@@ -229,9 +229,7 @@ LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 
 @pytest.mark.full
 @pytest.mark.parametrize(("ranks", "layout"), LAYOUTS)
-def test_every_layout_and_file(
-    pool: Pool, sources: Sources, tmp_path: Path, ranks: int, layout: dict[str, Any]
-) -> None:
+def test_every_layout_and_file(pool: Pool, sources: Sources, tmp_path: Path, ranks: int, layout: Any) -> None:
     saved = ("fp32", "cut fp32", "bf16")
     moves: Moves = [(source, (ranks, layout, file, {})) for source in saved for file in PLAIN_FILES]
     found = move_all(pool, sources, moves, tmp_path)

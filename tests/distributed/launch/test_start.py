@@ -138,9 +138,7 @@ def assert_begin(pool: Pool, sources: dict[str, Path], cases: list[Case]) -> Non
 @pytest.mark.parametrize(
     "cases", [pytest.param(CASES, id="quick"), pytest.param(FULL_CASES, id="others", marks=full)]
 )
-def test_a_new_run_has_the_weights_whatever_layout_saved_them(
-    pool: Pool, sources: dict[str, Path], cases: list[Case]
-) -> None:
+def test_a_new_run_has_weights_whatever_layout_saved_them(pool: Pool, sources: Any, cases: Any) -> None:
     assert_begin(pool, sources, cases)
 
 
@@ -201,9 +199,7 @@ def expert_runs_of(cases: list[ExpertCase], sources: dict[str, Path]) -> Iterato
 @pytest.mark.parametrize(
     "cases", [pytest.param(EXPERTS, id="quick"), pytest.param(FULL_EXPERTS, id="others", marks=full)]
 )
-def test_a_dense_run_continues_with_experts(
-    pool: Pool, sources: dict[str, Path], cases: list[ExpertCase]
-) -> None:
+def test_a_dense_run_continues_with_experts(pool: Pool, sources: dict[str, Path], cases: Any) -> None:
     """All chosen with weight 1, or copies with weights of sum 1: the dense run's validation loss."""
     for ranks in sorted({case[1] for case in cases}):
         own = [case for case in cases if case[1] == ranks]
@@ -236,9 +232,7 @@ def test_refused_on_all_ranks_alike(pool: Pool, moe_fp32: Path, tmp_path: Path) 
     assert "\n" not in messages[0]
 
 
-def test_a_run_does_not_empty_the_folder_that_it_starts_from(
-    pool: Pool, moe_fp32: Path, tmp_path: Path
-) -> None:
+def test_a_run_does_not_empty_folder_that_it_starts_from(pool: Pool, moe_fp32: Path, tmp_path: Path) -> None:
     inside = tmp_path / "small" / "checkpoints" / moe_fp32.name
     shutil.copytree(moe_fp32, inside)
     (tmp_path / "small" / "config.yaml").touch()  # by which a run's folder is known

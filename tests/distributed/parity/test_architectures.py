@@ -128,9 +128,7 @@ def alone(pool: Pool, pairs: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_quick_layouts_train_as_one_rank(
-    pool: Pool, pairs: Path, alone: dict[str, Any], tmp_path: Path
-) -> None:
+def test_quick_layouts_train_as_one_rank(pool: Pool, pairs: Path, alone: Any, tmp_path: Path) -> None:
     for cases in (QUICK, QUICK_OF_TWO_RANKS):
         for (name, _), found in zip(cases, trained(pool, pairs, cases, tmp_path), strict=True):
             assert_as_alone(found, alone[name], name)
@@ -138,9 +136,7 @@ def test_quick_layouts_train_as_one_rank(
 
 @pytest.mark.full
 @pytest.mark.parametrize("place", LAYOUTS, ids=str)
-def test_layouts_train_as_one_rank(
-    pool: Pool, pairs: Path, alone: dict[str, Any], tmp_path: Path, place: Place
-) -> None:
+def test_layouts_train_as_one_rank(pool: Pool, pairs: Path, alone: Any, tmp_path: Path, place: Place) -> None:
     cases = [case for case in OTHERS if case[1] == place]
     for (name, _), found in zip(cases, trained(pool, pairs, cases, tmp_path), strict=True):
         assert_as_alone(found, alone[name], name)

@@ -267,9 +267,7 @@ def test_the_exchange_equals_the_loop(exchanged: tuple[Layout, list[dict[str, An
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_extra_columns_arrive_with_their_rows(
-    exchanged: tuple[Layout, list[dict[str, Any]]], name: str
-) -> None:
+def test_extra_columns_arrive_with_their_rows(exchanged: Any, name: str) -> None:
     layout, all_found = exchanged
     hidden = [make_problem(CASES[name], rank).hidden_TH.detach() for rank in range(layout.ranks)]
     for found in (rank[name] for rank in all_found):

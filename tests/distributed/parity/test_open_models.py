@@ -94,9 +94,7 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 
 @pytest.mark.full
 @pytest.mark.parametrize("place", LAYOUTS, ids=str)
-def test_a_layout_trains_as_one_rank(
-    pool: Pool, alone: list[dict[str, Any]], tmp_path: Path, place: Place
-) -> None:
+def test_a_layout_trains_as_one_rank(pool: Pool, alone: Any, tmp_path: Path, place: Place) -> None:
     found = zip(*trained(pool, place, tmp_path), strict=True)
     for name, shown, expected in zip(MODELS, found, alone, strict=True):
         assert_as_alone(list(shown), expected, name)

@@ -200,9 +200,7 @@ def on_two_ranks(folder: Path, layout: dict[str, Any]) -> list[dict[str, Any]]:
     [{"expert": 2}, {"tensor": 2}, {"expert": 2, "tensor": 2}, {"pipeline": 2}, {"context": 2}],
     ids=str,
 )
-def test_another_layout_replays_the_same_choices(
-    pool: Pool, folder: Path, alone: dict[str, Any], layout: dict[str, Any]
-) -> None:
+def test_another_layout_replays_same_choices(pool: Pool, folder: Path, alone: Any, layout: Any) -> None:
     recorded = chosen(alone["recorded"])
     ranks = pool.run(on_two_ranks, folder, layout, ranks=2)
     for step in range(STEPS):

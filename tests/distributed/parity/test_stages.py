@@ -89,9 +89,7 @@ def exact(pool: Pool, request: pytest.FixtureRequest) -> dict[tuple[str, str], F
         for pair in PAIRS
     ],
 )
-def test_a_pipeline_alone_is_one_rank_bit_for_bit(
-    exact: dict[tuple[str, str], Found], run: str, stages: str
-) -> None:
+def test_a_pipeline_alone_is_one_rank_bit_for_bit(exact: Any, run: str, stages: str) -> None:
     (alone,) = exact[run, ""]
     for rank in exact[run, stages]:
         for word in ("lm_loss", "grad_norm"):

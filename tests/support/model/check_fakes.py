@@ -295,7 +295,7 @@ def check_what_fp8_cannot_do_is_refused() -> None:
         assert found.startswith(key) and "a multiple of 16" in found, found
     assert refusal(*fp8, "model.ffn_hidden_size=72", "moe.layers={every: 1}") == ""
     assert "multiple of 32" in refusal(*fp8, "model.fp8=mxfp8", "moe.expert_ffn_hidden_size=48")
-    assert "only delayed" in refusal(*fp8, "model.fp8=mxfp8", "model.fp8_amax_history=4")
+    assert "is for delayed scaling" in refusal(*fp8, "model.fp8=mxfp8", "model.fp8_amax_history=4")
     FP8GlobalStateManager.reason = "Device compute capability 8.9 or higher required for FP8 execution."
     try:
         assert "this device cannot: Device compute capability 8.9 or higher" in refusal(*fp8)
@@ -337,7 +337,7 @@ def check_an_engine_that_cannot_be_used_is_left_alone() -> None:
         assert "there is no CUDA device" in backends.backend_rows(tiny(), Kernels())["Transformer Engine"]
     finally:
         pretend_cuda()
-    assert "brings norms of its own" in refusal("model.norm_kernel=apex", "model.backend=transformer_engine")
+    assert "has its own norms" in refusal("model.norm_kernel=apex", "model.backend=transformer_engine")
 
 
 def check_rotary_positions_are_fused() -> None:
