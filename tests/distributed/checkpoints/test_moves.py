@@ -1,8 +1,6 @@
 """A run saved at one layout continues at any other with the same results."""
 
 import gc
-from dataclasses import replace
-from itertools import permutations
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,6 @@ RUN: dict[str, Any] = {
     "optimizer__schedule": "cosine",
 }
 Move = tuple[Place, Place]
-PLACES = [replace(layout, zero=stage) for layout in LAYOUTS for stage in (0, 1, 2, 3)]
 # Pipeline stages and parts of sequences, in a model whose routers have buffers that every stage saves.
 STAGED: dict[str, Any] = {
     **RUN,
@@ -52,8 +49,6 @@ STAGED_MOVES: list[Move] = [
     (CP2, BOTH_CUT),
     (BOTH_CUT, PP2),
 ]
-# `make test-full` has every pair.
-QUICK: list[Move] = [(replace(EP2, zero=1), replace(BOTH, zero=2)), (replace(BOTH, zero=2), ALONE)]
 
 
 def name_of(place: Place) -> str:
@@ -110,18 +105,5 @@ def run_moves(pool: Pool, output: Path, moves: list[Move], run: dict[str, Any]) 
 
 
 @pytest.mark.full
-def test_to_more_ranks_and_to_fewer(pool: Pool, tmp_path: Path) -> None:
-    run_moves(pool, tmp_path, QUICK, RUN)
-
-
-@pytest.mark.full
 def test_stages_and_parts_of_sequences(pool: Pool, tmp_path: Path) -> None:
     run_moves(pool, tmp_path, STAGED_MOVES, STAGED)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_pair(pool: Pool, tmp_path: Path, layout: Place) -> None:
-    """Each layout that saved, with every other."""
-    moves = [(source, target) for source, target in permutations(PLACES, 2)]
-    run_moves(pool, tmp_path, [move for move in moves if replace(move[0], zero=0) == layout], RUN)

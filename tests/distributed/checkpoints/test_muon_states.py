@@ -26,19 +26,17 @@ from tests.support.ranks.runs import WORDS, Place, ds_file, run_each, small_run
 
 MUON: dict[str, Any] = {**RUN, "optimizer__name": "muon", "optimizer__eps": 1e-3}
 QUICK: list[Move] = [(replace(TP2, zero=3), replace(EP2, zero=1))]
-ALL: list[Move] = [
+OTHERS: list[Move] = [
     (replace(source, zero=stage), replace(target, zero=3 - stage))
     for stage, (source, target) in enumerate([(BOTH, ALONE), (ALONE, BOTH), (EP2, ALONE), (EP2, BOTH)])
 ]
 
 
-def test_states_move_between_layouts(pool: Pool, tmp_path: Path) -> None:
-    run_moves(pool, tmp_path, QUICK, MUON)
-
-
-@pytest.mark.full
-def test_states_move_between_more_layouts(pool: Pool, tmp_path: Path) -> None:
-    run_moves(pool, tmp_path, ALL, MUON)
+@pytest.mark.parametrize(
+    "moves", [QUICK, pytest.param(OTHERS, marks=pytest.mark.full)], ids=["quick", "others"]
+)
+def test_states_move_between_layouts(pool: Pool, tmp_path: Path, moves: list[Move]) -> None:
+    run_moves(pool, tmp_path, moves, MUON)
 
 
 def goes_on_bit_for_bit(pool: Pool, folder: Path, places: list[Place], precision: str) -> None:

@@ -36,9 +36,9 @@ MOMENTS = [
     (writer, "save_file"),
     (writer, "sync"),
     (writer, "sha256"),
-    (files, "write_text"),
+    (files, "replace_file"),
     (manager.os, "replace"),
-    (manager, "write_text"),
+    (manager, "replace_file"),
     (manager, "remove"),
 ]
 

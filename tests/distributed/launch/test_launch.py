@@ -67,13 +67,6 @@ def assert_trained(folder: Path, ranks: int) -> list[float]:
 
 
 @pytest.mark.full
-def test_python_alone(script: list[str], tmp_path: Path) -> None:
-    code, output = finish(start([sys.executable, *script], environment_of(), tmp_path))
-    assert code == 0, output
-    assert_trained(tmp_path, ranks=1)
-
-
-@pytest.mark.full
 def test_torchrun(script: list[str], tmp_path: Path) -> None:
     """The overrides of the command line apply: two ranks share the experts."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -114,13 +107,3 @@ def test_srun(script: list[str], tmp_path: Path) -> None:
     for code, output in map(finish, processes):
         assert code == 0, output
     assert_trained(tmp_path, ranks=2)
-
-
-@pytest.mark.full
-def test_a_mistake_is_reported_once_and_ends_all_ranks(script: list[str], tmp_path: Path) -> None:
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
-    torchrun += ["--master-port", str(free_port())]
-    code, output = finish(start([*torchrun, *script, "parallel.expert=3"], environment_of(), tmp_path))
-    assert code != 0
-    assert output.count("error: parallel.expert: 3 does not divide the number of ranks 2") == 1
-    assert not (tmp_path / "launched").exists()

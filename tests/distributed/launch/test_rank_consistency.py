@@ -1,24 +1,16 @@
 """Ranks that are started differently all end with the same line, and none waits for another."""
 
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megamoe.apps.prepare.prepare import Preparation, prepare
-from megamoe.config import dump_yaml
 from megamoe.errors import UserError
 from megamoe.parallel import launch, rank_consistency
-from megamoe.parallel.launch import free_port
 from megamoe.parallel.rank_consistency import check_same, raise_on_all_ranks
 from tests.support.ranks.entry_script import run_entry_script
 from tests.support.ranks.pool import Pool
-from tests.support.ranks.runs import ROOT
-from tests.support.tiny import tiny
 
 SAME: dict[str, Any] = {"configuration": {"optimizer": {"lr": 0.1, "beta1": 0.9}, "seed": 1}}
 OTHER: dict[str, Any] = {"configuration": {"optimizer": {"lr": 0.2, "beta1": 0.9}, "seed": 2}}
@@ -125,66 +117,3 @@ def test_a_rank_with_other_arguments_ends_all_with_code_2(pool: Pool, tmp_path: 
         "rank 1: "
     )
     assert not (tmp_path / "runs").exists()
-
-
-def corpus(folder: Path, text: str) -> None:
-    folder.mkdir()
-    (folder / "text.txt").write_text(text * 200)
-    prepare(Preparation(str(folder / "corpus"), [str(folder / "text.txt")], progress=False))
-
-
-BY_HAND = {
-    "learning rate": "optimizer.lr: 0.0003 on rank 0, 0.001 on rank 1;",
-    "seed": "seed: 1234 on rank 0, 7 on rank 1;",
-    "micro batch": "train.micro_batch_size: 2 on rank 0, 4 on rank 1;",
-    "plugin": "plugin own.py: own.py (SHA-256): ",
-    "data": "data corpus.bin (SHA-256): ",
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("case", BY_HAND)
-def test_two_ranks_started_by_hand(tmp_path: Path, case: str) -> None:
-    """Each rank has a separate folder with its own copy of the data and the plugin."""
-    settings = {
-        "learning rate": "optimizer.lr=0.001",
-        "seed": "seed=7",
-        "micro batch": "train.micro_batch_size=4",
-    }
-    port, processes = str(free_port()), []
-    for rank in (0, 1):
-        folder = tmp_path / str(rank)
-        corpus(folder, "to be or not to be " if rank == 0 or case != "data" else "to be or not to me ")
-        (folder / "own.py").write_text("" if rank == 0 or case != "plugin" else "x = 1\n")
-        config = tiny("output=runs", "train.global_batch_size=8", "data.mock=false", "data.sources=[corpus]")
-        config.model.vocab_size = None
-        (folder / "run.yaml").write_text(dump_yaml(config))
-        own = [settings[case]] if rank == 1 and case in settings else []
-        by_hand = {
-            "RANK": rank,
-            "LOCAL_RANK": 0,
-            "WORLD_SIZE": 2,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-        }
-        variables = {**os.environ, **{name: str(value) for name, value in by_hand.items()}}
-        processes.append(
-            subprocess.Popen(
-                [
-                    sys.executable,
-                    str(ROOT / "pretrain_gpt_moe.py"),
-                    "--config",
-                    "run.yaml",
-                    "plugins=[own.py]",
-                    *own,
-                ],
-                cwd=folder,
-                env={**variables, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    for process in processes:
-        _, message = process.communicate(timeout=60)
-        assert process.returncode == 2
-        assert BY_HAND[case] in message and message.count("\n") == 1, message

@@ -15,7 +15,7 @@ from megamoe.train.trainer import Progress, Trainer
 from tests.support.checkpoint_files import flip, read_tensors
 from tests.support.ranks.initial_weights import STEP_1, Run, Tensors, refusal, weights_of_runs
 from tests.support.ranks.pool import Pool
-from tests.support.ranks.runs import PLAIN_FILES, ds_config, small_run
+from tests.support.ranks.runs import ds_config, small_run
 
 DENSE: Run = {"moe__layers": "none", "moe__losses": {}}
 CUT: Run = {
@@ -103,7 +103,6 @@ FULL_CASES: list[Case] = [
     ("moe_fp32", 4, TP2_EP2, "zero2_bf16"),
     ("dense", 4, TP2, "zero2_fp32"),
 ]
-FULL_LAYOUTS = [{}, EP2, {"expert": 4}, {"expert_tensor": 4}, CUT_TWICE, TP2_EP2, EVERY_WAY]
 
 
 def runs_of(cases: list[Case], sources: dict[str, Path]) -> list[Run]:
@@ -140,13 +139,6 @@ def assert_begin(pool: Pool, sources: dict[str, Path], cases: list[Case]) -> Non
 )
 def test_a_new_run_has_weights_whatever_layout_saved_them(pool: Pool, sources: Any, cases: Any) -> None:
     assert_begin(pool, sources, cases)
-
-
-@full
-@pytest.mark.parametrize("layout", FULL_LAYOUTS, ids=str)
-def test_every_layout_and_file(pool: Pool, sources: dict[str, Path], layout: dict[str, Any]) -> None:
-    saved = [source for source in sources if "moe" in source]
-    assert_begin(pool, sources, [(source, 4, layout, file) for source in saved for file in PLAIN_FILES])
 
 
 def test_a_bf16_runs_checkpoint_holds_fp32_masters(sources: dict[str, Path]) -> None:

@@ -1,6 +1,5 @@
 """Chat tuning equals a plain loop over transformers' `apply_chat_template`, on one rank and on four."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +22,12 @@ TEMPLATES = ("chatml", "llama3", "zephyr")
 STEPS = 2
 CONVERSATIONS = 10
 SEQUENCES = 4  # of an epoch, and of a step: a step's loss is that of all conversations
-LAYOUT = Place(4, tensor=2, expert=2, sequence=True)
-FURTHER = [Place(4, expert=4, zero=3), Place(4, context=2, expert=2), Place(4, pipeline=2, expert=2)]
+PLACES = [
+    Place(4, tensor=2, expert=2, sequence=True),
+    Place(4, expert=4, zero=3),
+    Place(4, context=2, expert=2),
+    Place(4, pipeline=2, expert=2),
+]
 
 
 def tuned(folder: Path, name: str, output: Path, **changes: Any) -> dict[str, Any]:
@@ -125,30 +128,17 @@ def test_the_loss_is_that_of_a_plain_loop(folder: Path, alone: dict[str, dict[st
         assert found["lm_loss"][1] < found["plain"], name
 
 
-def check_layout(
-    pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place, names: Sequence[str] = TEMPLATES
-) -> None:
+@pytest.mark.full
+@pytest.mark.parametrize("place", PLACES, ids=str)
+def test_four_ranks_equal_one(pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place) -> None:
     changes = place.changes(tmp_path)
-    runs = [tuned(folder, name, **changes | {"output": tmp_path / name}) for name in names]
+    runs = [tuned(folder, name, **changes | {"output": tmp_path / name}) for name in TEMPLATES]
     by_rank = pool.run(run, runs, STEPS, ranks=place.ranks, timeout_s=300)
-    for name, on_ranks in zip(names, zip(*by_rank, strict=True), strict=True):
+    for name, on_ranks in zip(TEMPLATES, zip(*by_rank, strict=True), strict=True):
         if place.context == place.pipeline == 1:
             assert_as_alone(on_ranks, alone[name], f"{name}: {place}")
         for word in WORDS:
             assert on_ranks[-1][word] == pytest.approx(alone[name][word], rel=1e-5), (name, word)
-
-
-@pytest.mark.full
-def test_four_ranks_equal_one(pool: Pool, folder: Path, alone: Any, tmp_path: Path) -> None:
-    check_layout(pool, folder, alone, tmp_path, LAYOUT, TEMPLATES[:1])
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("place", [LAYOUT, *FURTHER], ids=str)
-def test_further_layouts_equal_one_rank(
-    pool: Pool, folder: Path, alone: Any, tmp_path: Path, place: Place
-) -> None:
-    check_layout(pool, folder, alone, tmp_path, place)
 
 
 @pytest.mark.full

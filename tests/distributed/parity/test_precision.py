@@ -1,4 +1,4 @@
-"""Every file of ds_configs/ trains, as close to plain fp32 as its precision allows, and the run learns."""
+"""Every file of ds_configs/ trains, as close to plain fp32 as its precision allows."""
 
 from typing import Any
 
@@ -7,9 +7,7 @@ import pytest
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import PLAIN_FILES, ds_config, run_each, run_steps
 
-FILES = PLAIN_FILES
 STEPS = 2
-LONG = 30
 BATCH = {"train__global_batch_size": 4}
 
 
@@ -24,12 +22,12 @@ def plain(pool: Pool) -> dict[str, Any]:
 def trained(pool: Pool) -> dict[str, list[dict[str, Any]]]:
     """By file: what each of two ranks showed."""
     run = {"steps": STEPS, "parallel__expert": 2, **BATCH}
-    runs = [{**run, "parallel__deepspeed": ds_config(file)} for file in FILES]
+    runs = [{**run, "parallel__deepspeed": ds_config(file)} for file in PLAIN_FILES]
     ranks = pool.run(run_each, runs, ranks=2, timeout_s=600)
-    return {file: [rank[place] for rank in ranks] for place, file in enumerate(FILES)}
+    return {file: [rank[place] for rank in ranks] for place, file in enumerate(PLAIN_FILES)}
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", PLAIN_FILES)
 def test_a_deepspeed_file_trains(trained: Any, plain: dict[str, Any], file: str) -> None:
     loss_tolerance, norm_tolerance = (1e-2, 3e-2) if "bf16" in file else (1e-5, 1e-5)
     for rank in trained[file]:
@@ -38,25 +36,6 @@ def test_a_deepspeed_file_trains(trained: Any, plain: dict[str, Any], file: str)
         assert rank["grad_norm"] == pytest.approx(plain["grad_norm"], rel=norm_tolerance)
     if "bf16" in file:  # otherwise the file asked for nothing
         assert trained[file][0]["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-6)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("file", FILES)
-def test_a_longer_run_learns(pool: Pool, file: str) -> None:
-    """The mock chain's next word is the same nine times out of ten."""
-    path = ds_config(file)
-    found = pool.run(
-        run_steps,
-        LONG,
-        parallel__expert=2,
-        parallel__deepspeed=path,
-        optimizer__lr=5e-3,
-        optimizer__grad_clip=1.0,
-        train__global_batch_size=4,
-        ranks=2,
-    )
-    losses = found[0]["lm_loss"]
-    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
 @pytest.mark.parametrize(

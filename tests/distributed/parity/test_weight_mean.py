@@ -25,7 +25,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "EP 2": {"expert": 2},
     "TP 2": {"tensor": 2, "sequence": True, "expert_tensor": 2},
 }
-QUICK = [Place(2, zero=1, **LAYOUTS["TP 2"])]
 PLACES = [Place(2, zero=zero, **layout) for layout in LAYOUTS.values() for zero in range(4)]
 
 
@@ -52,29 +51,30 @@ def means(folder: Path, name: str, step: int) -> dict[str, Tensor]:
         return {key: reader.tensor(key) for key in reader.names(MEAN)}
 
 
-def assert_same_means(pool: Pool, places: list[Place], folder: Path) -> None:
-    common = {**RUN, "output": str(folder)}
-    alone = {**common, **Place().changes(folder), "name": "alone", "save_at": [HALF, STEPS]}
+@pytest.mark.full
+def test_at_every_stage(pool: Pool, tmp_path: Path) -> None:
+    common = {**RUN, "output": str(tmp_path)}
+    alone = {**common, **Place().changes(tmp_path), "name": "alone", "save_at": [HALF, STEPS]}
     pool.run(train_each, [alone], ranks=1)
     runs = []
-    for number, place in enumerate(places):
-        at_layout = {**common, **place.changes(folder)}
+    for number, place in enumerate(PLACES):
+        at_layout = {**common, **place.changes(tmp_path)}
         runs.append({**at_layout, "name": f"whole_{number}", "save_at": [HALF, STEPS]})
         for source, name in ((f"whole_{number}", "resumed"), ("alone", "moved")):
-            resume = str(checkpoint(folder, source, HALF))
+            resume = str(checkpoint(tmp_path, source, HALF))
             runs.append(
                 {**at_layout, "name": f"{name}_{number}", "checkpoint__resume": resume, "save_at": [STEPS]}
             )
     pool.run(train_each, runs, ranks=2, timeout_s=1200)
     for step in (HALF, STEPS):
-        expected = means(folder, "alone", step)
+        expected = means(tmp_path, "alone", step)
         assert any("experts" in name for name in expected) and any("embedding" in name for name in expected)
-        for number, place in enumerate(places):
+        for number, place in enumerate(PLACES):
             names = [f"whole_{number}"] + [f"moved_{number}"] * (step == STEPS)
             for name in names:
-                assert_close(means(folder, name, step), expected, f"{place}, {name}, step {step}")
-    for number, place in enumerate(places):
-        whole, resumed = (means(folder, f"{name}_{number}", STEPS) for name in ("whole", "resumed"))
+                assert_close(means(tmp_path, name, step), expected, f"{place}, {name}, step {step}")
+    for number, place in enumerate(PLACES):
+        whole, resumed = (means(tmp_path, f"{name}_{number}", STEPS) for name in ("whole", "resumed"))
         assert whole.keys() == resumed.keys()
         for key, mean in whole.items():
             assert torch.equal(mean, resumed[key]), f"{place}: {key} after a resume"
@@ -85,13 +85,3 @@ def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], name: st
     for key, mean in expected.items():
         difference = float((found[key].double() - mean.double()).abs().max())
         assert difference < 1e-5, f"{name}: {key}: {difference}"
-
-
-@pytest.mark.full
-def test_under_zero_and_tensor_parallelism(pool: Pool, tmp_path: Path) -> None:
-    assert_same_means(pool, QUICK, tmp_path)
-
-
-@pytest.mark.full
-def test_at_every_stage(pool: Pool, tmp_path: Path) -> None:
-    assert_same_means(pool, PLACES, tmp_path)

@@ -1,4 +1,4 @@
-"""What today's open models have beside standard blocks trains at every layout as on one rank, and moves."""
+"""Variants of the model train at every layout as on one rank; what today's open models have moves too."""
 
 from pathlib import Path
 from typing import Any
@@ -66,10 +66,43 @@ LATENT: dict[str, Any] = {
         "selector": {"name": "top_k", "k": 3},
     },
 }
-MODELS: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS, "ahead": AHEAD, "latent": LATENT}
+OPEN: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS, "ahead": AHEAD, "latent": LATENT}
+DROPOUT = {"moe__expert_output_dropout": 0.3, "moe__expert_activation_dropout": 0.2}
+# A loss over all ranks' tokens has a collective of its own, which is recomputed with its layer.
+BLOCKS: dict[str, dict[str, Any]] = {
+    "inserted sub-layers": {
+        "moe__layers": {"insert_after": [1]},
+        "moe__num_shared_experts": 0,
+        "moe__expert_sublayers": 2,
+        "moe__losses": {"switch_balance": {"weight": 0.1, "scope": "global_batch"}},
+        **DROPOUT,
+    },
+    "residual, sub-layers in place": {
+        "moe__layers": {"at": [1, 2]},
+        "moe__shared_expert_mode": "residual",
+        "moe__expert_sublayers": 2,
+        "model__norm": "layernorm",
+        **DROPOUT,
+    },
+    "small start": {"model__init_scale": 0.1, "moe__layers": {"at": [2], "insert_after": [1]}},
+}
+# Initial weights, factors and rates are those of the width.
+MUP: dict[str, Any] = {
+    "model__mup": {"base": 16, "base_head_size": 8, "base_layers": 1},
+    "optimizer__lr": 1e-2,
+    "optimizer__eps": 1e-3,
+}
+MODELS = OPEN | BLOCKS
+MODELS |= {
+    f"muP, {kind}, {'tied' if tied else 'untied'}": {
+        **MUP,
+        "optimizer__name": kind,
+        "model__tie_embeddings": tied,
+    }
+    for kind in ("adamw", "muon")
+    for tied in (True, False)
+}
 
-
-ALONE = Place()
 LAYOUTS = [
     Place(4, tensor=2, expert=2, expert_tensor=2, zero=1, sequence=True, recompute="full"),
     Place(2, tensor=2),
@@ -77,17 +110,31 @@ LAYOUTS = [
     Place(4, expert=2, expert_tensor=2, zero=2, recompute="selective"),
     Place(4, tensor=2, expert=2, zero=3, sequence=True),
 ]
+QUICK = Place(2, expert=2, zero=1, recompute="full")
+Models = dict[str, dict[str, Any]]
 
 
-def trained(pool: Pool, place: Place, folder: Path) -> list[list[dict[str, Any]]]:
+def assert_trained_as_alone(pool: Pool, models: Models, place: Place, alone: list[Any], folder: Path) -> None:
+    """Check that the ranks of `place` show what one rank showed (`alone`) of each model."""
+    found = zip(*trained(pool, models, place, folder), strict=True)
+    for name, shown, expected in zip(models, found, alone, strict=True):
+        assert_as_alone(list(shown), expected, name)
+
+
+def trained(pool: Pool, models: Models, place: Place, folder: Path) -> list[list[dict[str, Any]]]:
     """Return what the steps of each model showed on each rank."""
-    runs = [{"steps": STEPS, **SIZES, **model, **place.changes(folder)} for model in MODELS.values()]
+    runs = [{"steps": STEPS, **SIZES, **model, **place.changes(folder)} for model in models.values()]
     return pool.run(run_each, runs, ranks=place.ranks, timeout_s=600)
+
+
+def test_blocks_train_as_on_one_rank(pool: Pool, tmp_path: Path) -> None:
+    (alone,) = trained(pool, BLOCKS, Place(), tmp_path)
+    assert_trained_as_alone(pool, BLOCKS, QUICK, alone, tmp_path)
 
 
 @pytest.fixture(scope="module")
 def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    (found,) = trained(pool, ALONE, tmp_path_factory.mktemp("alone"))
+    (found,) = trained(pool, MODELS, Place(), tmp_path_factory.mktemp("alone"))
     assert all(shown["lm_loss"][-1] < shown["lm_loss"][0] for shown in found)
     return found
 
@@ -95,23 +142,21 @@ def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str
 @pytest.mark.full
 @pytest.mark.parametrize("place", LAYOUTS, ids=str)
 def test_a_layout_trains_as_one_rank(pool: Pool, alone: Any, tmp_path: Path, place: Place) -> None:
-    found = zip(*trained(pool, place, tmp_path), strict=True)
-    for name, shown, expected in zip(MODELS, found, alone, strict=True):
-        assert_as_alone(list(shown), expected, name)
+    assert_trained_as_alone(pool, MODELS, place, alone, tmp_path)
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", OPEN)
 def test_checkpoints_move_between_layouts(pool: Pool, tmp_path: Path, name: str) -> None:
     """From every layout to one rank and to TP 2 x EP 2, with the same steps afterwards."""
-    model = {**SIZES, **MODELS[name], "train__steps": 4}
+    model = {**SIZES, **OPEN[name], "train__steps": 4}
     for number, layout in enumerate(LAYOUTS):
         first = {**model, **layout.changes(tmp_path), "output": tmp_path / str(number)}
         whole = {**first, "steps": 4, "name": "whole"}
         pool_of = {"ranks": layout.ranks, "timeout_s": 300}
         expected, _ = pool.run(run_each, [whole, {**first, "steps": 2, "save": True}], **pool_of)[0]
         saved = str(tmp_path / str(number) / "small/checkpoints/step_00000002")
-        for target in (ALONE, LAYOUTS[0], LAYOUTS[2]):
+        for target in (Place(), LAYOUTS[0], LAYOUTS[2]):
             further = {**model, **target.changes(tmp_path), "checkpoint__resume": saved, "steps": 2}
             (found,) = pool.run(run_each, [further], ranks=target.ranks, timeout_s=300)[0]
             for word in WORDS:
