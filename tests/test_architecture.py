@@ -33,7 +33,7 @@ CORE = {
     "io": set(),
     "host_memory": set(),
     "redaction": set(),
-    "object_storage": {"redaction"},
+    "object_storage": {"errors", "redaction"},
     "registry": {"errors", "io"},
     "compat": {"errors"},
     "config": {"errors", "registry", "io", "object_storage"},

@@ -244,7 +244,7 @@ def test_in_a_process_of_its_own(tmp_path: Path) -> None:
     for line in done.stderr.splitlines():
         (imports if line.startswith("import time:") else lines).append(line)
     expected = "error: moe.shared_expert_mode: found residual, but moe.num_shared_experts is 0; "
-    expected += "set it to 1, or the mode to sum"
+    expected += "leave it out, or set that to 1"
     assert (done.stdout, lines) == ("", [expected])
     modules = {line.rpartition("|")[2].strip() for line in imports}
     assert "megamoe.train.loop" in modules and "torch._dynamo.symbolic_convert" not in modules

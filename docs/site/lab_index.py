@@ -10,7 +10,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from megamoe.apps.lab.page import PAGE, RESULTS, SIGNS, markdown_table  # noqa: E402
+from megamoe.apps.lab.page import PAGE, RESULTS, markdown_table  # noqa: E402
 from megamoe.apps.lab.study import load_study  # noqa: E402
 
 FOLDER, STUDIES = ROOT / "docs/lab", sorted((ROOT / "examples/studies").glob("*.yaml"))
@@ -44,7 +44,7 @@ def index() -> str:
         first = [f"[{name}]({name}/{PAGE})", f"{found['size']}, {len(found['seeds'])} seeds"]
         first.append(found["made"]["date"])
         for claim in found["claims"]:
-            run.append([*first, claim["text"], SIGNS[claim["verdict"]]])
+            run.append([*first, claim["text"], claim["verdict"].replace("not seen", "**not seen**")])
             first = ["", "", ""]
     text = f"{HEAD}\n{markdown_table(run)}\n"
     text += f"\n{MISSING}\n{markdown_table(missing)}\n" if len(missing) > 1 else ""

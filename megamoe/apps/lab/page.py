@@ -77,7 +77,16 @@ def claims_table(results: dict[str, Any]) -> Table:
             mean = "" if found["mean"] is None else _number(found["mean"])
             seeds = f"{len(found['differences'])} of {len(results['seeds'])}"
             verdict = "**not seen**" if found["verdict"] == "not seen" else found["verdict"]
-            rows.append([text, f"`{found['text']}`", mean, span, seeds, verdict])
+            rows.append(
+                [
+                    text,
+                    f"`{found['text']}`",
+                    mean,
+                    span,
+                    seeds,
+                    found["verdict"].replace("not seen", "**not seen**"),
+                ]
+            )
     return rows
 
 
