@@ -76,17 +76,8 @@ def claims_table(results: dict[str, Any]) -> Table:
             span = "" if found["low"] is None else f"{_number(found['low'])} to {_number(found['high'])}"
             mean = "" if found["mean"] is None else _number(found["mean"])
             seeds = f"{len(found['differences'])} of {len(results['seeds'])}"
-            verdict = "**not seen**" if found["verdict"] == "not seen" else found["verdict"]
-            rows.append(
-                [
-                    text,
-                    f"`{found['text']}`",
-                    mean,
-                    span,
-                    seeds,
-                    found["verdict"].replace("not seen", "**not seen**"),
-                ]
-            )
+            verdict = found["verdict"].replace("not seen", "**not seen**")
+            rows.append([text, f"`{found['text']}`", mean, span, seeds, verdict])
     return rows
 
 
