@@ -7,6 +7,7 @@ the ranks in turn, so one rank sees in order what n ranks see together.
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -39,16 +40,11 @@ class Cuts:
     tokens: int = 0
 
 
-class _File:
-    """Reads numbers of a file."""
-
-    def __init__(self, path: Path, dtype: str) -> None:
-        self._bytes, self._dtype = open_bytes(path), np.dtype(dtype)
-
-    def read(self, first: int, count: int) -> np.ndarray:
-        """Return `count` numbers from the `first` on, int64."""
-        width = self._dtype.itemsize
-        return np.frombuffer(self._bytes.read(first * width, count * width), self._dtype).astype(np.int64)
+def _reader(path: Path, dtype: str) -> Callable[[int, int], np.ndarray]:
+    """Return what reads so many numbers of a file from the first one that is named on, int64."""
+    file, kind = open_bytes(path), np.dtype(dtype)
+    width = kind.itemsize
+    return lambda first, count: np.frombuffer(file.read(first * width, count * width), kind).astype(np.int64)
 
 
 class Conversations:
@@ -79,8 +75,8 @@ class Conversations:
                 "prepare them again"
             )
         self._prefix, self._vocab_size, self._card = prefix, vocab_size, card
-        self._tokens = _File(files.data.bin, read_header(files.data.idx)[0].dtype)
-        self._learned = _File(files.learned, "uint8")
+        self._tokens = _reader(files.data.bin, read_header(files.data.idx)[0].dtype)
+        self._learned = _reader(files.learned, "uint8")
         self.cuts = Cuts()
         self.lengths = self._cut(whole_N, most, too_long)
         self.numbers = np.flatnonzero(self.lengths)
@@ -99,7 +95,7 @@ class Conversations:
     def read(self, place: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the tokens of a conversation and, for each, whether it is learned, int64 [S] both."""
         start, length = int(self._start_N[self.numbers[place]]), int(self.lengths[place])
-        tokens_S, learned_S = self._tokens.read(start, length), self._learned.read(start, length)
+        tokens_S, learned_S = self._tokens(start, length), self._learned(start, length)
         if tokens_S.min() < 0 or tokens_S.max() >= self._vocab_size:
             raise UserError(
                 f"data: conversation {self.numbers[place]} of {self._prefix!r} holds a token id outside of "
@@ -118,7 +114,7 @@ class Conversations:
             )
         kept_N = whole_N.copy()
         for number in long_N:
-            learned_S = self._learned.read(int(self._start_N[number]), int(whole_N[number]))
+            learned_S = self._learned(int(self._start_N[number]), int(whole_N[number]))
             end_A = np.flatnonzero(np.diff(learned_S, append=0) < 0) + 1  # of the answers that are learned
             kept = int(end_A[end_A <= most].max(initial=0)) if too_long == "truncate" else 0
             kept_N[number] = kept
@@ -183,21 +179,17 @@ class PackedConversations(Dataset[Item]):
         self._samples, self._size, self._pad = samples, size, pad
         self._averages, self._repeats, self._packs = averages, repeats, packs
         self._starts = [0]  # the first sequence of each epoch
-        self._plans: dict[int, list[list[int]]] = {}
+        self.plan = lru_cache(maxsize=PLANS)(self._plan)
 
     def __len__(self) -> int:
         return self._samples
 
-    def plan(self, epoch: int) -> list[list[int]]:
+    def _plan(self, epoch: int) -> list[list[int]]:
         """Return the places of the conversations of each sequence of an epoch."""
-        if epoch not in self._plans:
-            order_N = self._place_N[self._order(epoch, len(self._place_N))]
-            length_N = self._conversations.lengths[order_N]
-            groups = pack(length_N, self._size) if self._packs else [[place] for place in range(len(order_N))]
-            self._plans[epoch] = [order_N[group].tolist() for group in groups]
-            for old in sorted(self._plans)[:-PLANS]:
-                del self._plans[old]
-        return self._plans[epoch]
+        order_N = self._place_N[self._order(epoch, len(self._place_N))]
+        length_N = self._conversations.lengths[order_N]
+        groups = pack(length_N, self._size) if self._packs else [[place] for place in range(len(order_N))]
+        return [order_N[group].tolist() for group in groups]
 
     def __getitem__(self, index: int) -> Item:
         """Return sequence `index`; raise IndexError past the end."""

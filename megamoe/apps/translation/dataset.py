@@ -5,16 +5,16 @@ Interface for an objective:
 - `PairDataset(prefix, vocabulary, options)` is map-style. An item is a dict of `source` (int64 [S]: the tag
   of the target's language, the tokens, end-of-document), `target` (int64 [T]: the tokens, end-of-document)
   and `language` (int64 [], the number of the pair's group in `PairDataset.groups`, such as "en-de").
-- `PairBatches` says which pairs form batch 0, 1, 2 and so on, epoch after epoch. The plan depends on the
-  lengths of the pairs, the seed and the epoch alone, and knows no ranks. Batches go to the ranks in turn, so
-  one rank sees in order what n ranks see together, and a run goes on at exactly the batch where it stopped.
-- `OrderedPairs` is a map-style dataset in that order, for the stream of the ranks' batches.
+- `OrderedPairs` is a map-style dataset of batches, epoch after epoch. Their plan depends on the lengths of
+  the pairs, the seed and the epoch alone, and knows no ranks. Batches go to the ranks in turn, so one rank
+  sees in order what n ranks see together, and a run goes on at exactly the batch where it stopped.
 """
 
 import bisect
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
@@ -268,76 +268,46 @@ def epoch_order(
 
 def cut_batches(
     order_N: np.ndarray, width_N: np.ndarray, *, pairs: int, generator: np.random.Generator
-) -> list[np.ndarray]:
-    """Return batches of `pairs` pairs of similar widths, in a random order.
+) -> np.ndarray:
+    """Return batches of `pairs` pairs of similar widths in a random order, one after the other.
 
     order_N: the pairs of an epoch; those at its end that fill no batch are left out. width_N: the longer side
     of every pair of the dataset.
     """
     count = len(order_N) // pairs
-    if not count:
-        return []
     order_N = order_N[: count * pairs]
-    batches = np.split(order_N[np.argsort(width_N[order_N], kind="stable")], count)
-    return [batches[place] for place in generator.permutation(count)]
-
-
-class PairBatches:
-    """The batches of all epochs, by number. Batch 0 is the first of epoch 0.
-
-    Args:
-        pairs: of each batch; also an attribute.
-        exponent: of the shares of the groups (`epoch_order`).
-    """
-
-    def __init__(self, dataset: PairDataset, *, seed: int, pairs: int, exponent: float = 1.0) -> None:
-        """Raise a UserError if there are fewer than `pairs` pairs."""
-        self._groups, self._sizes = list(dataset.groups), list(dataset.sizes)
-        self._width_N = np.maximum(dataset.source_lengths, dataset.target_lengths)
-        self._seed, self._exponent, self.pairs = seed, exponent, pairs
-        if not self.epoch(0):
-            raise UserError(f"pairs: {len(dataset)} pairs make no batch of {pairs}; lower the batch size")
-        self._starts = [0]  # the number of the first batch of each epoch, and of the next
-        self._known: dict[int, list[np.ndarray]] = {}
-
-    def epoch(self, epoch: int) -> list[np.ndarray]:
-        """Return the batches of an epoch, int64 [pairs of the batch] each: numbers of the dataset's items."""
-        order_N = epoch_order(self._groups, self._sizes, self._exponent, self._seed, epoch)
-        generator = _generator(self._seed, "batches", "", epoch)
-        return cut_batches(order_N, self._width_N, pairs=self.pairs, generator=generator)
-
-    def __getitem__(self, number: int) -> np.ndarray:
-        """Return batch `number`, from 0 without end. The plans of the epochs before it are made once."""
-        epoch, place = self.locate(number)
-        return self._plan(epoch)[place]
-
-    def locate(self, number: int) -> tuple[int, int]:
-        """Return the epoch of a batch and its place in that epoch."""
-        if number < 0:
-            raise IndexError(f"batch {number}")
-        while self._starts[-1] <= number:
-            self._starts.append(self._starts[-1] + len(self._plan(len(self._starts) - 1)))
-        epoch = bisect.bisect_right(self._starts, number) - 1
-        return epoch, number - self._starts[epoch]
-
-    def _plan(self, epoch: int) -> list[np.ndarray]:
-        if epoch not in self._known:
-            self._known = {epoch: self.epoch(epoch)}
-        return self._known[epoch]
+    batches_BP = order_N[np.argsort(width_N[order_N], kind="stable")].reshape(count, pairs)
+    return batches_BP[generator.permutation(count)].ravel()
 
 
 class OrderedPairs(Dataset[dict[str, torch.Tensor]]):
-    """The pairs in the order of their batches: batch b is the samples b * pairs to (b + 1) * pairs - 1.
+    """The pairs epoch after epoch, in batches of `pairs` pairs: batch b is the samples from b * pairs on.
 
     A dataset for `megamoe.data.batches.BatchStream`. Its micro batches are parts of the planned batches if
-    their size divides `batches.pairs`.
+    their size divides `pairs`.
 
     Args:
         num_samples: the length; the order has no end.
+        exponent: of the shares of the groups (`epoch_order`).
     """
 
-    def __init__(self, dataset: PairDataset, batches: PairBatches, num_samples: int) -> None:
-        self._dataset, self._batches, self._num_samples = dataset, batches, num_samples
+    def __init__(
+        self, dataset: PairDataset, num_samples: int, *, seed: int, pairs: int, exponent: float = 1.0
+    ) -> None:
+        """Raise a UserError if there are fewer than `pairs` pairs."""
+        width_N = np.maximum(dataset.source_lengths, dataset.target_lengths)
+
+        @lru_cache(maxsize=1)
+        def epoch(number: int) -> np.ndarray:
+            order_N = epoch_order(dataset.groups, dataset.sizes, exponent, seed, number)
+            generator = _generator(seed, "batches", "", number)
+            return cut_batches(order_N, width_N, pairs=pairs, generator=generator)
+
+        self.epoch = epoch  # returns the pairs of an epoch, int64: numbers of the dataset's items
+        self._dataset, self._num_samples = dataset, num_samples
+        self._starts = [0]  # the first sample of each epoch, and of the next
+        if not len(epoch(0)):
+            raise UserError(f"pairs: {len(dataset)} pairs make no batch of {pairs}; lower the batch size")
 
     def __len__(self) -> int:
         return self._num_samples
@@ -346,8 +316,10 @@ class OrderedPairs(Dataset[dict[str, torch.Tensor]]):
         """Return sample `index` (an item of `PairDataset`); raise IndexError past the end."""
         if not 0 <= index < self._num_samples:
             raise IndexError(f"sample {index} of {self._num_samples}")
-        number, place = divmod(index, self._batches.pairs)
-        return self._dataset[int(self._batches[number][place])]
+        while self._starts[-1] <= index:
+            self._starts.append(self._starts[-1] + len(self.epoch(len(self._starts) - 1)))
+        epoch = bisect.bisect_right(self._starts, index) - 1
+        return self._dataset[int(self.epoch(epoch)[index - self._starts[epoch]])]
 
 
 def evaluated_pairs(

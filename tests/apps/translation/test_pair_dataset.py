@@ -11,7 +11,6 @@ import torch
 
 from megamoe.apps.translation.dataset import (
     OrderedPairs,
-    PairBatches,
     PairDataset,
     PairOptions,
     cut_batches,
@@ -136,24 +135,21 @@ def test_batches_have_similar_widths() -> None:
     rng = np.random.default_rng(0)
     width_N = rng.integers(1, 60, 500)
     order_N = rng.permutation(500)
-    batches = cut_batches(order_N, width_N, pairs=7, generator=rng)
-    assert len(batches) == 71 and {len(batch) for batch in batches} == {7}
-    assert {*np.concatenate(batches)} == {*order_N[: 71 * 7]}  # what is left out is not the longest
+    batches = cut_batches(order_N, width_N, pairs=7, generator=rng).reshape(71, 7)
+    assert {*batches.flat} == {*order_N[: 71 * 7]}  # what is left out is not the longest
     ends = sorted((int(width_N[batch].min()), int(width_N[batch].max())) for batch in batches)
     assert all(left[1] <= right[0] for left, right in pairwise(ends))
 
 
 def test_samples_are_the_planned_batches(prefix: str, vocabulary: Vocabulary) -> None:
     pairs = PairDataset(prefix, vocabulary)
-    batches = PairBatches(pairs, seed=3, pairs=4)
-    ordered = OrderedPairs(pairs, batches, num_samples=240)
+    ordered = OrderedPairs(pairs, 240, seed=3, pairs=4)
     assert len(ordered) == 240
-    for number in (0, 7, 59):
-        for place in range(4):
-            item, expected = ordered[4 * number + place], pairs[int(batches[number][place])]
-            assert all(torch.equal(item[key], expected[key]) for key in expected)
-    drawn = Counter(int(pair) for number in range(35) for pair in batches[number])
-    assert batches.locate(35) == (1, 0) and {*drawn.values()} == {1}
+    planned = [*ordered.epoch(0), *ordered.epoch(1)]
+    assert {*Counter(planned[:140]).values()} == {1} == {*Counter(planned[140:]).values()}
+    for number in (239, 0, 30, 139, 140):
+        expected = pairs[int(planned[number])]
+        assert all(torch.equal(ordered[number][key], expected[key]) for key in expected)
     with pytest.raises(IndexError):
         ordered[240]
 
@@ -192,4 +188,4 @@ class _Nothing:
 def test_too_few_pairs(prefix: str, vocabulary: Vocabulary) -> None:
     pairs = PairDataset(prefix, vocabulary)
     with pytest.raises(UserError, match="141 pairs make no batch of 142"):
-        PairBatches(pairs, seed=0, pairs=142)
+        OrderedPairs(pairs, 1, seed=0, pairs=142)

@@ -10,7 +10,6 @@ from megamoe.apps.translation.card import PairCard, load_pair_card
 from megamoe.apps.translation.dataset import (
     Direction,
     OrderedPairs,
-    PairBatches,
     PairDataset,
     PairOptions,
     Tag,
@@ -133,7 +132,7 @@ class Translation(TrainingObjective):
             self._validation[name] = self._open_part(sources[0].path)
 
     def samples_per_epoch(self) -> int:
-        return len(self._batches().epoch(0)) * self.options.bucket
+        return len(self._ordered(1, 1.0).epoch(0))
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
         """Return the batch of pairs; their lengths are filled up to a `length_multiple`."""
@@ -143,8 +142,7 @@ class Translation(TrainingObjective):
     def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
         verify_pairs(self.config.data, self._checked, self.vocabulary.of_data)
         exponent = self.config.data.sampling_exponent
-        batches = self._batches(1.0 if exponent is None else exponent)
-        train = OrderedPairs(self._pairs, batches, train_samples)
+        train = self._ordered(train_samples, 1.0 if exponent is None else exponent)
         if not validation_samples:
             return Datasets(train, {})
         validation = {
@@ -159,9 +157,9 @@ class Translation(TrainingObjective):
         size = self.options.bucket if fits else self.config.train.micro_batch_size
         return evaluated_pairs(pairs, seed=self.config.seed, pairs=size, num_samples=samples)
 
-    def _batches(self, exponent: float = 1.0) -> PairBatches:
+    def _ordered(self, samples: int, exponent: float) -> OrderedPairs:
         seed, size = self.config.seed, self.options.bucket
-        return PairBatches(self._pairs, seed=seed, exponent=exponent, pairs=size)
+        return OrderedPairs(self._pairs, samples, seed=seed, exponent=exponent, pairs=size)
 
     def _languages(self) -> list[str]:
         """Return the languages of the training pairs."""
