@@ -1,20 +1,18 @@
 """Renders chat templates by transformers' sandbox. As a script, it is the process of `sandbox.py`.
 
 The sandbox keeps a template from files and from Python, but bounds neither time nor memory. The script does:
-it forks a worker that answers requests, a line of JSON each, and another one where a worker has died. It
-imports nothing of megamoe, so that it starts soon and needs little memory.
+it answers requests, a line of JSON each, and dies of one that takes too much. It imports nothing of megamoe,
+so that it starts soon and needs little memory.
 """
 
 import json
-import os
 import re
 import signal
 import sys
 from pathlib import Path
 from typing import Any
 
-MOST_SECONDS = 5.0  # of a processor, for a request
-MOST_BYTES = 1 << 30  # of a worker, beyond what the imports need
+MOST_BYTES = 1 << 30  # beyond what the imports need
 MOST_ADDED, MOST_TIMES = 1 << 20, 16  # characters of a text: so many, and so many for each of the request
 READ = ("import", "from", "include", "extends")  # tags that read other files
 BLOCKS, ADDED = "blocks", "added"  # how `render` knows the answers
@@ -114,49 +112,25 @@ def check(template: str) -> None:
 
 
 def main(seconds: float) -> None:
-    """Answer requests until there are no more, also for a worker that has died.
-
-    seconds: of a processor, for a request.
-    """
+    """Answer requests until there are no more; seconds: of a processor, for each."""
     import resource
 
-    from transformers.utils import chat_template_utils  # noqa: F401  # before the fork
+    from transformers.utils import chat_template_utils  # noqa: F401  # before the bound on memory
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the caller, and so this process
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     limit = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    while True:
-        worker = os.fork()
-        if not worker:
-            _work(seconds)
-            os._exit(0)
-        code = os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
-        if code == 0:
-            return
-        too_long = code == -signal.SIGPROF
-        words = f"it takes more than {seconds:g} s" if too_long else f"it ended its process ({code})"
-        _write(json.dumps({"problem": TEMPLATE, "words": words}).encode())
-
-
-def _work(seconds: float) -> None:
     for line in sys.stdin.buffer:
-        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the worker, also in C code
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends the process, also in C code
         reply = answer(json.loads(line))
-        if len(reply.get("text", "")) > MOST_ADDED + MOST_TIMES * len(line):
-            reply = {
-                "problem": TEMPLATE,
-                "words": f"it writes {len(reply['text']):,} characters of {len(line):,}",
-            }
+        if (size := len(reply.get("text", ""))) > MOST_ADDED + MOST_TIMES * len(line):
+            reply = {"problem": TEMPLATE, "words": f"it writes {size:,} characters of {len(line):,}"}
         content = json.dumps(reply).encode()
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _write(content)
-
-
-def _write(content: bytes) -> None:
-    sys.stdout.buffer.write(content + b"\n")
-    sys.stdout.buffer.flush()
+        sys.stdout.buffer.write(content + b"\n")
+        sys.stdout.buffer.flush()
 
 
 if __name__ == "__main__":

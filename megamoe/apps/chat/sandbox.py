@@ -1,8 +1,8 @@
 """Asks `rendering.py`: in this process for the templates of megamoe, in one of its own for any other."""
 
-import atexit
 import json
 import os
+import signal
 import subprocess
 import sys
 from contextlib import suppress
@@ -14,6 +14,7 @@ from megamoe.apps.chat.named_templates import NAMED
 from megamoe.errors import UserError, printable
 
 OURS = frozenset(NAMED.values())
+MOST_SECONDS = 5.0  # of a processor, for a request
 
 
 class BrokenTemplateError(UserError):
@@ -27,7 +28,7 @@ def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
         BrokenTemplateError: see there.
         UserError: if the template refuses these messages, or fails with them.
     """
-    reply = rendering.answer(request) if request["template"] in OURS else _process().ask(request)
+    reply = rendering.answer(request) if request["template"] in OURS else _bounded(request)
     if "problem" not in reply:
         return reply
     words = printable(" ".join(reply["words"].split()))
@@ -41,53 +42,31 @@ def ask(name: str, request: dict[str, Any]) -> dict[str, Any]:
     raise UserError(f"template {name}: {words}; change the messages or the template")
 
 
-class Process:
-    """The process that renders templates of others; it ends with this one.
-
-    seconds: of a processor, for a request.
-    """
-
-    def __init__(self, seconds: float = rendering.MOST_SECONDS) -> None:
-        # BLAS would reserve memory for each thread.
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", rendering.__file__, str(seconds)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-        )
-        atexit.register(self.close)
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the answer to a request.
-
-        Raises:
-            UserError: if the process is gone.
-        """
-        assert self._process.stdin is not None and self._process.stdout is not None
-        try:
-            self._process.stdin.write(json.dumps(request).encode() + b"\n")
-            self._process.stdin.flush()
-            line = self._process.stdout.readline()
-        except OSError:
-            line = b""
-        if not line:
-            raise UserError(
-                "the process that renders chat templates was ended from outside, most likely for want of "
-                "memory; start again"
-            )
+def _bounded(request: dict[str, Any]) -> dict[str, Any]:
+    """Return the answer of the process; it is a problem of the template if the process dies of it."""
+    process = _process()
+    assert process.stdin is not None and process.stdout is not None
+    line = b""
+    with suppress(OSError):  # it is gone
+        process.stdin.write(json.dumps(request).encode() + b"\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    if line:
         reply: dict[str, Any] = json.loads(line)
         return reply
-
-    def close(self) -> None:
-        """End the process; once more has no effect."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        with suppress(OSError):  # it is gone
-            self._process.stdin.close()
-        self._process.wait()
-        self._process.stdout.close()
+    _process.cache_clear()  # the next request gets another one
+    is_slow = (code := process.wait()) == -signal.SIGPROF
+    words = f"it takes more than {MOST_SECONDS:g} s" if is_slow else f"it ended its process ({code})"
+    return {"problem": rendering.TEMPLATE, "words": words}
 
 
 @cache
-def _process() -> Process:
-    return Process()
+def _process() -> subprocess.Popen[bytes]:
+    """Start the process that renders templates of others; it ends with this one, which closes its input."""
+    return subprocess.Popen(
+        [sys.executable, "-P", rendering.__file__, str(MOST_SECONDS)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        # BLAS would reserve memory for each thread.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )

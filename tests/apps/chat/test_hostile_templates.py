@@ -1,8 +1,7 @@
 """Chat templates that never end, grow, recurse, reach for Python or are no Jinja cost a line each."""
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,23 +13,18 @@ LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}"
 END = "{% endfor %}{% endfor %}"
 GROW = "{% set n = namespace(t='ab') %}{% for i in range(60) %}{% set n.t = n.t ~ n.t %}{% endfor %}"
 TIME, MEMORY = "takes more than 0.4 s", "takes more than 1024 MiB"
-LIMIT, CODE = "it takes more than", "it has code that the sandbox refuses"
-DEEP, EMPTY = "nested too deeply", "it writes no text for an answer"
+CODE, DEEP = "it has code that the sandbox refuses", "nested too deeply"
 # By name: the template, and what its line says.
 HOSTILE = {
     "loop": (LOOP + END, TIME),
-    "loop that writes": (LOOP + "x" * 99 + END, ""),
-    "condition that loops": ("{% if (range(99999) | list * 999) | sum %}{% endif %}", ""),
     "power": ("{{ 7 ** (7 ** 9) }}", TIME),
     "digits": ("{{ 10 ** 99999 }}", "digits"),
     "range": ("{{ range(10 ** 9) | list }}", "Range too big"),
     "product": ("{{ 'x' * 10 ** 11 }}", MEMORY),
-    "growth": (GROW + "{{ n.t }}", LIMIT),
+    "growth": (GROW + "{{ n.t }}", "it takes more than"),
     "text": ("{{ 'x' * (messages | length * 9999999) }}", "it writes 39,999,996 characters"),
-    "percent": ("{{ '%1000000000d' % 1 }}", ""),
     "format": ("{{ '{:>10000000000}'.format('a') }}", MEMORY),
-    "lipsum": ("{{ lipsum(n=10 ** 7) }}", ""),
-    "date": ("{{ strftime_now('%999999999d') }}", EMPTY),
+    "date": ("{{ strftime_now('%999999999d') }}", "it writes no text for an answer"),
     "recursion": ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", DEEP),
     "brackets": ("{{ " + "(" * 9999 + "1" + ")" * 9999 + " }}", DEEP),
     "cycle": ("{% set n = namespace() %}{% set n.n = n %}{{ n | tojson }}", "not JSON serializable"),
@@ -41,36 +35,19 @@ HOSTILE = {
     "include": ("{% include '/etc/passwd' %}", CODE),
     "tag": ("{% what %}", "unknown tag"),
     "names twice": ("{% macro m(a, a) %}{% endmacro %}", "cannot be compiled"),
-    "undefined": ("{{ nothing.at.all }}", "'nothing' is undefined"),
     "stop": ("{{ raise_exception('x\n' * 9999) }}", "template own.jinja: x x x"),
     "surrogate": ("{{ '\\ud800' }}", "surrogates not allowed"),
     "separators": ("{{ raise_exception('\u2028\u202e\x1b[2J') }}", "\\u202e\\x1b[2J"),
-    "break": ("{% break %}", "outside"),
     "bytes": ("\xff\xfe", "cannot be read: "),
 }
 
 
-@pytest.fixture(name="process", scope="module")
-def _process() -> Iterator[sandbox.Process]:
-    process = sandbox.Process(seconds=0.4)
-    yield process
-    assert process._process.stdin is not None
-    process._process.stdin.close()
-    _, _, usage = os.wait4(process._process.pid, 0)  # of its workers too
-    assert usage.ru_maxrss < 3 << 19  # KiB: 1.5 GiB
-    process.close()
-
-
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_template_is_a_line(
-    name: str,
-    process: sandbox.Process,
-    tmp_path: Path,
-    refused: Callable[..., str],
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, tmp_path: Path, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Exit code 2, no traceback, nothing written, and no line is tried after a template without bounds."""
-    monkeypatch.setattr(sandbox, "_process", lambda: process)
+    monkeypatch.setattr(sandbox, "MOST_SECONDS", 0.4)
     text, words = HOSTILE[name]
     lines = write_lines(tmp_path / "chats.jsonl", [conversation(0)])
     (tmp_path / "own.jinja").write_bytes(text.encode("latin-1" if name == "bytes" else "utf-8"))
