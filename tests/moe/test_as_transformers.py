@@ -215,31 +215,11 @@ def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
     module = theirs(name)
     config = moe_config(num_experts=EXPERTS, **MODELS[name][3])
     layer = make_layer(config, activation=config.expert_activation or "swiglu")
-    named = dict(module.named_parameters())
-    ours, makes = dict(layer.named_parameters()), weight_map(name)
-    assert makes.keys() == ours.keys()
-    with torch.no_grad():
-        for key, make in makes.items():
-            ours[key].copy_(make(named.__getitem__))
-        bias_E = layer.router.score_function.bias_E
-        if bias_E is not None:
-            beside = "" if name == "MiniMaxM2" else "gate."
-            bias_E.copy_(module.get_buffer(f"{beside}e_score_correction_bias"))
-    hidden_TH = make_hidden(TOKENS)
-    given_TH, expected_TH = (hidden_TH.clone().requires_grad_() for _ in range(2))
-    output_TH, whole_1TH = layer(given_TH), module(expected_TH[None])
-    whole_1TH = whole_1TH[0] if isinstance(whole_1TH, tuple) else whole_1TH
-    largest = float(whole_1TH.detach().abs().max())
-    torch.testing.assert_close(output_TH, whole_1TH[0], rtol=1e-6, atol=1e-6 * largest)
-    sent_TH = make_hidden(TOKENS, seed=5)
-    (output_TH * sent_TH).sum().backward()
-    (whole_1TH[0] * sent_TH).sum().backward()
-    gradients: dict[str, Any] = {
-        key: (ours[key].grad, make(lambda k: named[k].grad)) for key, make in makes.items()
-    }
-    for key, (found, expected) in {**gradients, "hidden": (given_TH.grad, expected_TH.grad)}.items():
-        atol = 2e-6 * float(expected.abs().max())
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=atol, msg=f"gradient of {key}")
+    bias_E = layer.router.score_function.bias_E
+    if bias_E is not None:
+        beside = "" if name == "MiniMaxM2" else "gate."
+        bias_E.copy_(module.get_buffer(f"{beside}e_score_correction_bias"))
+    compare(module, layer, weight_map(name))
 
 
 def test_the_groups_and_the_bias_decide() -> None:
@@ -279,16 +259,20 @@ def compare(module: nn.Module, layer: Any, makes: WeightMap, *more: Tensor) -> N
     with torch.no_grad():
         for key, make in makes.items():
             ours[key].copy_(make(named.__getitem__))
-    output_TH, expected_1TH = layer(make_hidden(TOKENS)), module(make_hidden(TOKENS)[None], *more)
-    largest = float(expected_1TH.detach().abs().max())
-    torch.testing.assert_close(output_TH, expected_1TH[0], rtol=1e-6, atol=1e-6 * largest)
+    given_TH, expected_TH = (make_hidden(TOKENS).requires_grad_() for _ in range(2))
+    output_TH, whole_1TH = layer(given_TH), module(expected_TH[None], *more)
+    whole_1TH = whole_1TH[0] if isinstance(whole_1TH, tuple) else whole_1TH
+    largest = float(whole_1TH.detach().abs().max())
+    torch.testing.assert_close(output_TH, whole_1TH[0], rtol=1e-6, atol=1e-6 * largest)
     sent_TH = make_hidden(TOKENS, seed=5)
     (output_TH * sent_TH).sum().backward()
-    (expected_1TH[0] * sent_TH).sum().backward()
-    for key, make in makes.items():
-        expected: Any = make(lambda k: named[k].grad)
+    (whole_1TH[0] * sent_TH).sum().backward()
+    gradients: dict[str, Any] = {
+        key: (ours[key].grad, make(lambda k: named[k].grad)) for key, make in makes.items()
+    }
+    for key, (found, expected) in {**gradients, "hidden": (given_TH.grad, expected_TH.grad)}.items():
         atol = 1e-5 * float(expected.abs().max())
-        torch.testing.assert_close(ours[key].grad, expected, rtol=1e-5, atol=atol, msg=f"gradient of {key}")
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=atol, msg=f"gradient of {key}")
 
 
 def test_deepseek_v4s_table_chooses_and_its_scorer_weights() -> None:

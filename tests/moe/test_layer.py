@@ -220,14 +220,6 @@ def test_the_scale_is_read_when_the_gradient_flows() -> None:
     assert (gradients[1] - gradients[0]).norm() > 1e-3
 
 
-def test_a_second_forward_replaces_the_observation() -> None:
-    layer = make_layer(moe_config(num_experts=4, router={"selector": {"k": 2}}))
-    for num_tokens in (7, 5):
-        layer(make_hidden(num_tokens))
-        assert observed(layer).load_E.sum() == 2 * num_tokens
-        assert observed(layer).load_E.dtype == torch.int64
-
-
 def test_recomputation_changes_nothing() -> None:
     router = {"scorer": {"jitter": 0.3}, "capacity": DROPPING}
     dropout = {"expert_output_dropout": 0.3, "expert_activation_dropout": 0.3}

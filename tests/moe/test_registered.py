@@ -83,22 +83,6 @@ def test_finite_and_the_same_again(kind: str, name: str) -> None:
 
 
 @every_part
-def test_gradient_reaches_the_scorer(kind: str, name: str) -> None:
-    layer = layer_with(kind, name)
-    step(layer)
-    gradients = [parameter.grad for parameter in layer.router.scorer.parameters()]
-    assert all(gradient is not None and gradient.any() for gradient in gradients)
-
-
-@every_loss
-def test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name: str) -> None:
-    layer = layer_with("loss", name)
-    nothing = (layer(make_hidden(24)) * 0).sum()
-    (nothing + objective(layer)).backward()
-    assert any(p.grad is not None and p.grad.any() for p in layer.router.scorer.parameters())
-
-
-@every_part
 def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str) -> None:
     for mode in ("sum", "gated"):
         layer = layer_with(kind, name, num_shared_experts=1, shared_expert_mode=mode)
@@ -314,7 +298,6 @@ def test_a_scorer_computes_in_fp32_whatever_its_weights_are(name: str, options: 
 OVER_PARTS = [
     test_without_tokens_losses_are_0_and_gradients_finite,
     test_finite_and_the_same_again,
-    test_gradient_reaches_the_scorer,
     test_the_task_teaches_the_scorer_and_all_experts,
     test_the_state_survives_a_checkpoint,
     test_evaluation_repeats_itself,
@@ -337,6 +320,5 @@ def test_it_holds_for_the_losses_and_scorers_of_a_plugin(own_parts: list[tuple[s
                 test_a_scorer_can_be_counted_without_memory(name, options)
                 test_a_scorer_computes_in_fp32_whatever_its_weights_are(name, options)
         elif kind == "loss":
-            test_the_gradient_of_a_loss_reaches_the_scorer_by_itself(name)
             test_a_loss_alone_teaches_the_scorer_and_no_expert(name)
             test_a_loss_is_of_the_pairs_that_were_wanted(name)

@@ -112,16 +112,10 @@ def test_a_share_of_all_sequences_is_spared_the_same_in_every_layer() -> None:
     assert torch.equal(spared_T, again_T)
     assert torch.equal(spared_T[:4000], spared_T[4000:])  # both tokens of a sequence
     assert abs(spared_T.float().mean() - 0.1) < 4 * (0.09 / 4000) ** 0.5
+    later = make_context(seed=3, step=5, sample_index_B=torch.arange(4000)[3000:])  # by their numbers
+    assert torch.equal(parts[0]._spared_T(1000, torch.device("cpu"), later), spared_T[3000:4000])
     context.step = 6
     assert not torch.equal(parts[0]._spared_T(8000, torch.device("cpu"), context), spared_T)
-
-
-def test_a_sequence_is_spared_by_its_number_in_the_data() -> None:
-    part = make_device(spare=0.5)
-    numbers = torch.arange(40)
-    whole = part._spared_T(40, torch.device("cpu"), make_context(sample_index_B=numbers))
-    second = part._spared_T(20, torch.device("cpu"), make_context(sample_index_B=numbers[20:]))
-    assert torch.equal(whole[20:], second)
 
 
 COLLAPSED = torch.tensor([1.0] * 6 + [0.0] * 10).expand(64, 16)  # all tokens to the first 3 of 8 devices

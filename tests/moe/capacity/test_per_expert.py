@@ -18,6 +18,7 @@ from tests.support.moe.build import (
     route_scores,
 )
 
+LIMIT = {"name": "group_limit", "num_groups": 2, "keep": 1}
 # Four tokens of two experts; expert 1 is wanted by all of them.
 WANTED = [[1, 0], [1, 2], [2, 1], [1, 3]]
 PROBS = torch.tensor(
@@ -30,34 +31,6 @@ def make_capacity(num_experts: int = 4, layer: int = 1, num_choices: int = 1, **
     return make_part(
         "capacity", "per_expert", num_experts, layer, dims={"num_choices": num_choices}, **options
     )
-
-
-def keep(priority: str, factor: float = 1.0) -> list[int]:
-    """Return which pairs of expert 1 keep a place, in token order. C = 2 factor."""
-    part = make_capacity(num_choices=2, factor=factor, priority=priority)
-    pairs = make_pairs(WANTED, [[1.0, 1.0]] * 4)  # weights are not what counts
-    keep_N = part(pairs, SCORED, StepContext())
-    assert keep_N.dtype == torch.bool
-    others = keep_N[pairs.expert_N != 1]
-    assert others.all() or factor < 1
-    return keep_N[pairs.expert_N == 1].int().tolist()
-
-
-@pytest.mark.parametrize(
-    ("priority", "two_places", "one_place"),
-    [
-        ("position", [1, 1, 0, 0], [1, 0, 0, 0]),
-        # p = 0.5, 0.6, 0.55, 0.6; of the equal ones the earlier token's comes first.
-        ("probability", [0, 1, 0, 1], [0, 1, 0, 0]),
-        # Token 2 comes with its second choice: after all others.
-        ("choice_then_probability", [0, 1, 0, 1], [0, 1, 0, 0]),
-        ("batch_prioritised", [0, 1, 0, 1], [0, 1, 0, 0]),
-        ("choice_then_position", [1, 1, 0, 0], [1, 0, 0, 0]),
-    ],
-)
-def test_who_keeps_a_place(priority: str, two_places: list[int], one_place: list[int]) -> None:
-    assert keep(priority, 1.0) == two_places
-    assert keep(priority, 0.5) == one_place
 
 
 def test_first_choices_come_before_second_ones_of_a_larger_p() -> None:
@@ -124,14 +97,6 @@ def test_priorities_send_no_gradient(priority: str) -> None:
     scored = make_scored(PROBS.log(), PROBS.clone().requires_grad_())
     kept = make_capacity(num_choices=2, factor=0.5, priority=priority)
     assert not kept(make_pairs(WANTED), scored, StepContext()).requires_grad
-
-
-@pytest.mark.parametrize("priority", ["position", "choice_then_probability"])
-def test_with_factor_e_and_all_experts_chosen_nothing_is_dropped(priority: str) -> None:
-    # XMoE section 3.6: threshold 1, which counts as k = 1, and gamma = E.
-    part = make_capacity(factor=4.0, priority=priority)
-    rows = [[0, 1, 2, 3], [3, 1, 0, 2], [1, 0, 2, 3]]
-    assert part(make_pairs(rows), make_scored(torch.zeros(3, 4)), StepContext()).all()
 
 
 @pytest.mark.parametrize(
@@ -202,20 +167,19 @@ def test_masks_of_the_whole_step_give_the_others_more_places() -> None:
 
 
 @pytest.mark.parametrize("priority", BY_VALUE)
-@pytest.mark.parametrize("masks", [[], [{"name": "group_limit", "num_groups": 2, "keep": 1}]], ids=len)
-def test_values_that_round_to_1_are_ordered_by_the_scores(priority: str, masks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize(
+    ("score_function", "masks", "scores"),
+    [
+        ("sigmoid", [], [[18.0, 0.0], [20.0, 0.0], [19.0, 0.0]]),  # all p round to 1
+        ("sigmoid", [LIMIT], [[18.0, 0.0], [20.0, 0.0], [19.0, 0.0]]),
+        ("softmax", [], [[5.0, 4.0], [1.0, -3.0]]),  # token 0 has the larger score, token 1 the larger p
+    ],
+)
+def test_which_values_are_compared(
+    priority: str, score_function: str, masks: list[dict[str, Any]], scores: list[list[float]]
+) -> None:
     """One place at expert 0; by equal p it would be the first token's."""
     capacity = {"name": "per_expert", "factor": 0.5, "priority": priority}
     one = {"k": 1, "weights": "raw"}
-    router = make_router(2, score_function="sigmoid", masks=masks, selector=one, capacity=capacity)
-    routing = route_scores(router, torch.tensor([[18.0, 0.0], [20.0, 0.0], [19.0, 0.0]]))
-    assert routing.pairs.token_N.tolist() == [1]
-
-
-@pytest.mark.parametrize("priority", BY_VALUE)
-def test_a_softmaxs_pairs_are_compared_by_p(priority: str) -> None:
-    """Token 0 has the larger score for expert 0, token 1 the larger p."""
-    capacity = {"name": "per_expert", "factor": 0.5, "priority": priority}
-    router = make_router(2, selector={"k": 1, "weights": "raw"}, capacity=capacity)
-    routing = route_scores(router, torch.tensor([[5.0, 4.0], [1.0, -3.0]]))
-    assert routing.pairs.token_N.tolist() == [1]
+    router = make_router(2, score_function=score_function, masks=masks, selector=one, capacity=capacity)
+    assert route_scores(router, torch.tensor(scores)).pairs.token_N.tolist() == [1]

@@ -49,11 +49,6 @@ def test_the_share_dropped_and_the_mean_kept(rate: float) -> None:
         assert (rows == 0).float().mean().item() == pytest.approx(rate, abs=5 * (rate / 1e4) ** 0.5)
 
 
-def test_rates_of_nothing_change_nothing() -> None:
-    rows, dropout = torch.ones(3, 4), make_dropout(3)
-    assert dropout.on_output(rows) is rows and dropout.on_activation(rows, 1) is rows
-
-
 def test_every_purpose_step_sub_layer_and_row_draws_for_itself() -> None:
     ones, dropout = torch.ones(20, 30), make_dropout(20, 0.5, 0.5)
     drawn = [

@@ -10,9 +10,7 @@ from torch import Tensor
 from tests.support.moe.build import (
     assert_alike,
     loss_of,
-    make_hidden,
     make_routing,
-    train_on,
 )
 
 # Clusters (0.4, 0.2) and (0.3, 0.1): variances 0.01, 0.01, means 0.3, 0.2. Then (0.5, 0.5): 0; (0, 0): 0.
@@ -93,15 +91,3 @@ def test_value_and_gradient_of_the_plain_loop(form: str, mu: float, dropped: boo
         return clustering(probs(scores_TE), candidates_TE, cluster_size=4, mu=mu, form=form)
 
     assert_alike(ours, lambda scores_TE: plain(probs(scores_TE), kept_TE, 4, mu, form), scores_TE)
-
-
-def test_the_mean_over_tokens_does_not_depend_on_the_cut() -> None:
-    probs_TE = torch.rand(12, 8, generator=torch.Generator().manual_seed(1))
-    parts = [clustering(part, cluster_size=4, mu=1.0) for part in probs_TE.split(4)]
-    torch.testing.assert_close(torch.stack(parts).mean(), clustering(probs_TE, cluster_size=4, mu=1.0))
-
-
-def test_training_on_it_gathers_neighbours() -> None:
-    tree = {"num_experts": 8, "loss": {"cluster_size": 4}}
-    values = train_on("clustering", tree, make_hidden(64), lr=0.5)
-    assert values[-1] < 0.9 * values[0]

@@ -103,10 +103,3 @@ def test_the_learned_temperature_gets_no_gradient_from_it() -> None:
         scorer.log_temperature.add_(1.0)
         layer(make_hidden(24))
         assert torch.equal(observed(layer).losses["cosine_balance"], before)
-
-
-def test_a_layer_passes_the_score_functions_capabilities() -> None:
-    for score_function, tau in (("softmax", 0.3), ("sigmoid", 0.07)):
-        router = {"scorer": "cosine", "score_function": score_function}
-        layer = make_layer(moe_config(num_experts=4, router=router, losses={"cosine_balance": 1.0}))
-        assert layer.losses["cosine_balance"].temperature == tau

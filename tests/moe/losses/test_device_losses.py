@@ -90,20 +90,6 @@ def test_value_and_gradient_of_the_paper(name: str, sequences: int, score_functi
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_mean_over_sequences_does_not_depend_on_the_cut(name: str) -> None:
-    affinities_TE = torch.rand(12, 4, generator=torch.Generator().manual_seed(1)).softmax(1)
-    experts = affinities_TE.topk(2).indices
-    whole = make(name)(routing_of(experts.tolist(), affinities_TE), make_context(sample_index_B=SEQUENCES))
-    parts = []
-    for b in range(3):
-        routing = routing_of(experts[b::3].tolist(), affinities_TE[b::3])
-        parts.append(make(name)(routing, make_context(sample_index_B=SEQUENCES[b : b + 1])))
-    torch.testing.assert_close(torch.stack(parts).mean(), whole)
-    together = make(name)(routing_of(experts.tolist(), affinities_TE), StepContext())
-    assert abs(together - whole) > 1e-4
-
-
-@pytest.mark.parametrize("name", NAMES)
 def test_at_balance_it_is_1_for_any_number_of_experts_a_token(name: str) -> None:
     experts = [[0, 1], [2], [3, 2], [1]]
     value = make(name)(routing_of(experts, torch.full((4, 4), 0.25)), StepContext())

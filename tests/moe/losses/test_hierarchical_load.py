@@ -88,34 +88,6 @@ def test_value_and_gradients_against_the_formula(groups: int, k: int) -> None:
     )
 
 
-def test_only_the_tokens_of_a_group_count_for_its_experts() -> None:
-    """An expert's score does not count for a token that did not choose its group."""
-    extras = pieces(5, 3, 9)
-    left_out_T = extras["group_scores_TG"].argmin(1)
-    before = load_loss(extras, 2, 2)
-    for token, group in enumerate(left_out_T.tolist()):
-        extras["inner_clean_TE"][token, 3 * group] += 9
-    torch.testing.assert_close(load_loss(extras, 2, 2), before)
-    extras["inner_clean_TE"][0, 3 * ((int(left_out_T[0]) + 1) % 3)] += 9
-    assert (load_loss(extras, 2, 2) - before).abs() > 1e-3
-
-
-def test_equal_loads_have_loss_zero_and_a_lone_group_the_worst() -> None:
-    """One token a pair of groups and of experts; then all tokens with the same sure choice: 4 of 9 loaded."""
-    extras = pieces(9, 3, 9)
-    for name, part in extras.items():
-        part.fill_(1e-3 if "std" in name else 0.0)
-    for token in range(9):
-        for name in ("clean", "scores"):
-            extras[f"group_{name}_TG"][token, token % 3] = -1.0
-            extras[f"inner_{name}_TE"][token].view(3, 3)[:, token // 3] = -1.0
-    # Each token leaves out one group, and one expert of every group.
-    assert load_loss(extras, 2, 2).abs() < 1e-6
-    for part in extras.values():
-        part.copy_(part[:1].clone().expand_as(part))
-    assert load_loss(extras, 2, 2).item() == pytest.approx(9 / 4 - 1, abs=1e-5)
-
-
 def test_underflowing_noise_stays_finite() -> None:
     extras = {name: part.float() for name, part in pieces(6, 3, 9).items()}
     for name, part in extras.items():
@@ -126,22 +98,3 @@ def test_underflowing_noise_stays_finite() -> None:
     value.backward()
     assert value.isfinite()
     assert all(part.grad is not None and part.grad.isfinite().all() for part in extras.values())
-
-
-def test_importance_of_the_weights_is_importance_of_both_levels() -> None:
-    """SGMoE eq. 13 summed by hand: the plain `importance` is all that is needed."""
-    extras = pieces(6, 3, 9)
-    routing = routing_of(extras, 2, 2)
-    importance_E = torch.zeros(9, dtype=torch.float64)
-    for token in range(6):
-        primary_G = kept(extras["group_scores_TG"][token])
-        for group in range(3):
-            mine = slice(3 * group, 3 * group + 3)
-            importance_E[mine] += primary_G[group] * kept(extras["inner_scores_TE"][token, mine])
-    expected = importance_E.var(correction=0) / importance_E.mean() ** 2
-    torch.testing.assert_close(loss_of("importance", routing), expected)
-
-
-def kept(scores: Tensor) -> Tensor:
-    """Softmax(KeepTop2)."""
-    return scores.masked_fill(scores < scores.sort(descending=True).values[1], -math.inf).softmax(0)

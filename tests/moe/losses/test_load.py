@@ -18,7 +18,6 @@ from tests.support.moe.build import (
     moe_config,
     observed,
     routed,
-    train_on,
 )
 
 PHI = NormalDist().cdf
@@ -76,24 +75,6 @@ def test_value_and_gradient_of_the_plain_formula(k: int) -> None:
     assert_alike(ours, plain, clean, raw)
 
 
-def test_the_load_is_the_expected_number_of_tokens() -> None:
-    # With the others' noise held, redrawing one expert's own noise puts it among the best k in a share P.
-    clean_TE, raw_TE, eps_TE = drawn(num_tokens=1)
-    noisy_TE, std_TE = clean_TE + eps_TE * raw_TE.exp(), raw_TE.exp()
-    redrawn_NE = clean_TE + std_TE * torch.randn(20_000, 5, generator=torch.Generator().manual_seed(3))
-    shares = []
-    for i in range(5):
-        trial_NE = noisy_TE.repeat(20_000, 1)
-        trial_NE[:, i] = redrawn_NE[:, i]
-        shares.append((trial_NE.topk(2, dim=1).indices == i).any(dim=1).double().mean().item())
-    assert value(clean_TE, std_TE, noisy_TE, 2).item() == pytest.approx(squared_cv(shares), rel=0.03)
-
-
-def test_equal_scores_are_in_balance() -> None:
-    zeros_TE, ones_TE = torch.zeros(3, 4), torch.ones(3, 4)
-    assert value(zeros_TE, ones_TE, zeros_TE, 2).item() == 0
-
-
 def test_experts_that_are_no_candidates_have_no_load() -> None:
     clean_TE = torch.tensor([[1.0, 0.5, 0.0, 3.0]] * 2)
     std_TE = torch.ones(2, 4, requires_grad=True)
@@ -148,8 +129,3 @@ def test_a_layer_passes_the_loss_its_routing_in_training_and_evaluation() -> Non
         expected = value(routing.extras["clean_TE"], routing.extras["noise_std_TE"], routing.scores_TE, 2)
         assert torch.equal(observed(layer).losses["load"], expected.detach())
     assert expected > 0
-
-
-def test_training_on_it_evens_the_load() -> None:
-    values = train_on("load", {"num_experts": 4, "router": NOISY}, make_hidden(64, skewed=True), lr=0.1)
-    assert values[-1] < 0.3 * values[0]

@@ -34,11 +34,6 @@ def test_switch_balance_is_1_at_perfect_balance() -> None:
         assert balance_of(routing, first_choice=first_choice) == pytest.approx(1)
 
 
-def test_switch_balance_is_the_number_of_experts_when_one_takes_all() -> None:
-    probs_TE = torch.tensor([[1.0, 0, 0, 0]] * 3)
-    assert balance_of(make_routing([[0]] * 3, probs_TE, probs_TE)) == 4
-
-
 @pytest.mark.parametrize(("first_choice", "expected"), [(False, 1.2), (True, 1.8)])
 def test_switch_balance_by_hand(first_choice: bool, expected: float) -> None:
     # P = 0.6, 0.15, 0.25: 3 (0.6/2 + 0.15/4 + 0.25/4) = 1.2 and 3 x 0.6 = 1.8
@@ -118,17 +113,6 @@ def test_sequence_scope_counts_no_expert_of_relu_whose_value_is_0() -> None:
     assert found.item() == pytest.approx(4 * (1 / 16 + 3 / 8))
 
 
-def test_sequence_scope_does_not_depend_on_how_the_batch_is_cut() -> None:
-    whole = sequence_loss(sequence_routing(AFFINITIES))
-    parts = []
-    for sequence in range(2):
-        routing = make_routing([[2]] * 3, AFFINITIES[sequence::2], torch.ones(3, 3))
-        routing.affinities_TE = AFFINITIES[sequence::2]
-        parts.append(sequence_loss(routing, make_context(sample_index_B=torch.tensor([sequence]))))
-    torch.testing.assert_close(whole, torch.stack(parts).mean())
-    assert not torch.isclose(parts[0], parts[1])
-
-
 # Three micro batches of a step, k = 1, E = 2, and their p.
 MICRO_BATCHES = [[[0], [0]], [[1], [0]], [[1], [1]]]
 MICRO_PROBS = [
@@ -177,14 +161,6 @@ def test_evaluation_leaves_no_trace_in_the_running_f() -> None:
     assert value_of(loss.eval(), 2) == pytest.approx(2 * 0.7)  # f of its own micro batch
     assert value_of(loss.train(), 1) == pytest.approx(2 * (0.75 * 0.5 + 0.25 * 0.5))
     assert not loss.state_dict()
-
-
-def test_running_counts_first_choices_if_configured() -> None:
-    loss = global_balance(running=True, first_choice=True)
-    probs_TE = torch.tensor([[0.8, 0.2]])
-    for number, expected in enumerate([2 * 0.8, 2 * 0.8]):
-        routing = make_routing([[0, 1]], probs_TE.log(), probs_TE)
-        assert loss(routing, make_context(micro_batch=number)).item() == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(("first_choice", "expected"), [(False, 0.9), (True, 1.8)])

@@ -96,17 +96,6 @@ def test_it_shifts_the_choice_and_not_p(score_function: str) -> None:
     torch.testing.assert_close(routing.pairs.weight_N.view(-1, 2), weight_TK / weight_TK.sum(1, keepdim=True))
 
 
-def test_steps_even_out_the_load() -> None:
-    layer, hidden_TH = layer_with_bias("sigmoid", 0.02), make_hidden(200, skewed=True)
-    spreads = []
-    for _ in range(80):
-        layer(hidden_TH)
-        wanted_E = observed(layer).wanted_E
-        spreads.append(float(wanted_E.float().std()))
-        layer.after_step(wanted_E)
-    assert spreads[-1] < 0.25 * spreads[0]
-
-
 @both_score_functions
 def test_without_the_option_there_is_none(score_function: str) -> None:
     part = make_part("score_function", score_function)

@@ -56,10 +56,10 @@ def test_scores_and_gradients_follow_the_plain_formula() -> None:
 
 @pytest.mark.parametrize(("score_function", "expected"), [("softmax", 0.3), ("sigmoid", 0.07)])
 def test_the_temperature_starts_by_the_score_function(score_function: str, expected: float) -> None:
-    layer = make_layer(
-        moe_config(num_experts=4, router={"scorer": "cosine", "score_function": score_function})
-    )
+    router = {"scorer": "cosine", "score_function": score_function}
+    layer = make_layer(moe_config(num_experts=4, router=router, losses={"cosine_balance": 1.0}))
     tau = layer.get_parameter("router.scorer.log_temperature").exp()
+    assert layer.losses["cosine_balance"].temperature == expected
     assert tau.shape == (1,) and tau.item() == pytest.approx(expected)
     assert make_part("scorer", "cosine", temperature=2.0).log_temperature.item() == pytest.approx(math.log(2))
 

@@ -98,12 +98,6 @@ def test_noise_is_of_training_only_and_keyed_by_token() -> None:
     assert (extras["group_std_TG"] > 0).all()
 
 
-def test_a_noisy_start_spreads_the_load() -> None:
-    scores_TE, _ = noisy()(make_hidden(6000), CONTEXT)
-    counts_E = torch.bincount(scores_TE.argmax(1), minlength=6)
-    assert (counts_E - 1000).abs().max() < 150
-
-
 @pytest.mark.parametrize(("experts", "groups"), [(256, 16), (64, 8), (8, 2), (12, 3), (6, 2), (7, 1), (4, 2)])
 def test_the_default_is_about_the_square_root(experts: int, groups: int) -> None:
     with torch.device("meta"):

@@ -143,19 +143,6 @@ def assert_alike(ours: Function, plain: Function, *at: Tensor, **close: Any) -> 
     assert max(float(gradient.abs().max()) for gradient in results[1][1:]) > 1e-4
 
 
-def train_on(loss: str, tree: dict[str, Any], hidden_TH: Tensor, lr: float) -> list[float]:
-    """Return the values of a layer's loss over 20 steps that train its router on nothing else."""
-    layer = make_layer(moe_config(losses={loss: {"weight": 1.0, **tree.pop("loss", {})}}, **tree))
-    optimizer = torch.optim.SGD(layer.router.parameters(), lr=lr)
-    values = []
-    for _ in range(20):
-        optimizer.zero_grad()
-        (layer(hidden_TH) * 0).sum().backward()
-        optimizer.step()
-        values.append(observed(layer).losses[loss].item())
-    return values
-
-
 def gradient_of(leaf: Any) -> Tensor:
     """Return the gradient, which must exist; leaf: a tensor, or a module's attribute with a parameter's
     name.
