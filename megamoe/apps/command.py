@@ -143,15 +143,14 @@ def check_writable(option: str, path: Path | None) -> None:
     """
     if path is None:
         return
-    folder = path.parent
-    problem = None
+    folder, problem = path.parent, 0
     if not folder.is_dir():
         problem = errno.ENOTDIR if folder.exists() else errno.ENOENT
     elif path.is_dir():
         problem = errno.EISDIR
-    elif not all(os.access(place, os.W_OK) for place in _written_places(path)):
+    elif not os.access(folder if _is_replaced(path) else path, os.W_OK):
         problem = errno.EACCES
-    if problem is not None:
+    if problem:
         raise _unwritable(option, path, os.strerror(problem))
 
 
@@ -173,11 +172,6 @@ def write_text(option: str, path: Path, text: str) -> None:
 def _is_replaced(path: Path) -> bool:
     """Whether `write_text` moves a new file to this path."""
     return not path.is_symlink() and (path.is_file() or not path.exists())
-
-
-def _written_places(path: Path) -> list[Path]:
-    """Return what must be writable for `write_text`."""
-    return [*([path.parent] if _is_replaced(path) else []), *([path] if path.exists() else [])]
 
 
 def _unwritable(option: str, path: Path, problem: str | None) -> UserError:

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from megamoe.apps.checkpoints.stream import Filling, OutputTensor, new_folder, write_line, write_tensors
+from megamoe.apps.checkpoints.stream import Fill, OutputTensor, new_folder, write_line, write_tensors
 from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.checkpoint.format.files import INDEX, META, shard_file
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
@@ -57,24 +58,18 @@ def chosen(paths: Sequence[Path], last: int | None) -> list[Path]:
     return ordered
 
 
-class _Average:
-    """Reads chunks as `CheckpointReader.fill`: means of numbers with a fraction, the newest of all others."""
-
-    def __init__(self, readers: Sequence[CheckpointReader]) -> None:
-        self.readers = readers
-
-    def fill(self, local_chunks: Iterable[LocalChunk]) -> None:
-        """Fill each local chunk; the sums are fp64."""
-        for local in local_chunks:
-            if not local.tensor.is_floating_point():
-                self.readers[-1].fill([local])
-                continue
-            total = torch.zeros(local.tensor.shape, dtype=torch.float64)
-            part = torch.empty_like(total)
-            for reader in self.readers:
-                reader.fill([LocalChunk(local.name, local.global_shape, local.chunk, part)])
-                total += part
-            local.tensor.copy_(total / len(self.readers))
+def _fill_with_means(readers: Sequence[CheckpointReader], local_chunks: Iterable[LocalChunk]) -> None:
+    """Fill chunks with means of numbers with a fraction (sums are fp64), and the newest of all others."""
+    for local in local_chunks:
+        if not local.tensor.is_floating_point():
+            readers[-1].fill([local])
+            continue
+        total = torch.zeros(local.tensor.shape, dtype=torch.float64)
+        part = torch.empty_like(total)
+        for reader in readers:
+            reader.fill([LocalChunk(local.name, local.global_shape, local.chunk, part)])
+            total += part
+        local.tensor.copy_(total / len(readers))
 
 
 def average(paths: Sequence[Path], path: Path) -> None:
@@ -92,21 +87,7 @@ def average(paths: Sequence[Path], path: Path) -> None:
         newest = readers[-1]
         for reader in readers[:-1]:
             _check_same(reader, newest)
-        _write(newest, _Average(readers), path)
-
-
-class _MeanOfRun:
-    """Reads chunks as `CheckpointReader.fill`: of each weight its exponential mean, if it has one."""
-
-    def __init__(self, reader: CheckpointReader) -> None:
-        self.reader = reader
-        self.names = set(reader.names(MEAN))
-
-    def fill(self, local_chunks: Iterable[LocalChunk]) -> None:
-        """Fill each local chunk."""
-        for local in local_chunks:
-            name = MEAN + local.name.removeprefix(WEIGHT)
-            self.reader.fill([replace(local, name=name) if name in self.names else local])
+        _write(newest, partial(_fill_with_means, readers), path)
 
 
 def take_mean(source: Path, path: Path) -> None:
@@ -119,20 +100,24 @@ def take_mean(source: Path, path: Path) -> None:
     """
     refuse_damaged(source)
     with CheckpointReader(source) as reader:
-        mean = _MeanOfRun(reader)
-        if not mean.names:
+        means = {WEIGHT + name.removeprefix(MEAN): name for name in reader.names(MEAN)}
+        if not means:
             raise UserError(
                 f"{source}: has no mean of the weights; train with optimizer.ema, or leave --ema out"
             )
-        _write(reader, mean, path)
+
+        def fill(local_chunks: Iterable[LocalChunk]) -> None:
+            reader.fill(replace(local, name=means.get(local.name, local.name)) for local in local_chunks)
+
+        _write(reader, fill, path)
 
 
-def _write(newest: CheckpointReader, values: Filling, path: Path) -> None:
+def _write(newest: CheckpointReader, fill: Fill, path: Path) -> None:
     """Write a checkpoint of one file with the names of the newest one's weights."""
     names = newest.names(WEIGHT)
     tensors = {name: OutputTensor(name, tuple(newest.shape(name)), newest.dtype(name)) for name in names}
     with new_folder(path, newest.path) as folder:
-        write_tensors(folder / shard_file(0), tensors, values)
+        write_tensors(folder / shard_file(0), tensors, fill)
         of_both = {"step": newest.meta["step"], "id": new_id()}
         write_line(folder / INDEX, json.dumps(of_both | _index(newest, names)))
         write_line(folder / META, json.dumps(_meta(newest) | of_both, indent=1))

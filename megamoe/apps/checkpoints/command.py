@@ -55,9 +55,7 @@ def _parser() -> argparse.ArgumentParser:
 
     verb = verbs.add_parser("average", help="write the mean of the weights of several checkpoints")
     add = verb.add_argument
-    add(
-        "paths", type=Path, nargs="+", metavar="PATH", help="a run's folder, or step_* folders; then DST, new"
-    )
+    add("paths", type=Path, nargs="+", metavar="PATH", help="a run's folder, or step_* folders; then DST")
     add("--last", type=int, metavar="N", help="of a run: the newest N (default: all)")
     add("--ema", action="store_true", help="the mean that optimizer.ema kept in one checkpoint")
     verb.set_defaults(run=_average)

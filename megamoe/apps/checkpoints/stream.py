@@ -12,11 +12,11 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -103,13 +103,11 @@ def write_line(path: Path, text: str) -> None:
     sync(path)
 
 
-class Filling(Protocol):
-    """What fills chunks with the elements of tensors, as `CheckpointReader` does."""
-
-    def fill(self, local_chunks: Iterable[LocalChunk]) -> None: ...
+# Fills chunks with the elements of tensors, as `CheckpointReader.fill` does.
+Fill = Callable[[Iterable[LocalChunk]], None]
 
 
-def write_tensors(path: Path, tensors: dict[str, OutputTensor], reader: Filling) -> None:
+def write_tensors(path: Path, tensors: dict[str, OutputTensor], fill: Fill) -> None:
     """Write tensors of a checkpoint into a safetensors file, by key.
 
     One slab of them is in memory at a time.
@@ -126,18 +124,18 @@ def write_tensors(path: Path, tensors: dict[str, OutputTensor], reader: Filling)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for key in keys:
-            for slab in _slabs(tensors[key], reader):
+            for slab in _slabs(tensors[key], fill):
                 file.write(slab.view(-1).view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
 
-def _slabs(tensor: OutputTensor, reader: Filling) -> Iterator[Tensor]:
+def _slabs(tensor: OutputTensor, fill: Fill) -> Iterator[Tensor]:
     """Yield the tensor's elements in their order, at most SLAB at a time."""
     for start in range(0, tensor.numel, SLAB):
         for chunk in chunks_of_range(tensor.shape, start, min(start + SLAB, tensor.numel)):
             slab = torch.empty(chunk.sizes, dtype=tensor.dtype)
-            reader.fill([LocalChunk(tensor.name, tensor.shape, chunk, slab)])
+            fill([LocalChunk(tensor.name, tensor.shape, chunk, slab)])
             yield slab
 
 
@@ -158,7 +156,7 @@ def consolidate(source: Path, path: Path, dtype: str | None = None) -> None:
         weights = {
             name.removeprefix(WEIGHT): _output_tensor(reader, name, dtype) for name in reader.names(WEIGHT)
         }
-        write_tensors(folder / WEIGHTS, weights, reader)
+        write_tensors(folder / WEIGHTS, weights, reader.fill)
         write_line(folder / DESCRIPTION, json.dumps(_description(reader, weights), indent=1))
 
 

@@ -14,6 +14,7 @@ others decide nothing either: those that failed may be the ones on the other sid
 import ast
 import math
 import operator
+import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -28,7 +29,8 @@ OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
 }
-MOST_CHARACTERS = 500
+SIGNS: dict[type[ast.cmpop], str] = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
+MOST_CHARACTERS, LARGEST = 500, sys.float_info.max
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,9 @@ def parse_claim(text: str, where: str) -> Claim:
         for side in sides:
             _check(side, problem)
         for left, relation, right in zip(sides, part.ops, sides[1:], strict=False):
-            shown = f"{ast.unparse(left)} {_sign(relation, problem)} {ast.unparse(right)}"
+            if type(relation) not in SIGNS:
+                raise ValueError(problem)
+            shown = f"{ast.unparse(left)} {SIGNS[type(relation)]} {ast.unparse(right)}"
             if isinstance(relation, ast.Gt | ast.GtE):
                 left, right = right, left
             comparison = Comparison(shown, left, right)
@@ -102,17 +106,10 @@ def parse_claim(text: str, where: str) -> Claim:
     return Claim(comparisons)
 
 
-def _sign(relation: ast.cmpop, problem: str) -> str:
-    signs = {ast.Lt: "<", ast.LtE: "<=", ast.Gt: ">", ast.GtE: ">="}
-    if type(relation) not in signs:
-        raise ValueError(problem)
-    return signs[type(relation)]
-
-
 def _check(node: ast.expr, problem: str) -> None:
     """Refuse all but numbers, measures of rows, and their sums and products."""
     match node:
-        case ast.Constant(value=int() | float() as number) if _is_finite(number):
+        case ast.Constant(value=int() | float() as number) if abs(number) <= LARGEST and number is not True:
             return
         case ast.Call(func=ast.Name(), args=[ast.Name()], keywords=[]):
             return
@@ -126,14 +123,6 @@ def _check(node: ast.expr, problem: str) -> None:
             _check(node.operand, problem)
         case _:
             raise ValueError(problem)
-
-
-def _is_finite(number: int | float) -> bool:
-    """Whether it is a number, which True is not, that fits into a float."""
-    try:
-        return not isinstance(number, bool) and math.isfinite(number)
-    except OverflowError:
-        return False
 
 
 def _operand(node: ast.Call) -> tuple[str, str]:

@@ -43,27 +43,18 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("study", nargs="?", metavar="STUDY", help="a YAML, or the name of one in examples/studies")
-    add(
-        "overrides",
-        nargs="*",
-        metavar="section.key=value",
-        help="of every run; task.KEY=VALUE: of fine-tuning",
-    )
+    keys = "of every run; task.KEY=VALUE: of fine-tuning"
+    add("overrides", nargs="*", metavar="section.key=value", help=keys)
     add("--size", choices=("smoke", "cpu", "gpu"), default="smoke", help="default: smoke")
     add("--seeds", type=int, metavar="N", help="take the seeds 1 to N; default: the study's")
     add("--rows", type=lambda text: text.split(","), metavar="NAME,...", help="these rows and their claims")
     add("--output", type=Path, metavar="DIR", help="default: runs/lab/<study>_<size>")
     add("--workers", type=int, metavar="N", help="processes at a time; default: as many as GPUs, or cores")
     add("--overwrite", action="store_true", help="begin anew in the output folder")
-    add(
-        "--configurations",
-        type=Path,
-        metavar="RESULTS",
-        help="write the YAML of the runs of a results.json to OUTPUT/configurations, compare, and end",
-    )
-    add(
-        "--launcher", type=shlex.split, default=[], metavar="WORDS", help="before each run's command, as srun"
-    )
+    again = "write the YAML of the runs of a results.json to OUTPUT/configurations, compare, and end"
+    add("--configurations", type=Path, metavar="RESULTS", help=again)
+    words = "before each run's command, as srun"
+    add("--launcher", type=shlex.split, default=[], metavar="WORDS", help=words)
     add("--list", action="store_true", help="list the studies of examples/studies, and end")
     return parser
 
@@ -152,9 +143,8 @@ def _introduce(plan: Any, output: Path) -> None:
     from megamoe.apps.lab.tasks import planned_tasks
 
     print(": ".join(filter(None, (plan.study.title, plan.study.source))), flush=True)
-    print(
-        f"size {plan.size_name}: {len(plan.configs)} rows, seeds {plan.seeds}; planned time: {plan.size.time}"
-    )
+    size = plan.size
+    print(f"size {plan.size_name}: {len(plan.configs)} rows, seeds {size.seeds}; planned time: {size.time}")
     planned_tasks(plan, output)
     for line in rows_that_cannot_run(plan):
         print(line, flush=True)
@@ -220,9 +210,7 @@ def _slots(ranks: int, workers: int | None) -> list[str | None]:
     if not count:
         return [None] * (workers or max(1, len(os.sched_getaffinity(0)) // ranks))
     if count < ranks:
-        raise UserError(
-            f"ranks: a run of this size has {ranks}, found {count} GPUs; expected as many or more"
-        )
+        raise UserError(f"ranks: a run of this size has {ranks}, found {count} GPUs; expected as many")
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     gpus = visible.split(",") if visible else [str(gpu) for gpu in range(count)]
     most = count // ranks

@@ -101,7 +101,7 @@ def curves(plan: Plan, tasks: Tasks, runner: Runner) -> Curves:
     for name, curve in plan.study.curves.items():
         for row in plan.configs:
             at: dict[int, list[float]] = {}
-            for seed in plan.seeds:
+            for seed in plan.size.seeds:
                 for step, value in _points(curve, tasks, runner, row, seed):
                     at.setdefault(step, []).append(value)
             if at:

@@ -52,11 +52,6 @@ class Plan:
     task_overrides: list[str]
     differences: dict[str, list[str]]
 
-    @property
-    def seeds(self) -> list[int]:
-        """The seeds, the same for every row."""
-        return self.size.seeds
-
 
 def load_plan(
     path: Path, size: str, seeds: int | None, overrides: list[str], rows: list[str] | None = None
@@ -105,8 +100,8 @@ def load_plan(
     configs = {name: all_configs[name] for name in of_call}
     tuned = study.tuned_rows
     tuning_configs = configs if tuned is None else {name: config_of(name) for name in tuned}
-    of_study, of_rows = (path.stem, path, study, size, chosen), (configs, all_configs, tuning_configs)
-    return Plan(*of_study, *of_rows, claims, of_task, differences)
+    of_rows = configs, all_configs, tuning_configs
+    return Plan(path.stem, path, study, size, chosen, *of_rows, claims, of_task, differences)
 
 
 def _check_own_keys(study: Study, name: str, size: Size, overrides: list[str]) -> None:

@@ -40,7 +40,9 @@ def results_of(
             "published": plan.study.rows[row].published,
             "paper": plan.study.rows[row].paper,
             "measures": {name: _over_seeds(of_rows[row]) for name, of_rows in found.items()},
-            "failed": choices[row].problems if row in untuned else _failed(tasks, runner, row, plan.seeds),
+            "failed": choices[row].problems
+            if row in untuned
+            else _failed(tasks, runner, row, plan.size.seeds),
             **of_runs.get(row, {}),
             **({"tuned": tuned[row], "tuning_failed": choices[row].problems} if row in tuned else {}),
         }
@@ -49,7 +51,7 @@ def results_of(
     drawn, (of_tuning, _) = curves(plan, tasks, runner), tuning_tasks(plan, runner.folder.parent)
     claims = []
     for text, claim in plan.claims:
-        verdict, findings = decide(claim, found, plan.seeds)
+        verdict, findings = decide(claim, found, plan.size.seeds)
         told = {"text": text.text, "place": text.place, "test": text.test, "verdict": verdict}
         claims.append({**told, "comparisons": [asdict(finding) for finding in findings]})
     return {
@@ -57,7 +59,7 @@ def results_of(
         "title": plan.study.title,
         "source": plan.study.source,
         "size": plan.size_name,
-        "seeds": plan.seeds,
+        "seeds": plan.size.seeds,
         "rows": rows,
         "claims": claims,
         "control": _from_control(plan, found),

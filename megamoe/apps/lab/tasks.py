@@ -120,14 +120,14 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collec
         tree = plan.configs[row]
         if tuning is not None and row in tuned:
             tree = _with(tree, f"{tuning.key}={json.dumps(tuned[row])}")
-        for seed in plan.seeds:
+        for seed in plan.size.seeds:
             task = _training(plan, output, row, f"{sharing[row]}-{seed}", tree, seed)
             tasks.training[row, seed] = tasks.add(task)
     for name, stage in plan.study.stages.items():
         of_stage = [row for row in (trees if stage.rows is None else stage.rows) if row in trees]
         sharing = _sharing({row: [trees[row], _of_row(plan, stage, row)] for row in of_stage})
         for row in [row for row in of_stage if row in rows]:
-            for seed in plan.seeds:
+            for seed in plan.size.seeds:
                 task_name = f"{name}-{sharing[row]}-{seed}"
                 task = _of_stage(plan, output, (name, stage), row, tasks.training[row, seed], seed, task_name)
                 tasks.stages[name, row, seed] = tasks.add(task)

@@ -16,30 +16,23 @@ from megamoe.errors import UserError
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add(
-        "inputs",
-        nargs="*",
-        metavar="INPUT",
-        help="text, .jsonl (both also .gz, .zst, .xz), .parquet files, folders, globs, and "
-        "URLs of them such as s3://bucket/*.parquet",
-    )
+    texts = "text, .jsonl (both also .gz, .zst, .xz), .parquet; folders, globs and URLs of them"
+    add("inputs", nargs="*", metavar="INPUT", help=texts)
     add("--stdlib", action="store_true", help="read the sources of Python's standard library")
     add("--verify", metavar="PREFIX", help="compare PREFIX.bin and .idx with the card; prepare nothing")
     add("--output", metavar="PREFIX", help="write PREFIX.bin, .idx, .counts.npy (of each token), .card.json")
-    add(
-        "--tokenizer",
-        metavar="REF",
-        help="bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model, or train: a new BPE",
-    )
+    known = "bytes, a tokenizer.json, a Hugging Face folder, a SentencePiece .model, or train: a new BPE"
+    add("--tokenizer", metavar="REF", help=known)
     add("--vocab-size", type=int, help="of the tokenizer that is trained (default 4096)")
-    add(
-        "--special",
-        default="",
-        metavar="NAMES",
-        help="tokens that a trained tokenizer, or bytes, reserves: pad, mask, sentinels (100 of them, or "
-        "sentinels=N), names such as <2de>, with commas between; other tokenizers must have them",
+    reserved = (
+        "pad, mask, sentinels (100, or sentinels=N), <2de>: tokens of the tokenizer, with commas between"
     )
-    _add_selection(parser)
+    add("--special", default="", metavar="NAMES", help=reserved)
+    add("--key", default="text", help="column or key of the text (default text)")
+    add("--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text")
+    endings, bad = "unknown endings, and .md in folders: an error (default)", "lines that are no document"
+    add("--other-files", choices=("refuse", "text"), default="refuse", help=f"{endings}, or plain text")
+    add("--bad-lines", choices=("error", "skip"), default="error", help=f"{bad}: an error, or counted")
     add("--workers", type=int, default=1, help="processes that tokenize (default 1)")
     add("--max-documents", type=int, help="stop after so many")
     add("--shuffle-files", type=int, metavar="SEED", help="take the files in a random order")
@@ -51,25 +44,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     if arguments.verify is not None and (given or arguments.inputs or arguments.stdlib):
         parser.error("--verify prepares nothing: give the prefix of prepared data alone")
     return arguments
-
-
-def _add_selection(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which documents of the inputs are taken."""
-    add = parser.add_argument
-    add("--key", default="text", help="column or key of the text (default text)")
-    add("--ids-column", metavar="NAME", help="column or key of token ids that are ready, instead of text")
-    add(
-        "--other-files",
-        choices=("refuse", "text"),
-        default="refuse",
-        help="with unknown endings, and .md in folders: an error (default), or plain text",
-    )
-    add(
-        "--bad-lines",
-        choices=("error", "skip"),
-        default="error",
-        help="a line of JSON that is no document is an error (default), or is left out and counted",
-    )
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -241,6 +241,7 @@ def _write_in_parts(
         def advance(part: Part) -> None:
             bar.update(part.source_bytes)
 
+        _loaded.cache_clear()  # its file may be another one than that of an earlier preparation
         # With fewer parts than workers, the workers share one part at a time.
         shared = len(missing) < preparation.workers
         write = partial(_write_part, silent, tokenizer.name, preparation.workers if shared else 1)
@@ -254,28 +255,14 @@ def _write_in_parts(
     return counts, join_parts(parts, new, token_dtype(tokenizer.vocab_size))
 
 
+_loaded = lru_cache(maxsize=1)(load_tokenizer)  # which a process loads once for all of its parts
+
+
 def _write_part(preparation: Preparation, reference: str, workers: int, part: Part) -> Record:
-    tokenizer = loaded(reference)
+    tokenizer = _loaded(reference)
     corpus = _Corpus(list(part.sources), preparation, "", preparation.selection(tokenizer))
     write_tokens(in_batches(corpus.documents()), tokenizer, part.files, workers)
     return asdict(corpus.counts)
-
-
-def loaded(reference: str) -> Tokenizer:
-    """Return a tokenizer, which a process loads once for all of its parts, and again if its files change.
-
-    Raises:
-        UserError: as `load_tokenizer`.
-    """
-    path = Path(reference)
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    statuses = [file.stat() for file in files if file.is_file()]
-    return _loaded(reference, tuple((each.st_ino, each.st_size, each.st_mtime_ns) for each in statuses))
-
-
-@lru_cache(maxsize=4)
-def _loaded(reference: str, state: tuple[tuple[int, int, int], ...]) -> Tokenizer:
-    return load_tokenizer(reference)
 
 
 def _tokenizer(preparation: Preparation, sources: list[Source], new: DataFiles) -> Tokenizer:

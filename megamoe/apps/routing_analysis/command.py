@@ -31,19 +31,10 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
-    add(
-        "inputs",
-        nargs="+",
-        metavar="PATH | section.key=value",
-        help="step_* folders or runs' folders, and overrides of the saved YAML",
-    )
-    add(
-        "--analyses",
-        default="",
-        metavar="A,B,...",
-        help="collapse, required, positive, load, tokens, map, fluctuation; default: those that suit the "
-        "checkpoints",
-    )
+    paths = "step_* folders or runs' folders, and overrides of the saved YAML"
+    add("inputs", nargs="+", metavar="PATH | section.key=value", help=paths)
+    known = "collapse, required, positive, load, tokens, map, fluctuation; default: those that suit"
+    add("--analyses", default="", metavar="A,B,...", help=known)
     add("--data", metavar="NAME=PREFIX", help="prepared data, instead of the run's")
     add("--set", metavar="NAME", help="which validation set; default: the first")
     add("--samples", type=int, help="sequences; default: as many as in training")

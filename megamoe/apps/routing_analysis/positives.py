@@ -31,17 +31,16 @@ def check_activation(trained: TrainedModel) -> None:
     Raises:
         UserError: for such a model.
     """
-    activation = next(filter(lambda each: each not in SIGNED, _activations(trained)), None)
-    if activation is not None:
+    for activation in set(_activations(trained)) - SIGNED:
+        known = ", ".join(sorted(SIGNED))
         raise UserError(
-            f"{trained.path}: positive activations need experts with {', '.join(sorted(SIGNED))}; these "
-            f"have {activation}"
+            f"{trained.path}: positive activations need experts with {known}; these have {activation}"
         )
 
 
 def has_signs(trained: TrainedModel) -> bool:
     """Return whether the activation of all experts is zero or negative for some inputs: ReLU or GELU."""
-    return all(activation in SIGNED for activation in _activations(trained))
+    return set(_activations(trained)) <= SIGNED
 
 
 def _activations(trained: TrainedModel) -> list[str]:

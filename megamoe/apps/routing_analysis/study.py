@@ -182,7 +182,7 @@ def check_names(options: Options, checkpoints: int) -> None:
 def examine(trained: TrainedModel, data: StudyData, options: Options) -> Examined:
     """Run the analyses of one checkpoint. Collective over all ranks."""
     layers = chosen_layers(trained, options.layers)
-    wanted = options.analyses or _suitable(trained)
+    wanted = options.analyses or tuple(name for name in ALONE if name != "positive" or has_signs(trained))
     if "positive" in wanted:
         check_activation(trained)
     inputs = trained, data.dataset, data.samples
@@ -209,21 +209,16 @@ def compare(examined: list[Examined], options: Options) -> dict[str, Any]:
     """
     pairs = [(a, b) for a, b in pairwise(examined) if options.analyses or a.path.parent == b.path.parent]
     is_wanted = not options.analyses or FLUCTUATION in options.analyses
-    return {FLUCTUATION: [_fluctuation(a, b) for a, b in pairs]} if pairs and is_wanted else {}
-
-
-def _fluctuation(earlier: Examined, later: Examined) -> dict[str, Any]:
-    layers = {
-        str(number): fluctuation(layer, later.layers[number]) for number, layer in earlier.layers.items()
-    }
-    steps = {"earlier_step": earlier.step, "later_step": later.step}
-    return {"earlier": earlier.label, "later": later.label, **steps, "layers": layers}
-
-
-def _suitable(trained: TrainedModel) -> tuple[str, ...]:
-    """Return the analyses that need no comparison and that the model allows."""
-    signed = has_signs(trained)
-    return tuple(name for name in ALONE if signed or name != "positive")
+    rows = [
+        {
+            **{"earlier": a.label, "later": b.label, "earlier_step": a.step, "later_step": b.step},
+            "layers": {
+                str(number): fluctuation(layer, b.layers[number]) for number, layer in a.layers.items()
+            },
+        }
+        for a, b in pairs
+    ]
+    return {FLUCTUATION: rows} if rows and is_wanted else {}
 
 
 def check_shape(trained: TrainedModel, first: Examined, options: Options) -> None:

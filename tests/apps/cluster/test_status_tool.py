@@ -80,4 +80,4 @@ def test_a_reader_that_goes_ends_the_watch(tmp_path: Path) -> None:
         assert process.stdout is not None and process.stderr is not None
         assert process.stdout.readline().startswith("run ")
         process.stdout.close()
-        assert process.wait(60) == 0 and "Traceback" not in process.stderr.read()
+        assert process.wait(60) == 141 and "Traceback" not in process.stderr.read()

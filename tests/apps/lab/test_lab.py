@@ -290,7 +290,7 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
     monkeypatch.chdir(tmp_path)
     for size in load_study(path).sizes:
         plan = load_plan(path, size, None, [])
-        assert len(study_tasks(plan, tmp_path, {}).training) == len(plan.configs) * len(plan.seeds)
+        assert len(study_tasks(plan, tmp_path, {}).training) == len(plan.configs) * len(plan.size.seeds)
         assert bool(tuning_tasks(plan, tmp_path)[1]) == (plan.size.tuning is not None)
         assert plan.claims
         assert any(measure.fact == "flops_per_token" for measure in plan.study.measures.values())
