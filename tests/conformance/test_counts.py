@@ -21,20 +21,18 @@ from tests.support.moe.build import (
 )
 
 LAYER, SWITCH, ROUTING = "megamoe.moe.layer", "megamoe.moe.losses.switch_balance", "megamoe.moe.routing"
+SUMS, KERNELS, RNG = "megamoe.train.step_sums", "megamoe.kernels.router", "megamoe.moe.rng"
+BIAS = "megamoe.moe.score_functions.expert_bias"
+ROUTED = "        routing = self.router(hidden_TH, context, self._scores_before())\n"
+AGAIN = "        if self.recomputing:\n            "
+IN_BF16 = "weight_N.bfloat16().new_zeros(size).scatter_add_(0, index_N, weight_N.bfloat16()).long()\n"
+TO_BF16 = "; self.bias_E.copy_(self.bias_E.bfloat16())\n"
 TOKENS = 2 * 16  # of both micro batches of `one_step`
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@fails_with(
-    Edit(
-        LAYER,
-        "        routing = self.router(hidden_TH, context, self._scores_before())\n",
-        "        routing = self.router(hidden_TH, context, self._scores_before())\n"
-        "        if self.recomputing:\n"
-        "            self.observation.load_E.add_(routing.counts_E())\n",
-    )
-)
+@fails_with(Edit(LAYER, ROUTED, ROUTED + AGAIN + "self.observation.load_E.add_(routing.counts_E())\n"))
 def test_a_recomputed_block_is_counted_once() -> None:
     """The tokens of each expert are counted in the forward pass and again when the block is recomputed.
 
@@ -44,13 +42,7 @@ def test_a_recomputed_block_is_counted_once() -> None:
     assert [int(layer.load_E.sum()) for layer in record.layers.values()] == [2 * TOKENS] * 2
 
 
-@fails_with(
-    Edit(
-        SWITCH,
-        "        if self.config.running and context.micro_batch in self._so_far:\n",
-        "        if False:\n",
-    )
-)
+@fails_with(Edit(SWITCH, "if self.config.running and context.micro_batch in", "if None in"))
 def test_running_counts_take_in_a_recomputed_micro_batch_once() -> None:
     """Counts that run over the step's micro batches take in a recomputed one twice.
 
@@ -64,13 +56,7 @@ def test_running_counts_take_in_a_recomputed_micro_batch_once() -> None:
         torch.testing.assert_close(again[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-@fails_with(
-    Edit(
-        "megamoe.train.step_sums",
-        "vector if known is None else known + vector",
-        "vector if known is None or name == 'counts' else known + vector",
-    )
-)
+@fails_with(Edit(SUMS, "vector if known is None else", "vector if known is None or name == 'counts' else"))
 def test_counts_are_those_of_all_micro_batches() -> None:
     """With gradient accumulation, the load is that of the last micro batch alone.
 
@@ -80,14 +66,7 @@ def test_counts_are_those_of_all_micro_batches() -> None:
     assert [int(layer.wanted_E.sum()) for layer in record.layers.values()] == [2 * TOKENS] * 2
 
 
-@fails_with(
-    Edit(
-        ROUTING,
-        "    return weight_N.new_zeros(size).scatter_add_(0, index_N, weight_N)\n",
-        "    ones_N = weight_N.bfloat16()\n"
-        "    return ones_N.new_zeros(size).scatter_add_(0, index_N, ones_N).to(torch.int64)\n",
-    )
-)
+@fails_with(Edit(ROUTING, "weight_N.new_zeros(size).scatter_add_(0, index_N, weight_N)\n", IN_BF16))
 def test_counts_above_256_are_exact() -> None:
     """Tokens are counted in bf16, where 256 + 1 is 256.
 
@@ -98,13 +77,7 @@ def test_counts_above_256_are_exact() -> None:
     assert routing.counts_E().tolist() == [599, 1, 0, 0]
 
 
-@fails_with(
-    Edit(
-        SWITCH,
-        '        if self.config.scope == "global_batch" and self.training:\n',
-        '        if self.config.scope == "global_batch":\n',
-    )
-)
+@fails_with(Edit(SWITCH, '== "global_batch" and self.training:', '== "global_batch":'))
 def test_an_evaluation_leaves_the_counts_of_training() -> None:
     """Tokens of an evaluation enter the counts by which the next training step balances.
 
@@ -142,13 +115,7 @@ def test_padding_is_not_routed() -> None:
     torch.testing.assert_close(seen.losses["switch_balance"], expected.losses["switch_balance"])
 
 
-@fails_with(
-    Edit(
-        "megamoe.kernels.router",
-        "        return functional.linear(hidden_TH.float(), weight_EH.float())\n",
-        "        return functional.linear(hidden_TH, weight_EH).float()\n",
-    )
-)
+@fails_with(Edit(KERNELS, "(hidden_TH.float(), weight_EH.float())", "(hidden_TH, weight_EH).float()"))
 def test_a_router_of_a_bf16_model_computes_in_fp32() -> None:
     """The router's scores are computed or rounded in bf16, and near ties change the choice of experts.
 
@@ -164,14 +131,7 @@ def test_a_router_of_a_bf16_model_computes_in_fp32() -> None:
     torch.testing.assert_close(scores_TE.double(), exact_TE, rtol=1e-5, atol=1e-5)
 
 
-@fails_with(
-    Edit(
-        "megamoe.moe.score_functions.expert_bias",
-        "            self.bias_E.sub_(above_E.sign() * is_open_E, alpha=self.config.bias_update)\n",
-        "            moved_E = self.bias_E - above_E.sign() * is_open_E * self.config.bias_update\n"
-        "            self.bias_E.copy_(moved_E.bfloat16())\n",
-    )
-)
+@fails_with(Edit(BIAS, "alpha=self.config.bias_update)\n", "alpha=self.config.bias_update)" + TO_BF16))
 def test_a_bias_keeps_small_updates() -> None:
     """The balancing bias is held in bf16, which rounds its small updates away.
 
@@ -185,13 +145,7 @@ def test_a_bias_keeps_small_updates() -> None:
     assert part.bias_E.tolist() == pytest.approx([-0.4, 0.4, 0.4, 0.4], abs=1e-4)
 
 
-@fails_with(
-    Edit(
-        "megamoe.moe.rng",
-        'text = f"{seed}/{step}/{layer}/{purpose}".encode()',
-        "text = f\"{seed}/{step}/{layer}/{purpose}/{__import__('random').random()}\".encode()",
-    )
-)
+@fails_with(Edit(RNG, '{layer}/{purpose}"', "{layer}/{purpose}/{__import__('random').random()}\""))
 def test_a_recomputed_router_draws_the_same_noise() -> None:
     """The jitter is drawn anew when a block is recomputed, so that gradients belong to other experts.
 
