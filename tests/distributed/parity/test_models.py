@@ -68,13 +68,11 @@ LATENT: dict[str, Any] = {
 }
 OPEN: dict[str, dict[str, Any]] = {"granite": GRANITE, "gpt_oss": GPT_OSS, "ahead": AHEAD, "latent": LATENT}
 DROPOUT = {"moe__expert_output_dropout": 0.3, "moe__expert_activation_dropout": 0.2}
-# A loss over all ranks' tokens has a collective of its own, which is recomputed with its layer.
 BLOCKS: dict[str, dict[str, Any]] = {
     "inserted sub-layers": {
         "moe__layers": {"insert_after": [1]},
         "moe__num_shared_experts": 0,
         "moe__expert_sublayers": 2,
-        "moe__losses": {"switch_balance": {"weight": 0.1, "scope": "global_batch"}},
         **DROPOUT,
     },
     "residual, sub-layers in place": {
@@ -130,6 +128,16 @@ def trained(pool: Pool, models: Models, place: Place, folder: Path) -> list[list
 def test_blocks_train_as_on_one_rank(pool: Pool, tmp_path: Path) -> None:
     (alone,) = trained(pool, BLOCKS, Place(), tmp_path)
     assert_trained_as_alone(pool, BLOCKS, QUICK, alone, tmp_path)
+
+
+def test_a_losss_collective_is_recomputed_in_its_order(pool: Pool, tmp_path: Path) -> None:
+    """The loss is of all ranks' tokens."""
+    losses = {"switch_balance": {"weight": 0.1, "scope": "global_batch"}}
+    run = {"steps": STEPS, **BLOCKS["inserted sub-layers"], **QUICK.changes(tmp_path), "moe__losses": losses}
+    several = [{**run, "model__recompute": recompute} for recompute in ("none", "selective", "full")]
+    none, *again = pool.run(run_each, several, ranks=2)[0]
+    for found in again:
+        assert_as_alone([found], none)
 
 
 @pytest.fixture(scope="module")
