@@ -93,9 +93,15 @@ def test_the_picture_of_the_packages_is_drawn_from_the_imports() -> None:
     assert written["PICTURE"].read_text() == written["picture"](), "run python docs/site/package_map.py"
 
 
-def test_the_index_of_the_studies_is_written_from_their_results() -> None:
-    written = runpy.run_path(str(ROOT / "docs/site/lab_index.py"))["index"]()
-    assert written == (ROOT / "docs/lab/index.md").read_text(), "run python docs/site/lab_index.py"
+def test_pages_of_studies_are_written_from_their_results_and_name_rows_that_have_changed_since() -> None:
+    script = runpy.run_path(str(ROOT / "docs/site/lab_index.py"))
+    for page, text in script["pages"]().items():
+        assert page.read_text() == text, f"{page}: run python docs/site/lab_index.py"
+    page = script["noted"]("# Title\n\nText.\n", "switch, hash")
+    assert page.startswith(f"# Title\n\n{script['FORMER']}switch, hash.\n\nText.")
+    assert (
+        script["noted"](page, "") == "# Title\n\nText.\n" and script["noted"](page, "a").count("former") == 1
+    )
 
 
 def test_the_first_page_shows_a_run_and_the_page_of_parts_a_mixture() -> None:

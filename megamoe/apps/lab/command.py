@@ -9,7 +9,7 @@ python tools/lab.py tournament --size cpu --configurations docs/lab/tournament/r
 STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes
 on where an earlier one stopped. The results are in OUTPUT/page: index.md and results.json.
 
-Exit code 1: a run failed, no run has the metric of a measure or curve, or a configuration has another digest.
+Exit code 1: a run failed, no run has the metric of a measure or curve, or a configuration has changed.
 """
 
 import argparse
@@ -68,9 +68,7 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
         raise UserError("STUDY: none is named; --list shows those of examples/studies")
     check_positive("--seeds", options.seeds)
     check_positive("--workers", options.workers)
-    from megamoe.apps.lab.plan import load_plan
-
-    plan = load_plan(_path_of(options.study), options.size, options.seeds, options.overrides, options.rows)
+    plan = _plan(options)
     output = options.output or Path("runs/lab") / f"{plan.name}_{plan.size_name}"
     lock = _open_folder(output, options.overwrite)
     try:
@@ -81,6 +79,17 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
         failed += _run_study(plan, output, options, lock)
     finally:
         os.close(lock)
+
+
+def plan_of(command: str) -> Any:
+    """Return the plan of a results.json's command, from the repository's root; see `load_plan`."""
+    return _plan(_parser().parse_intermixed_args(shlex.split(command)[2:]))
+
+
+def _plan(options: argparse.Namespace) -> Any:
+    from megamoe.apps.lab.plan import load_plan
+
+    return load_plan(_path_of(options.study), options.size, options.seeds, options.overrides, options.rows)
 
 
 def _path_of(study: str) -> Path:
@@ -218,14 +227,15 @@ def _slots(ranks: int, workers: int | None) -> list[str | None]:
 
 
 def _write_configurations(plan: Any, output: Path, path: Path) -> list[str]:
-    """Write the YAML of each run, with the tuned values of a results.json; return those of another digest."""
+    """Write the YAML of each run, with the tuned values of a results.json; return the rows that differ."""
     from megamoe.apps.lab.page import RESULTS
-    from megamoe.apps.lab.tasks import configuration_digests, study_tasks, tuning_tasks
+    from megamoe.apps.lab.results import changed_rows
+    from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
 
     try:
         results = json.loads(read_plain(path, LARGEST_FILE))
         tuned = {row: found["tuned"] for row, found in results["rows"].items() if "tuned" in found}
-        known = dict(results["configurations"])
+        changed = changed_rows(plan, results)
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(
             f"--configurations: {path} is no {RESULTS} of a study with digests: {reason(error)}"
@@ -233,15 +243,14 @@ def _write_configurations(plan: Any, output: Path, path: Path) -> list[str]:
     without = [] if plan.size.tuning is None else [row for row in plan.configs if row not in tuned]
     tasks = [*tuning_tasks(plan, output)[0].by_name.values()]
     tasks += study_tasks(plan, output, tuned, without).by_name.values()
-    for file, text in filter(None, (task.configuration for task in tasks)):
+    files = dict(filter(None, (task.configuration for task in tasks)))
+    for file, text in files.items():
         file.parent.mkdir(exist_ok=True)
         replace_file(file, text.encode())
-    digests = configuration_digests(tasks)
-    print(f"written: {len(digests)} configurations in {output / 'configurations'}")
-    differ = [name for name in digests | known if digests.get(name) != known.get(name)]
-    for name in differ:
-        print(f"{name}: not the configuration of {path}: the study or its examples have changed since")
-    return differ
+    print(f"written: {len(files)} configurations in {output / 'configurations'}")
+    for row in changed:
+        print(f"{row}: not the configuration of {path}: the study or its examples have changed since")
+    return changed
 
 
 def _command(options: argparse.Namespace) -> str:

@@ -3,7 +3,7 @@
 import math
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from megamoe.metrics.recorder import METRICS_FILE
 from megamoe.registry import nearest
 
 LARGEST_RESULT = 1 << 28  # bytes
-INDEX = re.compile(r"-?\d{1,9}")  # of a list in a path
+INDEX, SLICE = re.compile(r"-?\d{1,9}"), re.compile(r"(\d{1,9}):(\d{1,9})")  # of a list in a path
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 20, 6.0
 Found = dict[str, dict[str, dict[int, float]]]  # by measure, row and seed
 Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by curve and row: step and value
@@ -42,8 +42,11 @@ def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
         run = read.setdefault(training.folder, None) or read_run(training.folder)
         read[training.folder], record = run, runner.record(training)
         for name, measure in plan.study.measures.items():
+            value = None
             if measure.stage is not None:
                 value = _of_stage(plan, tasks, runner, name, row, seed)
+            elif measure.until is not None:
+                value = _steps_until(measure, run, runner, tasks.training.get((measure.until, seed)))
             else:
                 value = FACTS[measure.fact](run, record) if measure.fact else _taken(measure, run)
             if value is not None:
@@ -190,18 +193,22 @@ def sizes(tasks: Tasks, runner: Runner) -> dict[str, dict[str, int]]:
 def _taken(measure: Measure, run: Run) -> float | None:
     assert measure.metric is not None
     recorded = [float(value) for value in series(run.rows, measure.metric)[1] if is_number(value)]
-    if not recorded:
+    return TAKES[measure.take or "last"](recorded) if recorded else None
+
+
+def _steps_until(measure: Measure, run: Run, runner: Runner, goal: Task | None) -> float | None:
+    """Return the first recorded step at which the run's metric is at or below the last one of the goal's run.
+
+    The run's last recorded step if it never is. None: the goal's run is not complete, or its end not finite.
+    """
+    assert measure.metric is not None
+    lowest = None if goal is None else last_of(measure.metric, runner, goal)
+    steps, values = series(run.rows, measure.metric)
+    if lowest is None or not steps:
         return None
-    if measure.take == "spikes":
-        return float(spikes(recorded))
-    takes = {
-        "first": recorded[0],
-        "last": recorded[-1],
-        "lowest": min(recorded),
-        "highest": max(recorded),
-        "rise": recorded[-1] - min(recorded),
-    }
-    return statistics.fmean(recorded) if measure.take == "mean" else takes[measure.take]
+    return float(
+        next((step for step, value in zip(steps, values, strict=True) if value <= lowest), steps[-1])
+    )
 
 
 def spikes(values: Sequence[float]) -> int:
@@ -232,6 +239,15 @@ def _training_flops(run: Run) -> float | None:
     return None if of_token is None or tokens is None else of_token * tokens
 
 
+TAKES: dict[str, Callable[[Sequence[float]], float]] = {  # of the values of a run, or those at a path
+    "first": lambda values: values[0],
+    "last": lambda values: values[-1],
+    "lowest": min,
+    "highest": max,
+    "mean": statistics.fmean,
+    "rise": lambda values: values[-1] - min(values),
+    "spikes": lambda values: float(spikes(values)),
+}
 FACTS = {
     "flops_per_token": lambda run, record: flops_per_token(run),
     "training_flops": lambda run, record: _training_flops(run),
@@ -251,7 +267,7 @@ def _json(path: Path) -> Any:
 
 
 def _at(content: Any, measure: Measure, where: str) -> float | None:
-    """Return the number at the measure's path; None if it is null, or if nothing is left for a mean."""
+    """Return the number at the measure's path; None if it is null, or if nothing is there."""
     assert measure.path is not None
     found = [content]
     for step in measure.path.split("/"):
@@ -264,10 +280,12 @@ def _at(content: Any, measure: Measure, where: str) -> float | None:
                 below.append(each[step])
             elif isinstance(each, list) and INDEX.fullmatch(step) and -len(each) <= int(step) < len(each):
                 below.append(each[int(step)])
+            elif isinstance(each, list) and (ends := SLICE.fullmatch(step)):
+                below += each[int(ends[1]) : int(ends[2])]
             else:
                 known = ", ".join(map(str, each)) if isinstance(each, dict) else f"{len(each)} entries"
                 raise UserError(f"{where}: path: nothing at {step!r}; expected one of {known[:200]}")
         found = below
     found = [NON_FINITE.get(each, each) if isinstance(each, str) else each for each in found]
     numbers = [float(each) for each in found if is_number(each)]
-    return statistics.fmean(numbers) if numbers else None
+    return TAKES[measure.take or "mean"](numbers) if numbers else None

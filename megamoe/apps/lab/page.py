@@ -60,8 +60,8 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
         f"Planned time of this size: {plan.size.time}."
     )
     parts.append(
-        f"`{RESULTS}` has the SHA-256 of each run's configuration; the command above with "
-        "`--configurations` and its path writes them."
+        f"`{RESULTS}` has a digest of each row's configuration; the command above with `--configurations` "
+        "and its path writes the runs' YAML, and names the rows that have changed since."
     )
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -131,8 +131,9 @@ def paper_table(results: dict[str, Any]) -> Table:
 
 
 def _legend(plan: Plan, results: dict[str, Any]) -> str:
-    known = [*plan.study.measures.items(), *((name, plan.study.rows[name]) for name in plan.configs)]
-    lines = [f"- `{name}`: {each.text}" for name, each in known if each.text]
+    texts = {name: each.text for name, each in plan.study.measures.items()}
+    texts |= {name: plan.study.rows[name].text for name in plan.configs}
+    lines = [f"- `{name}`: {text}" for name, text in texts.items() if text]
     has_published = any(row["published"] for row in results["rows"].values())
     told = f"Mean ± standard deviation over the seeds{IN_BRACKETS * has_published}."
     return "\n".join([told, "", *lines]).rstrip()

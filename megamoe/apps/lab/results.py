@@ -14,7 +14,7 @@ from megamoe.apps.lab.claims import decide, interval, paired
 from megamoe.apps.lab.measures import Found, curves, measured, sizes, unrecorded
 from megamoe.apps.lab.plan import Plan
 from megamoe.apps.lab.runner import Runner
-from megamoe.apps.lab.tasks import Tasks, configuration_digests, tuning_tasks
+from megamoe.apps.lab.tasks import Tasks, configuration_digests
 from megamoe.apps.lab.tuning import Choice, values_of
 
 LIBRARIES = ("torch", "megatron-core", "deepspeed", "numpy", "scipy")
@@ -30,7 +30,7 @@ def results_of(
     the tuning that failed. claims: text, place, test, verdict, and each comparison's differences over the
     seeds with mean and 95 % interval. control: the differences of the other rows from it, or null. curves:
     step and mean over the seeds, by curve and row. unrecorded: a line for each metric that no run has.
-    configurations: the SHA-256 of the YAML of each run, tuning included.
+    configurations: see `configuration_digests`.
     """
     found, of_runs = measured(plan, tasks, runner), sizes(tasks, runner)
     tuned, untuned = values_of(choices)
@@ -48,7 +48,7 @@ def results_of(
         }
         for row in plan.configs
     }
-    drawn, (of_tuning, _) = curves(plan, tasks, runner), tuning_tasks(plan, runner.folder.parent)
+    drawn = curves(plan, tasks, runner)
     claims = []
     for text, claim in plan.claims:
         verdict, findings = decide(claim, found, plan.size.seeds)
@@ -66,7 +66,7 @@ def results_of(
         "curves": drawn,
         "unrecorded": unrecorded(plan, tasks, runner, found, drawn),
         "tuning": tuning_of(plan),
-        "configurations": configuration_digests([*of_tuning.by_name.values(), *tasks.by_name.values()]),
+        "configurations": configuration_digests(plan, tuned),
         "made": _environment(command),
     }
 
@@ -78,6 +78,13 @@ def tuning_of(plan: Plan) -> dict[str, Any] | None:
         return None
     reported = [name for name, measure in plan.study.measures.items() if measure.metric == rule.by]
     return asdict(rule) | {"reported": reported, "rows": plan.study.tuned_rows}
+
+
+def changed_rows(plan: Plan, results: dict[str, Any]) -> list[str]:
+    """Return the rows of results whose configuration is another one in the plan, or that it lacks."""
+    tuned = {row: found["tuned"] for row, found in results["rows"].items() if "tuned" in found}
+    digests = configuration_digests(plan, tuned)
+    return [row for row, known in results["configurations"].items() if digests.get(row) != known]
 
 
 def _from_control(plan: Plan, found: Found) -> dict[str, Any] | None:

@@ -147,8 +147,11 @@ class Runner:
                 each.process.wait()
 
     def _next(self, waiting: list[Task], running: list[_Running]) -> Task | None:
+        if any(each.task.alone for each in running):
+            return None
         open_names = {task.name for task in waiting} | {each.task.name for each in running}
-        return next((task for task in waiting if not open_names & set(task.needs)), None)
+        ready = (task for task in waiting if not open_names & set(task.needs))
+        return next((task for task in ready if not (task.alone and running)), None)
 
     def _drop_blocked(self, waiting: list[Task], failed: set[str]) -> None:
         for task in [task for task in waiting if failed & set(task.needs)]:

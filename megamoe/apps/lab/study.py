@@ -41,7 +41,7 @@ OF_LAB = {  # keys of a run that the lab sets, and what takes their place
     "seed": "sizes has seeds",
 }
 NOT_EVALUATED = (*OF_LAB, "checkpoint", "log", "optimizer")  # sections that an evaluation does not read
-ENDS = ("first", "last")  # what may be taken of windows
+ENDS = (None, "first", "last")  # what may be taken of windows
 
 
 def _is_name(text: str) -> str:
@@ -119,10 +119,13 @@ class Evaluate:
 
 @dataclass
 class Stage:
-    """What is done with each trained model: one of the four. rows: of these rows; default: of all."""
+    """What is done with each trained model: one of the four. rows: of these rows; default: of all. alone: no
+    other process of the lab runs beside it, so that its wall time can be compared.
+    """
 
     __pydantic_config__ = STRICT
     rows: Distinct[Name] | None = None
+    alone: bool = False
     finetune: Finetune | None = None
     translate: Translate | None = None
     analyze: Analyze | None = None
@@ -138,18 +141,21 @@ class Stage:
 class Measure:
     """A number of each row and seed.
 
-    metric: a key of metrics.jsonl. take: which of the run's values; `spikes` counts those far above the ones
-    before (`measures.spikes`), `rise` is the last minus the lowest. fact: instead, a number about the run,
-    see `measures.FACTS`. stage, path: instead, a number in the JSON of a stage, of several stages the first
-    that is done with the row: keys and indices with slashes, * for the mean over all without those in
-    `without`. stage, metric: of the runs of a stage that fine-tunes, the mean. stage, consistency: the
-    inter-run consistency of these runs, of the loads of so many steps (`measures.consistency`).
+    metric: a key of metrics.jsonl. take: which of the run's values (default: last); `spikes` counts those far
+    above the ones before (`measures.spikes`), `rise` is the last minus the lowest. until: instead, the steps
+    until the metric is as low as at the end of this row's run of the same seed; the last step if it never is.
+    fact: instead, a number about the run, see `measures.FACTS`. stage, path: instead, a number in the JSON of
+    a stage, of several stages the first that is done with the row: keys, indices and slices (0:4) with
+    slashes, * for all without those in `without`; `take` (default: mean) is of the numbers there. stage,
+    metric: of the runs of a stage that fine-tunes, the mean. stage, consistency: the inter-run consistency of
+    these runs, of the loads of so many steps (`measures.consistency`).
     exponential: of a loss: the perplexity. text: what it is, with its unit.
     """
 
     __pydantic_config__ = STRICT
     metric: str | None = None
-    take: Literal["first", "last", "lowest", "highest", "mean", "rise", "spikes"] = "last"
+    take: Literal["first", "last", "lowest", "highest", "mean", "rise", "spikes"] | None = None
+    until: Name | None = None
     fact: Literal["flops_per_token", "training_flops", "memory", "parameters", "active_parameters"] | None = (
         None
     )
@@ -325,6 +331,11 @@ def _check_measures(study: Study) -> None:
         if of_run + (measure.fact is not None) + (measure.stage is not None) != 1:
             raise ValueError(f"measures.{name}: expected one of metric, fact, and stage with path or metric")
         check_names(f"measures.{name}.stage", measure.stages, study.stages)
+        check_names(f"measures.{name}.until", filter(None, [measure.until]), study.rows)
+        if measure.until is not None and (not of_run or measure.take or measure.exponential):
+            raise ValueError(
+                f"measures.{name}: until gives steps: it needs metric, no take and no exponential"
+            )
         for stage in measure.stages:
             of_seeds = measure.metric is not None or measure.consistency is not None
             if of_seeds and study.stages[stage].finetune is None:
@@ -333,7 +344,7 @@ def _check_measures(study: Study) -> None:
         if measure.stage is not None and given.count(None) != 2:
             raise ValueError(f"measures.{name}: a stage needs one of path, metric, and consistency")
         if measure.consistency is not None and (measure.stage is None or measure.take not in ENDS):
-            raise ValueError(f"measures.{name}: consistency needs a stage, and take: {' or '.join(ENDS)}")
+            raise ValueError(f"measures.{name}: consistency needs a stage, and take: first or last")
 
 
 def _check_curves(study: Study) -> None:

@@ -8,10 +8,8 @@ of a study has
     page/            the results, see `page.py`
 """
 
-import hashlib
 import json
-import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +18,7 @@ from typing import Any
 from megamoe import registry
 from megamoe.apps.finetune.task import load_task
 from megamoe.apps.lab.plan import Plan, configured, digest
-from megamoe.apps.lab.study import Stage
+from megamoe.apps.lab.study import OF_LAB, Stage
 from megamoe.config.files import LARGEST_FILE, merge, read_mapping
 from megamoe.config.load import apply_override, configure
 from megamoe.config.schema import RunConfig
@@ -47,6 +45,7 @@ class Task:
     folder: the run's, or the stage's. arguments: of `python`. identity: a digest of all that decides the
     result. needs: names of tasks that must be complete. checkpoints_of: a run all of whose checkpoints are
     further arguments. configuration: the YAML that it reads, as file and text. steps: of a training run.
+    alone: no other task runs at the same time.
     """
 
     name: str
@@ -57,6 +56,7 @@ class Task:
     checkpoints_of: Path | None = None
     configuration: tuple[Path, str] | None = None
     steps: int = 0
+    alone: bool = False
 
 
 @dataclass
@@ -134,13 +134,16 @@ def study_tasks(plan: Plan, output: Path, tuned: dict[str, Any], without: Collec
     return tasks
 
 
-def configuration_digests(tasks: Iterable[Task]) -> dict[str, str]:
-    """Return the SHA-256 of each run's YAML by name, without the folder of this machine's runs."""
+def configuration_digests(plan: Plan, tuned: Mapping[str, Any]) -> dict[str, str]:
+    """Return a digest of each row's configuration with its tuned value, which the runs of all seeds share.
+
+    It is of the keys that the YAML has, in any order, so a new default of another key does not change it.
+    """
     found = {}
-    for task in tasks:
-        if task.configuration is not None:
-            text = re.sub(r"^output: .*$", "output: runs", task.configuration[1], flags=re.MULTILINE)
-            found[task.name] = hashlib.sha256(text.encode()).hexdigest()
+    for row, tree in plan.configs.items():
+        if plan.size.tuning is not None and row in tuned:
+            tree = _with(tree, f"{plan.size.tuning.key}={json.dumps(tuned[row])}")
+        found[row] = digest({key: value for key, value in tree.items() if key not in OF_LAB})
     return found
 
 
@@ -260,7 +263,7 @@ def _of_stage(
         places = [path, "--json", str(result)]
     identity = digest(stage.kind, settings, decides, [run.identity])
     arguments = (*COMMANDS, stage.kind, *settings, *places)  # in this order: checkpoints may follow
-    return Task(task_name, folder, arguments, identity, (run.name,), checkpoints_of)
+    return Task(task_name, folder, arguments, identity, (run.name,), checkpoints_of, alone=stage.alone)
 
 
 @contextmanager

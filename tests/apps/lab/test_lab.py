@@ -99,7 +99,7 @@ def test_a_study_from_its_yaml_to_its_page(tmp_path: Path, capfd: pytest.Capture
     page = (output / "page/index.md").read_text()
     assert "| two | " in page and "[4]" in page and "| seen |" in page and "not complete" not in page
     assert "\n- moe: two experts (two_again)\n" in page
-    assert [*results["configurations"]] == ["one-1", "one-2", "two-1", "two-2"]
+    assert [*results["configurations"]] == ["one", "two", "two_again"]
     assert call("lab", arguments) == 0
     assert " tasks" not in capfd.readouterr().out
 
@@ -150,6 +150,16 @@ def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(
     )  # the next call: what failed is tried again, and no other
     assert (tmp_path / "twice.count").read_text() == "xxx" and (tmp_path / "once.count").read_text() == "xx"
     assert runner.is_done(tasks[1]) and runner.is_done(tasks[2]) and not runner.is_done(wrong)
+
+
+def test_a_task_that_is_timed_runs_alone(tmp_path: Path) -> None:
+    runner = Runner(tmp_path, [None, None], print)
+    first, second = (Task(name, tmp_path, (), name) for name in ("first", "second"))
+    timed = Task("timed", tmp_path, (), "timed", alone=True)
+    assert runner._next([timed, first], []) is timed
+    assert runner._next([timed, second], [SimpleNamespace(task=first)]) is second  # type: ignore[list-item]
+    assert runner._next([timed], [SimpleNamespace(task=first)]) is None  # type: ignore[list-item]
+    assert runner._next([first], [SimpleNamespace(task=timed)]) is None  # type: ignore[list-item]
 
 
 @pytest.mark.full
@@ -235,6 +245,8 @@ measures: {loss: {stage: nowhere, path: a}} => .stage: found 'nowhere', expected
 measures: {loss: {stage: routing}} => measures.loss: a stage needs one of path, metric, and consistency
 measures: {loss: {stage: routing, consistency: 100}} => measures.loss: stage 'routing' does not fine-tune
 measures: {loss: {metric: x, consistency: 9}} => loss: consistency needs a stage, and take: first or last
+measures: {steps: {metric: val/lm_loss, until: one, exponential: true}} => measures.steps: until gives steps: it needs metric, no take and no exponential
+measures: {steps: {metric: val/lm_loss, until: ten}} => until: found 'ten', expected one
 curves: {ic: {stage: routing, consistency: 9}} => curves.ic: expected metric, or consistency and a stage that
 stages: {routing: {rows: [three], analyze: {analyses: [load]}}} => stages.routing.rows: found 'three', expected one, two
 stages: {routing: {}} => stages.routing: found nothing, expected one of evaluate, finetune
@@ -423,7 +435,11 @@ def test_the_stages_of_a_study(tmp_path: Path) -> None:
     """A stage of some rows, and the number of samples of a size in all of them."""
     stages = {
         "tuned": {"rows": ["two"], "finetune": {"task": "task.yaml"}},
-        "swept": {"rows": ["one", "two"], "evaluate": {"sweep": {"moe.router.selector.k": [1, 2]}}},
+        "swept": {
+            "rows": ["one", "two"],
+            "alone": True,
+            "evaluate": {"sweep": {"moe.router.selector.k": [1, 2]}},
+        },
     }
     sizes = {"smoke": {"seeds": [1, 2], "time": "seconds", "samples": 2}}
     measures = {
@@ -437,7 +453,7 @@ def test_the_stages_of_a_study(tmp_path: Path) -> None:
     assert "task.seeds=[2]" in tasks.stages["tuned", "two", 2].arguments
     swept = tasks.stages["swept", "one", 1].arguments
     assert swept[swept.index("--samples") + 1] == "2" and "moe.router.selector.k=1,2" in swept
-    assert ("swept", "two_again", 1) not in tasks.stages
+    assert ("swept", "two_again", 1) not in tasks.stages and tasks.stages["swept", "one", 1].alone
     assert tasks.stages["tuned", "two", 2].needs == ("two-2",)
 
 

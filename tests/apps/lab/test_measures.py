@@ -1,11 +1,15 @@
-"""Facts of a run: FLOPs of a token and of the training."""
+"""Facts of a run, the steps that it takes to a loss, and numbers at a path."""
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from megamoe.apps.lab.measures import FACTS
+from megamoe.apps.lab.measures import FACTS, _at, _steps_until
+from megamoe.apps.lab.study import Measure
+from megamoe.apps.lab.tasks import Task
 from megamoe.apps.report.run_statistics import compute_statistics
 
 NEW = [{"step": step, "tokens": 100 * step, "perf/gflops_per_token": 2e-6 * step} for step in (1, 2, 3)]
@@ -21,3 +25,29 @@ def test_flops_are_those_that_the_run_has_recorded() -> None:
     assert fact("flops_per_token", NEW) == pytest.approx(4e3)
     assert fact("training_flops", NEW) == pytest.approx(4e3 * 300)
     assert fact("flops_per_token", [{"step": 1}]) is None
+
+
+def test_steps_until_another_run_is_reached(tmp_path: Path) -> None:
+    """The last step of a run that is never so low; no number while the other run has none."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 40, "val/lm_loss": 2.0}) + "\n")
+    measure, goal = Measure(metric="val/lm_loss", until="goal"), Task("goal", tmp_path, (), "goal")
+
+    def steps(losses: list[float], done: bool = True) -> float | None:
+        run = SimpleNamespace(
+            rows=[{"step": 10 * (at + 1), "val/lm_loss": loss} for at, loss in enumerate(losses)]
+        )
+        return _steps_until(measure, run, SimpleNamespace(is_done=lambda task: done), goal)  # type: ignore[arg-type]
+
+    assert [steps([3.0, 2.0, 1.5]), steps([4.0, 3.0, 2.1])] == [20.0, 30.0]
+    assert steps([3.0, 2.0], done=False) is None and steps([]) is None
+
+
+def test_what_is_taken_of_the_numbers_at_a_path() -> None:
+    content = {"load": {"3": {"training": [0.1, 0.3, 0.2, 0.4]}}}
+
+    def taken(path: str, take: Any = None) -> float | None:
+        return _at(content, Measure(stage="routing", path=path, take=take), "measures.load")
+
+    assert taken("load/*/training/0:3") == pytest.approx(0.2)
+    assert [taken("load/3/training/0:3", take) for take in ("lowest", "highest", "last")] == [0.1, 0.3, 0.2]
+    assert taken("load/3/training/4:8") is None

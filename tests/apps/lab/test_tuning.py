@@ -312,9 +312,8 @@ def test_configurations_are_written_again_and_compared(
 ) -> None:
     """Those of tuning and study, with the tuned values, in any folder; a changed study is named."""
     assert lab({"tuning-two-1": 2.0}) == 0
-    digests = results(tmp_path)["configurations"]
     ran = {path.name: path.read_text() for path in (tmp_path / "lab/configurations").iterdir()}
-    assert {f"{name}.yaml" for name in digests} == {*ran} and len(ran) == 6
+    assert len(ran) == 6 and len(results(tmp_path)["configurations"]) == 2
     call_of = [str(tmp_path / "study.yaml"), "--output", str(tmp_path / "again"), "--configurations"]
     assert call("lab", [*call_of, str(tmp_path / "lab/page/results.json")]) == 0
     again = {path.name: path.read_text() for path in (tmp_path / "again/configurations").iterdir()}
@@ -324,7 +323,7 @@ def test_configurations_are_written_again_and_compared(
     assert not (tmp_path / "again/runs").exists()
     capsys.readouterr()
     assert call("lab", [*call_of, str(tmp_path / "lab/page/results.json"), "optimizer.beta1=0.8"]) == 1
-    assert "two-1: not the configuration of " in capsys.readouterr().out
+    assert "two: not the configuration of " in capsys.readouterr().out
     (tmp_path / "other.json").write_text("{}")
     assert call("lab", [*call_of, str(tmp_path / "other.json")]) == 2
     assert "is no results.json of a study" in capsys.readouterr().err
