@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from megamoe.apps.lab.checks import rows_that_cannot_run
+from megamoe.apps.lab.claims import Claim, Comparison, parse_claim
 from megamoe.apps.lab.measures import _taken, consistency, lowest_by, spikes
 from megamoe.apps.lab.page import _tuning
 from megamoe.apps.lab.plan import load_plan
@@ -311,6 +312,27 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
         for row, tree in plan.configs.items():
             config = configure(merge(tree, {}), [])
             assert not [*section_problems(config, plan.size.ranks, None)], (size, row)
+
+
+def test_no_row_that_a_claim_expects_to_be_better_is_tuned_alone() -> None:
+    """Of two compared rows the one that is expected to be worse is tuned, or both, or none."""
+    lower = {"perplexity", "loss", "mean_loss", "at_100", "at_25"}
+    for path in STUDIES:
+        study = load_study(path)
+        tuned = {*(study.tuned_rows or study.rows)}
+        for claim in study.claims:
+            for each in parse_claim(claim.test, "").comparisons:
+                sides = [
+                    {*Claim([Comparison("", side, side)]).operands()} for side in (each.left, each.right)
+                ]
+                measures = {measure for side in sides for measure, _ in side}
+                if measures <= lower or all(
+                    name.startswith(("bleu", "accuracy", "chrf")) for name in measures
+                ):
+                    better, worse = (
+                        {row for _, row in side} for side in sides[:: 1 if measures <= lower else -1]
+                    )
+                    assert not better & tuned or worse <= tuned, (path.stem, each.text)
 
 
 def test_a_routing_space_of_moec_has_half_as_many_dimensions_as_experts() -> None:
