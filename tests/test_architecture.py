@@ -80,7 +80,9 @@ APPS = {
     "apps.routing_analysis": {"apps.command"} | MODELS | {"apps.evaluation", "apps.report", "metrics"},
     "apps.routing_record": FOUNDATION | {"data", "model", "moe", "parallel", "train"},
     "apps.show_batch": {"apps.command"} | MODELS,
-    "apps.verify": {"apps.command", "apps.plan", "apps.routing_record"} | MODELS | {"metrics"},
+    "apps.verify": {"apps.command", "apps.plan", "apps.routing_record", "apps.chat", "apps.translation"}
+    | MODELS
+    | {"metrics"},
     "apps.translation": {"apps.command", "apps.prepare"} | FOUNDATION | {"data", "objectives", "megamoe"},
 }
 MAY_IMPORT = CORE | APPS

@@ -31,6 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--config", required=True, help="the run's YAML")
     parser.add_argument("--ranks", type=int, default=8, help="the most processes at a time (default: 8)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
     parser.add_argument(
         "--keep", type=Path, metavar="FOLDER", help="keep the runs and their checkpoints here"
     )
@@ -44,22 +45,46 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _verify(options: argparse.Namespace) -> bool:
     from megamoe.apps.command import check_positive
+    from megamoe.apps.verify.layouts import variants_of
+    from megamoe.apps.verify.mock_data import mock_data
+    from megamoe.apps.verify.ranks import Worlds
     from megamoe.apps.verify.session import Session
     from megamoe.apps.verify.small import shrunk
     from megamoe.config import load_config
     from megamoe.errors import UserError
 
     check_positive("--ranks", options.ranks)
-    try:  # the data may be on another machine
-        config = load_config(options.config, [*options.overrides, *WITHOUT_DATA])
-        shrunk(config)
-    except UserError:
-        config = load_config(options.config, options.overrides)
+    most_ranks = _most_ranks(options.ranks, options.device)
     with tempfile.TemporaryDirectory(prefix="megamoe_verify_") as scratch:
         folder = options.keep or Path(scratch)
-        folder.mkdir(parents=True, exist_ok=True)
-        session = Session(config, folder, options.ranks, options.only, MOST_TRIES)
-        return session.compare_all(print)
+        try:  # the data may be on another machine
+            config = load_config(options.config, [*options.overrides, *WITHOUT_DATA])
+            tree, lines = shrunk(config, mock_data(config, folder / "data"))
+        except UserError:
+            config = load_config(options.config, options.overrides)
+            tree, lines = shrunk(config)
+        every = variants_of(config, tree)
+        variants = [each for each in every if options.only in str(each)]
+        if not variants:
+            names = "; ".join(map(str, every))
+            raise UserError(f"--only: found {options.only!r}, expected a part of one of: {names}")
+        worlds = Worlds("megamoe.apps.verify.train_run", options.device)
+        print("\n".join(["smaller than the run:", *(f"  {line}" for line in lines)]), flush=True)
+        session = Session(tree, folder, worlds, MOST_TRIES)
+        return session.compare_all(variants, most_ranks, lambda line: print(line, flush=True))
+
+
+def _most_ranks(wanted: int, device: str) -> int:
+    """Return the most ranks of a layout: on GPUs one each."""
+    import torch
+
+    from megamoe.errors import UserError
+
+    if device == "cpu":
+        return wanted
+    if not torch.cuda.is_available():
+        raise UserError("--device: found cuda, but PyTorch sees no GPU here; expected cpu")
+    return min(wanted, torch.cuda.device_count())
 
 
 if __name__ == "__main__":

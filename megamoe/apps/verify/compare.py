@@ -7,13 +7,10 @@ import torch
 from torch import Tensor
 
 from megamoe.apps.routing_record.record import META, Rows, read_rows
-from megamoe.apps.verify.small import STEPS
-from megamoe.apps.verify.train_run import SAVED
+from megamoe.apps.verify.train_run import Metrics
 from megamoe.checkpoint.format.reader import MEAN, MOMENTS, MUON_MOMENT, WEIGHT, CheckpointReader
 from megamoe.io import read_json
 
-FLOOR = 2e-5  # relative difference that rounding in fp32 may always make of a sum
-TIMES = 30.0  # what rounding makes of the noisy run, and of another layout
 # The first moment is a multiple of the gradient after the first step.
 KINDS = {
     WEIGHT: "weights",
@@ -23,7 +20,6 @@ KINDS = {
     f"{MOMENTS[1]}/": "squared gradients",
 }
 SHOWN = 2  # differences of each kind
-Metrics = list[dict[str, list[float]]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +28,11 @@ class Result:
 
     metrics: Metrics
     folder: Path
+
+    @property
+    def steps(self) -> int:
+        """The optimiser steps."""
+        return len(self.metrics) - 1
 
     def tensors(self, step: int) -> dict[str, Tensor]:
         """Return the floating-point tensors of a checkpoint, by name."""
@@ -50,7 +51,7 @@ class Result:
         if not self.record.exists():
             return set()
         layers = len(read_json(self.record / META, 1 << 24)["moe.layers"])
-        for step in range(1, STEPS + 1):
+        for step in range(1, self.steps + 1):
             both = (read_rows(result.record, step, "train", layers) for result in (self, other))
             for layer, (one, two) in enumerate(zip(*both, strict=True), 1):
                 found |= {(step, layer, token) for token in _other_tokens(one, two)}
@@ -81,8 +82,14 @@ class Difference:
         return f"step {self.step}: {self.kind}: {self.name} {size}"
 
 
-def differences(found: Result, alone: Result, noisy: Result) -> tuple[list[Difference], dict[str, float]]:
-    """Return what differs by more than rounding, the first step first, and the largest of each kind."""
+def differences(
+    found: Result, alone: Result, rounded: Result | None, times: float, floor: float
+) -> tuple[list[Difference], dict[str, float]]:
+    """Return what differs by more than rounding, the first step first, and the largest of each kind.
+
+    rounded: the run on one rank with other rounding. A value may differ by `times` its difference there, and
+    always by `floor`, both relative to its norm.
+    """
     largest: dict[str, float] = {}
     wrong: list[Difference] = []
 
@@ -92,17 +99,18 @@ def differences(found: Result, alone: Result, noisy: Result) -> tuple[list[Diffe
             wrong.append(Difference(step, kind, f"{name} (missing or of another shape)", float("inf"), 0.0))
             return
         size = _distance(one, other)
-        allowed = FLOOR if noise is None else max(FLOOR, TIMES * _distance(noise, other))
+        allowed = floor if noise is None else max(floor, times * _distance(noise, other))
         largest[kind] = max(largest.get(kind, 0.0), size)
         if not size <= allowed:
             wrong.append(Difference(step, kind, name, size, allowed))
 
-    for step, runs in enumerate(zip(found.metrics, alone.metrics, noisy.metrics, strict=True), 1):
+    results = (found, alone, rounded or alone)
+    for step, runs in enumerate(zip(*(result.metrics for result in results), strict=True), 1):
         tables = [{name: torch.tensor(value).double() for name, value in run.items()} for run in runs]
         for name in sorted({*tables[0], *tables[1]}):
             judge(step, "metrics", name, *(table.get(name) for table in tables))
-        if step in SAVED:
-            tables = [result.tensors(step) for result in (found, alone, noisy)]
+        if step in (1, found.steps):
+            tables = [result.tensors(step) for result in results]
             for name in sorted({*tables[0], *tables[1]}):
                 judge(step, _kind(name), name.partition("/")[2], *(table.get(name) for table in tables))
     return wrong, largest

@@ -8,7 +8,7 @@ from typing import Any
 from megamoe.apps.verify.small import Changes, Tree, changed, value_at
 from megamoe.config import PartChoice, RunConfig, parse_config
 from megamoe.parallel.layout import fewest_ranks
-from megamoe.parallel.zero.deepspeed_config import resolve_parallel
+from megamoe.parallel.zero.deepspeed_config import ParallelPlan, resolve_parallel
 
 # Megatron-Core's and DeepSpeed's names of the sizes.
 SHORT = {
@@ -48,7 +48,9 @@ CUT_ALL = {
 
 @dataclass(frozen=True)
 class Variant:
-    """A layout with features. changes: dotted keys of the configuration, and `zero`, the ZeRO stage."""
+    """A layout with features. changes: dotted keys of the configuration, the ZeRO stage as `zero` and bf16
+    as `precision`.
+    """
 
     ranks: int
     changes: Changes
@@ -63,12 +65,20 @@ class Variant:
 
     def tree(self, small: Tree, folder: Path) -> Tree:
         """Return the small run in this layout; folder: for its output and its DeepSpeed file."""
-        changes = {key: value for key, value in self.changes.items() if key != "zero"}
+        changes = {key: value for key, value in self.changes.items() if key not in ("zero", "precision")}
         stage = self.changes.get("zero", 0)
         file = folder / "deepspeed.json"
         zero = {"stage": stage, "overlap_comm": False, **(CUT_ALL if stage == 3 else {})}
-        file.write_text(json.dumps({"zero_optimization": zero, "bf16": {"enabled": False}}))
-        return changed(small, {**changes, "parallel.deepspeed": str(file), "output": str(folder)})
+        file.write_text(
+            json.dumps({"zero_optimization": zero, "bf16": {"enabled": self.precision == "bf16"}})
+        )
+        changes |= {"parallel.precision": self.precision, "parallel.deepspeed": str(file)}
+        return changed(small, {**changes, "output": str(folder)})
+
+    @property
+    def precision(self) -> str:
+        """fp32 or bf16."""
+        return str(self.changes.get("precision", "fp32"))
 
     def simpler(self) -> list["Variant"]:
         """Return this one with one thing less each, those with fewer ranks first."""
@@ -104,6 +114,15 @@ def own_variant(config: RunConfig, stage: int, tree: Tree) -> Variant:
     return Variant(max(2, fewest), changes)
 
 
-def stage_of(config: RunConfig) -> int:
-    """Return the ZeRO stage of the run's DeepSpeed file."""
-    return resolve_parallel(config, fewest_ranks(config.parallel)).stage
+def plan_of(config: RunConfig) -> ParallelPlan:
+    """Return the run's ZeRO stage and precision, among others."""
+    return resolve_parallel(config, fewest_ranks(config.parallel))
+
+
+def variants_of(config: RunConfig, tree: Tree) -> list[Variant]:
+    """Return the run's own layout, in fp32 and in the run's bf16, and the others. tree: see `own_variant`."""
+    plan = plan_of(config)
+    own = own_variant(config, plan.stage, tree)
+    in_bf16 = [Variant(own.ranks, {**own.changes, "precision": "bf16"})] if plan.precision == "bf16" else []
+    every = [own, *in_bf16, *(Variant(*each) for each in ALWAYS)]
+    return [each for number, each in enumerate(every) if each not in every[:number]]

@@ -1,5 +1,6 @@
 """Worlds of ranks on this machine: processes forked from one that has imported everything."""
 
+import gc
 import importlib
 import multiprocessing
 import os
@@ -18,13 +19,16 @@ GRACE_S = 5.0  # after one rank has failed, for the others to end
 
 
 class Worlds:
-    """Starts worlds, one at a time. preload: the module whose import takes long, and has the functions."""
+    """Starts worlds, one at a time. preload: the module whose import takes long, and has the functions.
+    device: cpu hides this machine's GPUs.
+    """
 
-    def __init__(self, preload: str) -> None:
+    def __init__(self, preload: str, device: str = "cpu") -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
         # Of the fork server: the libraries' warnings at import, and threads that ranks would fight for.
         own = {"PYTHONWARNINGS": "ignore", "OMP_NUM_THREADS": "1"}
+        own |= {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
         before = {name: os.environ.pop(name, None) for name in own}
         os.environ.update(own)
         forkserver.ensure_running()
@@ -89,6 +93,7 @@ def _run_rank(
         os.dup2(file.fileno(), 2)
     try:
         importlib.import_module(function.__module__)
+        gc.freeze()  # collections need not look at what was imported
         answer = function(*arguments), ""
     except BaseException as error:
         lines = traceback.format_exception(error)

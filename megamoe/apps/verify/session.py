@@ -1,123 +1,129 @@
-"""One comparison: the reference on one rank, each layout, and the search for the smallest that differs."""
+"""Comparisons of one small run: the references on one rank, a layout, and the smallest that differs."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
 from megamoe.apps.verify.compare import Difference, Result, differences, first_of
-from megamoe.apps.verify.layouts import ALWAYS, Variant, own_variant, stage_of
+from megamoe.apps.verify.layouts import Variant
 from megamoe.apps.verify.ranks import Worlds
-from megamoe.apps.verify.small import problems, shrunk
+from megamoe.apps.verify.small import Tree, changed, problems
 from megamoe.apps.verify.train_run import train
-from megamoe.config import RunConfig, parse_config
+from megamoe.config import parse_config
 from megamoe.config.shapes import moe_layer_numbers
 from megamoe.errors import UserError
 
 NOISE = 2.0**-23  # relative: about the last place of fp32
 NEAR_TIES = 1e-4  # noise under which a token that chooses other experts has scores that nearly tie
+# What rounding makes of another layout, in terms of what it makes of the run it is judged by, and the least.
+FP32 = (30.0, 2e-5)
+BF16 = (4.0, 2.0**-8)
 
 
 class Session:
-    """A comparison. folder: for runs. most_ranks: of a layout. only: text that a layout's line must have.
-    most_tries: of the search for the smallest layout.
+    """The runs of one small tree. folder: for them. most_tries: of the search for the smallest layout."""
 
-    Raises:
-        UserError: if the run on one rank is refused or fails, or no layout has that text.
-    """
-
-    def __init__(self, config: RunConfig, folder: Path, most_ranks: int, only: str, most_tries: int) -> None:
-        self.tree, self.lines = shrunk(config)
-        self.folder, self.most_tries = folder, most_tries
-        self.worlds = Worlds("megamoe.apps.verify.train_run")
-        own = own_variant(config, stage_of(config), self.tree)
-        every = [own, *(Variant(*each) for each in ALWAYS)]
-        self.variants = [each for number, each in enumerate(every) if each not in every[:number]]
-        self.variants = [each for each in self.variants if only in str(each)]
-        self.most_ranks = most_ranks
-        if not self.variants:
-            names = "; ".join(map(str, every))
-            raise UserError(f"--only: found {only!r}, expected a part of one of: {names}")
+    def __init__(self, tree: Tree, folder: Path, worlds: Worlds, most_tries: int) -> None:
+        self.tree, self.folder, self.worlds, self.most_tries = tree, folder, worlds, most_tries
         self.number = 0
-        self.alone = self._reference(0.0)
-        self.noisy = self._reference(NOISE)
-        self.near_ties: set[tuple[int, int, int]] | None = None
+        self.references: dict[tuple[str, float, Path | None], Result] = {}
+        record = {"log.routing": str(folder / "record")}
+        self.records = bool(moe_layer_numbers(parse_config(tree))) and not problems(changed(tree, record), 1)
 
-    def _reference(self, noise: float) -> Result:
-        found, problem = self._train(Variant(1, {}), resumes=False, noise=noise)
-        if found is None:
-            raise UserError(f"the small run on one rank fails: {problem}")
-        return found
+    def reference(self, precision: str = "fp32", noise: float = 0.0, replay: Path | None = None) -> Result:
+        """Return the run on one rank, trained at the first call.
+
+        Raises:
+            UserError: if it fails.
+        """
+        key = (precision, noise, replay)
+        if key not in self.references:
+            variant = Variant(1, {} if precision == "fp32" else {"precision": precision})
+            found, problem = self._train(variant, resumes=False, noise=noise, replay=replay)
+            if found is None:
+                raise UserError(f"the small run on one rank fails: {problem}")
+            self.references[key] = found
+        return self.references[key]
+
+    def prepared(self, variant: Variant, replay: Path | None = None) -> tuple[Path, Tree]:
+        """Return a new folder and the run in it."""
+        self.number += 1
+        folder = self.folder / f"{self.number:02d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        tree = variant.tree(self.tree, folder)
+        if self.records:
+            tree["log"]["routing"] = str(folder / "record")
+            tree["moe"]["router"]["replay"] = None if replay is None else str(replay)
+        (folder / "run.json").write_text(json.dumps(tree))
+        return folder, tree
 
     def _train(
         self, variant: Variant, resumes: bool = True, noise: float = 0.0, replay: Path | None = None
     ) -> tuple[Result | None, str]:
-        self.number += 1
-        folder = self.folder / f"{self.number:02d}"
-        folder.mkdir(exist_ok=True)
-        tree = variant.tree(self.tree, folder)
-        if moe_layer_numbers(parse_config(tree)):
-            tree["log"]["routing"] = str(folder / "record")
-            tree["moe"]["router"]["replay"] = None if replay is None else str(replay)
-        (folder / "run.json").write_text(json.dumps(tree))
+        folder, tree = self.prepared(variant, replay)
         metrics, problem = self.worlds.run(train, variant.ranks, tree, resumes, noise, log=folder / "log")
         return (None if problem else Result(metrics, folder)), problem
 
-    def compare_all(self, say: Callable[[str], None]) -> bool:
+    def compare_all(self, variants: list[Variant], most_ranks: int, say: Callable[[str], None]) -> bool:
         """Compare every layout and say what comes out; return whether one differs."""
-        say("\n".join(["smaller than the run:", *(f"  {line}" for line in self.lines)]))
         failed = False
-        for variant in self.variants:
-            if variant.ranks > self.most_ranks:
-                say(f"left out   {variant}: more than --ranks {self.most_ranks}")
+        for variant in variants:
+            if variant.ranks > most_ranks:
+                say(f"left out   {variant}: more than --ranks {most_ranks}")
                 continue
-            if refused := self._refused(variant):
+            if refused := self.refused(variant):
                 say(f"refused    {variant}: {refused}")
                 continue
-            wrong, largest, problem = self._compare(variant)
+            wrong, largest, problem = self.compare(variant)
             if not wrong and not problem:
                 sizes = ", ".join(f"{kind} {size:.0e}" for kind, size in sorted(largest.items()))
                 say(f"equal      {variant}  ({sizes})")
                 continue
             failed = True
             say(f"DIFFERS    {variant}")
-            smallest, wrong, problem = self._smallest(variant, wrong, problem)
+            smallest, wrong, problem = self.smallest(variant, wrong, problem)
             say(f"  smallest: {smallest}")
             say("\n".join(f"  {each}" for each in first_of(wrong)) or f"  {problem}")
         say("a layout differs" if failed else "all layouts are equal to one rank")
         return failed
 
-    def _refused(self, variant: Variant) -> str:
+    def refused(self, variant: Variant) -> str:
+        """Return why a layout is refused; nothing if it is not."""
         folder = self.folder / "checked"
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         return next(iter(problems(variant.tree(self.tree, folder), variant.ranks)), "")
 
-    def _compare(self, variant: Variant) -> tuple[list[Difference], dict[str, float], str]:
+    def compare(self, variant: Variant) -> tuple[list[Difference], dict[str, float], str]:
         """Return what differs, the largest difference of each kind, and why the run failed, if it did.
 
         Where only tokens whose scores nearly tie chose other experts, the run is repeated with the choices of
-        the reference.
+        the reference. In bf16 it has them from the start, as does the run in fp32 that shows what rounding
+        makes: the choices are compared in fp32.
         """
-        found, problem = self._train(variant)
+        alone = self.reference(variant.precision)
+        in_bf16 = variant.precision == "bf16"
+        replay = alone.record if in_bf16 and self.records else None
+        found, problem = self._train(variant, replay=replay)
         if found is None:
             return [], {}, problem
-        other = found.other_choices(self.alone)
-        if other:
-            if self.near_ties is None:
-                self.near_ties = self._reference(NEAR_TIES).other_choices(self.alone)
-            if other <= self.near_ties:
-                found, problem = self._train(variant, replay=self.alone.record)
-                if found is None:
-                    return [], {}, problem
-                wrong, largest = differences(found, self.alone, self.noisy)
-                return wrong, {**largest, "near ties": float(len(other))}, ""
-        wrong, largest = differences(found, self.alone, self.noisy)
-        if other:
+        other = found.other_choices(alone)
+        near_ties = {}
+        if other and other <= self.reference(noise=NEAR_TIES).other_choices(alone):
+            near_ties = {"near ties": float(len(other))}
+            found, problem = self._train(variant, replay=alone.record)
+            if found is None:
+                return [], {}, problem
+        wrong, largest = differences(found, alone, None, *(BF16 if in_bf16 else FP32))
+        if wrong:  # by more than rounding always makes
+            rounded = self.reference(replay=replay) if in_bf16 else self.reference(noise=NOISE)
+            wrong, largest = differences(found, alone, rounded, *(BF16 if in_bf16 else FP32))
+        if other and not near_ties:
             step, layer, token = min(other)
             name = f"of MoE layer {layer}: token {token} and {len(other) - 1} more chose other experts"
             wrong.append(Difference(step, "router choices", name, len(other), 0.0))
-        return wrong, largest, ""
+        return wrong, largest | near_ties, ""
 
-    def _smallest(
+    def smallest(
         self, variant: Variant, wrong: list[Difference], problem: str
     ) -> tuple[Variant, list[Difference], str]:
         """Take one thing after the other away from a layout, as long as it still differs."""
@@ -126,10 +132,10 @@ class Session:
         while shrinks:
             shrinks = False
             for smaller in variant.simpler():
-                if tries == 0 or self._refused(smaller):
+                if tries == 0 or self.refused(smaller):
                     continue
                 tries -= 1
-                still, _, failure = self._compare(smaller)
+                still, _, failure = self.compare(smaller)
                 if still or failure:
                     variant, wrong, problem, shrinks = smaller, still, failure, True
                     break

@@ -18,6 +18,7 @@ TRAINING: Changes = {
     "name": "run",
     "overwrite": True,
     "differences": [],
+    "data.workers": 0,
     "model.cpu_kernels": "plain",
     "model.keep_freed_memory": False,
     "optimizer.warmup_steps": 0,
@@ -45,6 +46,30 @@ TRAINING: Changes = {
     "log.timers": False,
     "moe.router.replay": None,
 }
+ON_ONE_RANK: Changes = {  # in fp32
+    "parallel.pipeline": 1,
+    "parallel.pipeline_chunks": 1,
+    "parallel.blocks_per_stage": None,
+    "parallel.context": 1,
+    "parallel.tensor": 1,
+    "parallel.sequence": False,
+    "parallel.expert": 1,
+    "parallel.expert_tensor": 1,
+    "parallel.exchange": {"name": "auto"},
+    "parallel.exchange_dtype": "model",
+    "parallel.node_size": None,
+    "parallel.precision": "fp32",
+    "parallel.deepspeed": None,
+    "model.recompute": "none",
+    "model.fp8": "none",
+    "model.fp8_format": None,
+    "model.fp8_amax_history": None,
+    "optimizer.moments": "fp32",
+    "train.in_flight": 1,
+    # Megatron-Core's draws belong to the rank.
+    "model.hidden_dropout": 0.0,
+    "model.attention_dropout": 0.0,
+}
 MOCK: Changes = {
     "data.mock": True,
     "data.sources": [],
@@ -56,22 +81,27 @@ MOCK: Changes = {
 }
 
 
-def shrunk(config: RunConfig) -> tuple[Tree, list[str]]:
+def shrunk(config: RunConfig, prepared: Changes | None = None) -> tuple[Tree, list[str]]:
     """Return the tree of a small run on one rank, and a line for each thing that it has smaller.
 
-    Every change is the smallest of its kind that the checks of a configuration accept.
+    Every change is the smallest of its kind that the checks of a configuration accept. prepared: the keys of
+    small data for an objective that mock tokens do not fit.
 
     Raises:
         UserError: if the run itself is refused.
     """
     lines: list[str] = []
-    tree = changed(to_dict(config), {**TRAINING, **_alone()})
+    tree = changed(to_dict(config), {**TRAINING, **ON_ONE_RANK})
     if config.model.hidden_dropout or config.model.attention_dropout:
         lines.append("dropout: off in the blocks, where each rank draws by itself")
-    mocked = changed(tree, MOCK)
-    if not problems(mocked, 1):
-        lines += [] if tree["data"]["mock"] else ["data: mock tokens of a vocabulary of 64"]
-        tree = mocked
+    for data, line in (
+        (MOCK, "mock tokens of a vocabulary of 64"),
+        (prepared or {}, "short texts of its kind"),
+    ):
+        if data and not problems(changed(tree, data), 1):
+            tree = changed(tree, data)
+            lines.append(f"data: {line}")
+            break
     if refused := problems(tree, 1):
         raise UserError(f"the run on one rank is refused: {refused[0]}")
     tree, blocks = _few_blocks(tree)
@@ -86,34 +116,6 @@ def shrunk(config: RunConfig) -> tuple[Tree, list[str]]:
                 lines.append(f"{what}: " + ", ".join(f"{key} {value}" for key, value in changes.items()))
                 break
     return tree, lines
-
-
-def _alone() -> Changes:
-    """Return the changes to one rank in fp32."""
-    return {
-        "parallel.pipeline": 1,
-        "parallel.pipeline_chunks": 1,
-        "parallel.blocks_per_stage": None,
-        "parallel.context": 1,
-        "parallel.tensor": 1,
-        "parallel.sequence": False,
-        "parallel.expert": 1,
-        "parallel.expert_tensor": 1,
-        "parallel.exchange": {"name": "auto"},
-        "parallel.exchange_dtype": "model",
-        "parallel.node_size": None,
-        "parallel.precision": "fp32",
-        "parallel.deepspeed": None,
-        "model.recompute": "none",
-        "model.fp8": "none",
-        "model.fp8_format": None,
-        "model.fp8_amax_history": None,
-        "optimizer.moments": "fp32",
-        "train.in_flight": 1,
-        # Megatron-Core's draws belong to the rank.
-        "model.hidden_dropout": 0.0,
-        "model.attention_dropout": 0.0,
-    }
 
 
 def changed(tree: Tree, changes: Changes) -> Tree:

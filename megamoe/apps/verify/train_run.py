@@ -7,18 +7,24 @@ from typing import Any
 
 import torch
 
-from megamoe.apps.verify.small import STEPS
 from megamoe.config import parse_config
 from megamoe.metrics import names
 from megamoe.registry import load_plugin
 from megamoe.train.trainer import Trainer
 
-SAVED = (1, STEPS)  # steps after which a checkpoint is written
 # Their values depend on the layout or on the clock.
 NOT_COMPARED = re.compile(rf"{names.TIME}|perf/|system/|.*/rank_|attention/clipped")
 
 
-def train(tree: dict[str, Any], resumes: bool, noise: float) -> list[dict[str, list[float]]]:
+Metrics = list[dict[str, list[float]]]
+
+
+def train_each(runs: list[tuple[dict[str, Any], bool, float]]) -> list[Metrics]:
+    """Return what `train` returns of several runs, one after the other in the same world."""
+    return [train(*run) for run in runs]
+
+
+def train(tree: dict[str, Any], resumes: bool, noise: float) -> Metrics:
     """Return the metrics of each step, and after the last those of an evaluation.
 
     resumes: whether the run ends after its first checkpoint and another goes on from there. noise: relative
@@ -34,13 +40,13 @@ def train(tree: dict[str, Any], resumes: bool, noise: float) -> list[dict[str, l
             for parameter in trainer.model.parameters():
                 drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float32)
                 parameter.mul_((1 + noise * drawn).to(parameter))
-    found = []
-    for step in range(1, STEPS + 1):
+    found, steps = [], tree["train"]["steps"]
+    for step in range(1, steps + 1):
         _, metrics = trainer.step()
         found.append(metrics)
-        if step in SAVED:
+        if step in (1, steps):
             trainer.save()
-        if resumes and step == SAVED[0]:
+        if resumes and step == 1:
             trainer.release()
             del trainer
             gc.collect()  # an engine and its parameters refer to each other
@@ -48,6 +54,8 @@ def train(tree: dict[str, Any], resumes: bool, noise: float) -> list[dict[str, l
             trainer = Trainer(parse_config({**tree, "checkpoint": resume}))
     found.append(trainer.evaluate())
     trainer.release()
+    del trainer
+    gc.collect()
     return [_compared(metrics) for metrics in found]
 
 

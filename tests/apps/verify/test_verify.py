@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megamoe.apps.verify import command
-from megamoe.apps.verify.layouts import Variant, own_variant
+from megamoe.apps.verify.layouts import Variant, own_variant, variants_of
 from megamoe.apps.verify.small import shrunk
 from megamoe.config import load_config, parse_config
 from tests.support.ranks.runs import ROOT
@@ -55,6 +55,16 @@ def test_own_layout_has_every_kind_at_size_two() -> None:
     )
 
 
+def test_a_run_in_bf16_is_compared_in_both_precisions() -> None:
+    overrides = [f"parallel.deepspeed={ROOT / 'ds_configs' / 'zero1_bf16.json'}", "parallel.expert=2"]
+    config = load_config(EXAMPLES / "demo.yaml", overrides)
+    own, in_bf16, *_ = variants_of(config, shrunk(config)[0])
+    assert list(map(str, [own, in_bf16])) == [
+        "2 ranks, EP 2, ZeRO 1",
+        "2 ranks, EP 2, ZeRO 1, precision bf16",
+    ]
+
+
 def test_each_simpler_layout_has_one_thing_less() -> None:
     simpler = Variant(4, {"parallel.pipeline": 2, "zero": 1}).simpler()
     assert list(map(str, simpler)) == ["2 ranks, PP 2, ZeRO 1", "4 ranks, ZeRO 1", "4 ranks, PP 2"]
@@ -70,17 +80,29 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert (code, lines) == (2, [])
 
 
+def test_gpus_that_are_not_there_are_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert command.main(["--config", str(EXAMPLES / "demo.yaml"), "--device", "cuda"]) == 2
+    expected = "error: --device: found cuda, but PyTorch sees no GPU here; expected cpu"
+    assert capsys.readouterr().err.splitlines() == [expected]
+
+
+@pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_faulty_part_is_named_with_the_smallest_layout(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str
 ) -> None:
     monkeypatch.setattr(command, "MOST_TRIES", 3)
     (tmp_path / "faulty.py").write_text(FAULTY)
     (tmp_path / "run.yaml").write_text(
         f"base: {EXAMPLES / 'demo.yaml'}\nplugins: [faulty.py]\nmoe: {{losses: {{of_rank: 0.5}}}}\n"
     )
-    code, lines = verified(capsys, tmp_path / "run.yaml", "--only", "2 ranks, ZeRO 1")
+    layout = "2 ranks, ZeRO 1" + ", precision bf16" * (precision == "bf16")
+    own = f"parallel.deepspeed={ROOT / 'ds_configs' / f'zero1_{precision}.json'}"
+    code, lines = verified(capsys, tmp_path / "run.yaml", "--only", layout, own)
     assert code == 1
-    assert [line for line in lines if line.startswith(("equal", "DIFFERS"))] == ["DIFFERS    2 ranks, ZeRO 1"]
+    assert [line for line in lines if line.startswith(("equal", "DIFFERS"))] == [f"DIFFERS    {layout}"]
     assert "  smallest: 2 ranks" in lines
     assert any("gradients" in line and "router.scorer.weight" in line for line in lines)
 
