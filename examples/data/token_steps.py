@@ -18,9 +18,10 @@ from datatrove.pipeline.base import PipelineStep
 
 from megamoe.apps.prepare.index_writer import token_dtype
 from megamoe.apps.prepare.parts import FOLDER, RECORDS, Part, join_parts, unfinished
-from megamoe.apps.prepare.prepare import in_batches, loaded, publish
+from megamoe.apps.prepare.prepare import in_batches, publish
 from megamoe.apps.prepare.write import TextCounts, locked_folder, reference_of, write_card, write_tokens
 from megamoe.data.card import DataCard, DataFiles, SourceCard, StepCard
+from megamoe.data.tokenizers import load_tokenizer
 from megamoe.errors import UserError
 
 VERSION = 2  # part of a part's key
@@ -28,7 +29,7 @@ VERSION = 2  # part of a part's key
 
 def _part(prefix: str, tokenizer: str, rank: int, world_size: int) -> Part:
     """Return the part of a task; its key changes with the tokenizer and the number of tasks."""
-    facts = [VERSION, loaded(tokenizer).fingerprint, rank, world_size]
+    facts = [VERSION, load_tokenizer(tokenizer).fingerprint, rank, world_size]
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
     return Part(DataFiles(DataFiles(Path(prefix)).partial / FOLDER / f"{rank:05}"), (), key)
 
@@ -45,10 +46,10 @@ class WriteTokens(PipelineStep):
     def __init__(self, prefix: str, tokenizer: str) -> None:
         super().__init__()
         self.prefix, self.tokenizer = str(Path(prefix).absolute()), _absolute(tokenizer)
-        loaded(self.tokenizer)  # an error now, and not in each task
+        load_tokenizer(self.tokenizer)  # an error now, and not in each task
 
     def run(self, data: Any, rank: int = 0, world_size: int = 1) -> Iterator[Any]:
-        part, tokenizer = _part(self.prefix, self.tokenizer, rank, world_size), loaded(self.tokenizer)
+        part, tokenizer = _part(self.prefix, self.tokenizer, rank, world_size), load_tokenizer(self.tokenizer)
         part.files.prefix.parent.mkdir(parents=True, exist_ok=True)
         part.discard()
         counts, digest = TextCounts(), hashlib.sha256()
@@ -110,7 +111,7 @@ class MergeTokens(PipelineStep):
         Raises:
             UserError: if the part of a task is missing, or the dataset exists.
         """
-        files, tokenizer = DataFiles(Path(self.prefix)), loaded(self.tokenizer)
+        files, tokenizer = DataFiles(Path(self.prefix)), load_tokenizer(self.tokenizer)
         if files.card.exists():
             raise UserError(f"output {self.prefix!r} exists; remove it or choose another prefix")
         new = DataFiles(files.partial / files.prefix.name)

@@ -259,7 +259,7 @@ def test_ranges_at_zero3(one_rank: None) -> None:
     engine, inner = built("zero3_bf16")
     found = list(ranges_at_zero3(inner.optimizer))
     total = sum(check_ranges(engine, flat, ranges) for flat, ranges in found)
-    assert total == sum(parameter.ds_numel for parameter in engine.model.parameters())  # type: ignore[attr-defined]
+    assert total == sum(parameter.ds_numel for parameter in engine.model.parameters())
     for name in ("_optimizer_states_and_gradient_swap_in", "_optimizer_states_and_gradient_swap_out"):
         assert hasattr(inner.optimizer, name)
 

@@ -262,7 +262,7 @@ def configuration_of(meta: Meta, path: Path, overrides: Sequence[str], replays: 
     router = {key: value for key, value in tree.get("moe", {}).get("router", {}).items() if key != "replay"}
     tree["moe"] = {**tree.get("moe", {}), "router": router}
     # The number of ranks may be another one, which need not divide the batches of training.
-    free = {"callbacks": [], "global_batch_size": None, "batch_rampup": None}
+    free: dict[str, Any] = {"callbacks": [], "global_batch_size": None, "batch_rampup": None}
     tree["train"] = {**tree.get("train", {}), **free}
     config = configure(tree, list(overrides), source=str(path))
     if config.log.routing is not None:
