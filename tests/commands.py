@@ -88,7 +88,7 @@ RULES = [
     Rule(r"python tools/convert_hf\.py import models/dense.*", "tests/apps/hf/test_upcycling.py"),
     Rule(r"python pretrain_gpt_moe\.py --config runs/dense/.*", "tests/apps/hf/test_upcycling.py"),
     Rule(r"python tools/convert_hf\.py export runs/demo exported --like .*",
-         "tests/apps/hf/test_commands.py"),
+         "tests/apps/hf/test_damages.py"),
     Rule(r"python tools/checkpoint\.py average .* --ema", "tests/train/test_weight_mean.py"),
     Rule(r"python tools/checkpoint\.py verify runs/demo runs/other/.*", "tests/apps/checkpoints"),
     Rule(r"python tools/count_parameters\.py examples/papers .*", "tests/test_papers.py"),

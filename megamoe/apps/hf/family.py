@@ -126,7 +126,9 @@ class Family:
     def for_others(self, config: RunConfig, like: Json) -> Json:
         """Return the keys of `released`, and those of a config.json, `like`, under the class's names."""
         aliases = {main: other for entry in self.keys for other, main in entry.aliases.items()}
-        values = {name: value(config) if callable(value) else value for name, value in self.released.items()}
+        constants = {name: each for entry in self.keys for name, each in entry.released.items()}
+        released = {**constants, **self.released}
+        values = {name: value(config) if callable(value) else value for name, value in released.items()}
         values |= {main: like[other] for main, other in aliases.items() if other in like}
         return {name: value for name, value in values.items() if value is not ABSENT}
 

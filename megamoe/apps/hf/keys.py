@@ -5,7 +5,7 @@ configuration of ours. A key that no entry knows is an error, unless it is known
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megamoe.config import RunConfig
@@ -39,13 +39,14 @@ class Entry:
 
     defaults: the value of each key that is not given; REQUIRED: it must be. read: from their values by name
     to keys of ours, dotted; raises ValueError for a value that has no counterpart. write: the reverse.
-    aliases: another name of a key.
+    aliases: another name of a key. released: as of `Family`.
     """
 
     defaults: Mapping[str, Any]
     read: Callable[[Json], Json]
     write: Callable[[RunConfig], Json]
     aliases: Mapping[str, str] = field(default_factory=dict)
+    released: Mapping[str, Any] = field(default_factory=dict)
 
 
 # Keys whose default follows from others.
@@ -111,6 +112,11 @@ def only(name: str, *values: Any, default: Any = None, written: bool = True) -> 
         return {}
 
     return Entry({name: default}, read, lambda config: {name: values[0]} if written else {})
+
+
+def constant(name: str, *values: Any) -> Entry:
+    """A key of released folders whose other values have no counterpart here; transformers fills it in."""
+    return replace(only(name, *values, default=values[0], written=False), released={name: values[0]})
 
 
 def fixed(**ours: Any) -> Entry:

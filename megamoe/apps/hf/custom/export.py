@@ -59,6 +59,10 @@ NOT_KEPT = {"recompute", "backend", "norm_kernel", "cpu_kernels", "gpu_kernels",
 NOT_KEPT |= {"fp8", "fp8_format", "fp8_amax_history"}
 NOT_KEPT |= {"multi_token_prediction", "vocab_size", "vocab_multiple"}
 NOT_COMPARED = {*IRRELEVANT, SECTIONS, "router_aux_loss_coef"}
+SAME_NAME = (
+    *("hidden_size", "num_attention_heads", "position", "rope_base", "norm", "norm_position", "norm_eps"),
+    *("activation", "residual_scale", "logit_scale", "logit_soft_cap"),
+)  # keys of `model` and of config.json
 HEAD = "model.output_layer.weight"  # if it is tied, a folder has the embedding alone
 CUTS = {"up": EXPERT_UP, "down": EXPERT_DOWN, "up_bias": EXPERT_UP, "down_bias": EXPERT_BIAS}
 
@@ -208,19 +212,12 @@ def _model(config: RunConfig) -> Json:
     model = config.model
     scale = math.sqrt(model.hidden_size) if model.scale_embeddings else model.embedding_scale
     return {
-        "hidden_size": model.hidden_size,
+        **{name: getattr(model, name) for name in SAME_NAME},
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
         "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
         "head_dim": head_size(model),
         "ffn_size": ffn_size(model),
-        "position": model.position,
-        "rope_base": model.rope_base,
         "rotary_share": model.rotary.share,
-        "norm": model.norm,
-        "norm_position": model.norm_position,
-        "norm_eps": model.norm_eps,
-        "activation": model.activation,
         "ffn_bias": model.bias,
         "input_bias": has_input_bias(model),
         "output_bias": has_output_bias(model),
@@ -230,9 +227,6 @@ def _model(config: RunConfig) -> Json:
         "attention_scale": model.attention.scale or head_size(model) ** -0.5,
         "attention_soft_cap": model.attention.soft_cap,
         "embedding_scale": scale,
-        "residual_scale": model.residual_scale,
-        "logit_scale": model.logit_scale,
-        "logit_soft_cap": model.logit_soft_cap,
         "tie_word_embeddings": model.tie_embeddings,
     }
 

@@ -6,7 +6,7 @@ from megamoe.apps.hf.families import common
 from megamoe.apps.hf.families.blocks import dense_first, first_dense, listed_blocks
 from megamoe.apps.hf.families.experts import EXPERTS, ROUTER, biased_keys
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import Entry, Json, fixed, ignored, only, same, unsupported
+from megamoe.apps.hf.keys import Entry, Json, constant, fixed, ignored, only, same, unsupported
 from megamoe.config import RunConfig
 
 LATENT_EPS = 1e-6  # of the norms of compressed states in transformers, whatever rms_norm_eps says
@@ -73,7 +73,7 @@ def latent_keys(query_rank: int = 1536, nope: int = 128, value: int = 128) -> tu
         same_heads(),
         only("attention_bias", False, default=False),
         only("mlp_bias", False, default=False, written=False),
-        only("moe_layer_freq", 1, default=1, written=False),
+        constant("moe_layer_freq", 1),
         # The losses of the original training.
         ignored("aux_loss_alpha", "seq_aux", "router_aux_loss_coef"),
     )
@@ -81,12 +81,11 @@ def latent_keys(query_rank: int = 1536, nope: int = 128, value: int = 128) -> tu
 
 # Constants of released folders. The function needs the way of choosing: other programs take a softmax, and
 # no bias, where it is not named.
-ROUTING = {"moe_layer_freq": 1, "ep_size": 1, "pretraining_tp": 1, "seq_aux": True}
-BIASED_ROUTING = {**ROUTING, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+ROUTING = {"ep_size": 1, "pretraining_tp": 1, "seq_aux": True}
 
 BIASED_NAMES = (
-    only("topk_method", "noaux_tc", default="noaux_tc", written=False),
-    only("scoring_func", "sigmoid", default="sigmoid", written=False),
+    constant("topk_method", "noaux_tc"),
+    constant("scoring_func", "sigmoid"),
     same("rope_interleave", "model.rotary.interleaved", True),
     common.FURTHER_KEY,
 )
@@ -105,7 +104,7 @@ DEEPSEEK_V2 = Family(
         ),
         dense_first(0),
         greedy_or_limited(),
-        only("scoring_func", "softmax", default="softmax", written=False),
+        constant("scoring_func", "softmax"),
         only("norm_topk_prob", False, default=False),
         same("routed_scaling_factor", "moe.router.selector.scale", 1.0),
         same("intermediate_size", "model.ffn_hidden_size", 11008),
@@ -118,7 +117,7 @@ DEEPSEEK_V2 = Family(
         common.TIED,
     ),
     table=TABLE,
-    released={**common.RELEASED, **ROUTING, "scoring_func": "softmax"},
+    released={**common.RELEASED, **ROUTING},
 )
 
 DEEPSEEK_V3 = Family(
@@ -136,7 +135,7 @@ DEEPSEEK_V3 = Family(
     ),
     table=TABLE,
     left_out=common.FURTHER_BLOCKS,
-    released={**common.RELEASED, **BIASED_ROUTING, **common.NO_FURTHER},
+    released={**common.RELEASED, **ROUTING, **common.NO_FURTHER},
 )
 
 # Released under a name of its own, with DeepSeek-V3's code.
@@ -160,7 +159,7 @@ GLM4_MOE_LITE = Family(
     left_out=common.FURTHER_BLOCKS,
     released={
         **common.RELEASED,
-        **BIASED_ROUTING,
+        **ROUTING,
         **common.NO_FURTHER,
         "first_k_dense_replace": first_dense,
         "partial_rotary_factor": 1.0,

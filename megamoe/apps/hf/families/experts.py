@@ -7,7 +7,7 @@ from megamoe.apps.hf.families import common
 from megamoe.apps.hf.families.blocks import block_range, dense_first, first_dense, listed_blocks, sparse_steps
 from megamoe.apps.hf.families.common import HF_LAYER, LAYER
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import NUM_FURTHER, REQUIRED, Entry, fixed, ignored, mapped, only, same
+from megamoe.apps.hf.keys import NUM_FURTHER, REQUIRED, Entry, constant, fixed, ignored, mapped, only, same
 from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, row, whole
 from megamoe.config.shapes import expert_ffn_size, ffn_size, head_size
 
@@ -141,8 +141,8 @@ SOLAR_OPEN = Family(
         common.EVERY_BLOCK,
         *biased_keys(1280, 128),
         # Of released folders: no block is dense.
-        only("first_k_dense_replace", 0, default=0, written=False),
-        only("use_qk_norm", False, default=False, written=False),
+        constant("first_k_dense_replace", 0),
+        constant("use_qk_norm", False),
         ignored("intermediate_size", "router_aux_loss_coef", NUM_FURTHER),
         *common.attention_keys(8, 1e-5, size=128, bias=False, output=False, base=1e6, share=1.0),
     ),
@@ -150,8 +150,6 @@ SOLAR_OPEN = Family(
     released={
         **common.RELEASED,
         **common.ROTARY_SHARE,
-        "first_k_dense_replace": 0,
-        "use_qk_norm": False,
         "intermediate_size": lambda config: ffn_size(config.model),
     },
 )
@@ -163,9 +161,9 @@ DOTS1 = Family(
         *common.SHARED_KEYS,
         dense_first(0),
         *biased_keys(1408, REQUIRED, dense=10944, chosen=REQUIRED, shared=REQUIRED, sums_to_1=False),
-        only("scoring_func", "noaux_tc", "sigmoid", None, written=False),
-        only("topk_method", "noaux_tc", None, written=False),
-        only("moe_layer_freq", 1, default=1, written=False),
+        constant("scoring_func", "noaux_tc", "sigmoid", None),
+        constant("topk_method", "noaux_tc", None),
+        constant("moe_layer_freq", 1),
         fixed(model__attention__query_key_norm="head"),
         *common.attention_keys(32, size=None, bias=False),
         common.no_last_windows(4096, 62),
@@ -173,13 +171,7 @@ DOTS1 = Family(
         common.FULL_ATTENTION,
     ),
     table=MOE_DECODER,
-    released={
-        **common.RELEASED,
-        **common.NO_WINDOWS,
-        "scoring_func": "noaux_tc",
-        "topk_method": "noaux_tc",
-        "moe_layer_freq": 1,
-    },
+    released={**common.RELEASED, **common.NO_WINDOWS},
 )
 
 ERNIE4_5_MOE = Family(
@@ -201,8 +193,8 @@ ERNIE4_5_MOE = Family(
         same("moe_k", "moe.router.selector.k", 6, alias="num_experts_per_tok"),
         # The least sum of weights to divide by; here it is 1e-20.
         only("moe_norm_min", 1e-12, default=1e-12, written=False),
-        only("moe_gate", "topk", default="topk", written=False),
-        only("moe_use_aux_free", True, default=True, written=False),
+        constant("moe_gate", "topk"),
+        constant("moe_use_aux_free", True),
         only("use_bias", False, default=False),
         ignored("moe_capacity", "router_aux_loss_coef", NUM_FURTHER),
         *common.attention_keys(
@@ -217,12 +209,7 @@ ERNIE4_5_MOE = Family(
         *common.SHARED,
     ),
     left_out="model.mtp_",
-    released={
-        **common.RELEASED,
-        "moe_gate": "topk",
-        "moe_use_aux_free": True,
-        "head_dim": lambda config: head_size(config.model),
-    },
+    released={**common.RELEASED, "head_dim": lambda config: head_size(config.model)},
 )
 
 QWEN2_MOE = Family(
@@ -263,10 +250,8 @@ HY_V3 = Family(
         same("num_experts", "moe.num_experts", 192, alias="num_local_experts"),
         same("num_shared_experts", "moe.num_shared_experts", 1),
         same("num_experts_per_tok", "moe.router.selector.k", 8),
-        *(
-            only(name, True, default=True, written=False)
-            for name in ("qk_norm", "route_norm", "moe_router_use_sigmoid", "moe_router_enable_expert_bias")
-        ),
+        *(constant(name, True) for name in ("qk_norm", "route_norm", "moe_router_use_sigmoid")),
+        constant("moe_router_enable_expert_bias", True),
         # In which precision some sums are taken, the experts' size again, multi-token prediction.
         only("enable_moe_fp32_combine", True, False, default=True, written=False),
         ignored("enable_attention_fp32_softmax", "enable_lm_head_fp32"),
@@ -285,10 +270,6 @@ HY_V3 = Family(
     released={
         **common.RELEASED_MOE,
         "first_k_dense_replace": first_dense,
-        "qk_norm": True,
-        "route_norm": True,
-        "moe_router_use_sigmoid": True,
-        "moe_router_enable_expert_bias": True,
         "expert_hidden_dim": expert_ffn_size,
         **common.NO_FURTHER,
     },

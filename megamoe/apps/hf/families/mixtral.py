@@ -5,7 +5,18 @@ from dataclasses import replace
 from megamoe.apps.hf.families import common
 from megamoe.apps.hf.families.common import ATTENTION, HF_ATTENTION, HF_LAYER, LAYER
 from megamoe.apps.hf.family import Family
-from megamoe.apps.hf.keys import REQUIRED, Entry, Json, converted, fixed, ignored, only, same, unsupported
+from megamoe.apps.hf.keys import (
+    REQUIRED,
+    Entry,
+    Json,
+    constant,
+    converted,
+    fixed,
+    ignored,
+    only,
+    same,
+    unsupported,
+)
 from megamoe.apps.hf.rules import (
     COLUMNS,
     EXPERT_BIAS,
@@ -75,8 +86,6 @@ def rotary_of_size() -> Entry:
     return Entry({**by_share.defaults, "rotary_dim": None, "head_dim": 128}, read, by_share.write)
 
 
-NORM_FACTORS = ("full_attention", "linear_attention", "mlp")
-
 # Sigmoid of each score, chosen with a bias; norms over all heads.
 MINIMAX_M2 = Family(
     "minimax_m2",
@@ -90,16 +99,16 @@ MINIMAX_M2 = Family(
         same("num_local_experts", "moe.num_experts", 256, alias="num_experts"),
         same("num_experts_per_tok", "moe.router.selector.k", 8),
         fixed(model__attention__query_key_norm="whole"),
-        only("scoring_func", "sigmoid", None, written=False),
-        only("use_qk_norm", True, default=True, written=False),
-        only("qk_norm_type", "per_layer", None, written=False),
-        only("use_routing_bias", True, default=True, written=False),
+        constant("scoring_func", "sigmoid", None),
+        constant("use_qk_norm", True),
+        constant("qk_norm_type", "per_layer", None),
+        constant("use_routing_bias", True),
         common.every_block("attn_type_list", 1),
         # Of released folders: no shared expert, multi-token prediction without weights, and keys that their
         # own code does not read, or at the one value that changes nothing.
-        only("shared_intermediate_size", 0, default=0, written=False),
-        only("sliding_window", None, written=False),
-        *(only(f"layernorm_{part}_beta", 1.0, default=1.0, written=False) for part in NORM_FACTORS),
+        constant("shared_intermediate_size", 0),
+        constant("sliding_window", None),
+        *(constant(f"layernorm_{part}_beta", 1.0) for part in ("full_attention", "linear_attention", "mlp")),
         ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
         ignored("mlp_intermediate_size", "shared_moe_mode", "max_model_len"),
         common.loss_weight(0.001),
@@ -113,17 +122,10 @@ MINIMAX_M2 = Family(
     ),
     released={
         **common.RELEASED_MOE,
-        "scoring_func": "sigmoid",
-        "use_routing_bias": True,
-        "use_qk_norm": True,
-        "qk_norm_type": "per_layer",
         "rotary_dim": lambda config: int(head_size(config.model) * config.model.rotary.share),
         "attn_type_list": lambda config: [1] * config.model.num_layers,
-        **{f"layernorm_{part}_beta": 1.0 for part in NORM_FACTORS},
         "router_jitter_noise": 0.0,
-        "shared_intermediate_size": 0,
         "shared_moe_mode": "sigmoid",
-        "sliding_window": None,
         "mlp_intermediate_size": expert_ffn_size,  # of dense blocks, which it has not
         "use_mtp": False,
         "num_mtp_modules": 0,
