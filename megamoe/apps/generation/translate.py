@@ -94,10 +94,7 @@ class Sentences:
 
 
 def of_lines(
-    trained: TrainedModel,
-    direction: TranslationDirection,
-    lines: list[str],
-    too_long: str,
+    trained: TrainedModel, direction: TranslationDirection, lines: list[str], too_long: str
 ) -> Sentences:
     """Return the sentences of a text with one on each line.
 

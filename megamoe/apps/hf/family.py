@@ -136,11 +136,7 @@ class Family:
         """Return the rules in groups: those that stand once, then those of each block."""
         moe_blocks = frozenset(number - 1 for number in moe_block_numbers(config))
         return expand(
-            self.table,
-            dims_of(config, num_words),
-            facts_of(config),
-            moe_blocks,
-            config.model.num_layers,
+            self.table, dims_of(config, num_words), facts_of(config), moe_blocks, config.model.num_layers
         )
 
 

@@ -25,15 +25,7 @@ from megamoe.apps.checkpoints.stream import new_tree
 from megamoe.apps.hf.custom.export import FAMILY, family_of_folder
 from megamoe.apps.hf.families import FAMILIES
 from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
-from megamoe.apps.hf.folder import (
-    CONFIG,
-    GENERATION,
-    Folder,
-    dtype_name,
-    portable,
-    read_other_files,
-    short,
-)
+from megamoe.apps.hf.folder import CONFIG, GENERATION, Folder, dtype_name, portable, read_other_files, short
 from megamoe.apps.hf.keys import OF_OTHERS, Json
 from megamoe.apps.hf.quantised import FLOATS, Weights, weights_of
 from megamoe.apps.hf.rules import BlockMapping, flat

@@ -115,11 +115,7 @@ MINIMAX_M2 = Family(
         *common.attention_keys(8, size=128, positions=rotary_of_size()),
         ignored("router_jitter_noise"),
     ),
-    table=(
-        *common.DECODER,
-        *EXPERT_LINES,
-        replace(common.BIAS, sources=f"{MOE}e_score_correction_bias"),
-    ),
+    table=(*common.DECODER, *EXPERT_LINES, replace(common.BIAS, sources=f"{MOE}e_score_correction_bias")),
     released={
         **common.RELEASED_MOE,
         "rotary_dim": lambda config: int(head_size(config.model) * config.model.rotary.share),
