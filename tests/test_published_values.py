@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from megamoe.config import load_config
+from megamoe.config.files import read_run
 from megamoe.config.layer_kinds import ranges
 from megamoe.config.load import to_dict
 from megamoe.config.shapes import head_size
@@ -34,8 +35,7 @@ Tree = dict[str, Any]
 @functools.cache
 def resolved(name: str, *overrides: str) -> Tree:
     if name.startswith(("tasks", "studies")):
-        tree: Tree = yaml.safe_load(FILES[name].read_text())
-        return tree
+        return read_run(FILES[name])
     config = load_config(FILES[name], [*(UNREAD if name.startswith("papers") else []), *overrides])
     tree = to_dict(config)
     tree["optimizer"]["weight_decay"] = weight_decay(config.optimizer)
@@ -104,6 +104,9 @@ def test_every_model_is_compared_and_declares_what_differs() -> None:
         ("recipes/olmoe_1b_7b", "moe.losses.switch_balance.over_layers=sum"),
         ("recipes/olmoe_1b_7b", "model.init_depth_scaling=outputs"),
         ("recipes/deepseek_v3", "model.init_depth_scaling=outputs"),
+        ("recipes/kimi_k2", "optimizer.wsd_decay=linear"),
+        ("recipes/glm_4_5_air", "model.rope_base=1.0e6"),
+        ("papers/sgmoe_lm_32", "moe.output_activation=null"),
     ],
 )
 def test_a_wrong_value_is_seen(name: str, override: str) -> None:

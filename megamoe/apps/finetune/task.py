@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
-from megamoe.config.files import read_mapping
+from megamoe.config.files import read_run
 from megamoe.config.load import apply_override
 from megamoe.config.messages import problems_of
 from megamoe.config.parts import STRICT
@@ -68,7 +68,10 @@ SET_NAME = re.compile(r"[\w.\-]{1,80}")
 
 @dataclass
 class Task:
-    """A task: its data, and how a model is tuned to it. Files are JSON lines (.jsonl), .tsv or .csv."""
+    """A task: its data, and how a model is tuned to it. Files are JSON lines (.jsonl), .tsv or .csv.
+
+    A task file may have a `base`, as a run's (`config.files`).
+    """
 
     __pydantic_config__ = STRICT
     name: Annotated[str, AfterValidator(is_run_name)]
@@ -119,7 +122,7 @@ def load_task(path: Path, overrides: list[str]) -> Task:
     Raises:
         UserError: for a file that cannot be read, an unknown key, or a value that does not fit.
     """
-    tree = read_mapping(path, "--task")
+    tree = read_run(path, "--task")
     for override in overrides:
         apply_override(tree, override.removeprefix(PREFIX))
     if "labels" in tree:
