@@ -165,6 +165,8 @@ class MoELayerConfig(Section):
     """how their output is added; sum: without a weight; gated: weighted by sigmoid(w.x), as in Qwen2-MoE;
     residual: routed and shared output weighted by a softmax
     """
+    output_activation: Literal["sigmoid"] | None = None
+    """of the layer's output, before it is added to the residual stream (Shazeer et al. 2017, appendix C.1)"""
     frozen: list[Literal["router", "experts"]] = field(default_factory=list)
     """their weights do not change; see docs/run/runs.md#starting-from-another-runs-weights"""
     router: RouterConfig = field(default_factory=RouterConfig)

@@ -128,6 +128,7 @@ class BlockMaker:
             moe_config = with_weights_of_layer(config.moe, len(of_layer))
             build = functools.partial(self.make_moe_layer, moe_config, shape)
             moe: dict[str, Any] = {"build": build, "recompute": "moe_layer" in self.recomputed}
+            moe["output_activation"] = moe_config.output_activation
             if number in moe_blocks:
                 spec.submodules.mlp = ModuleSpec(module=MoEBlock, params=moe)
             if number in stack.layers.insert_after:

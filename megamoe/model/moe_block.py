@@ -25,7 +25,7 @@ class MoEBlock(nn.Module):
 
     Megatron-Core's versions pass different keywords (pg_collection, name, ...), which are ignored.
     build_norm: builds a norm before the layer or, at norm_position "post", one for `residual`. recompute:
-    recompute the layer in backward.
+    recompute the layer in backward. output_activation: `moe.output_activation`.
 
     Under tensor parallelism each rank computes its own part of the positions, so no token is computed twice.
     Sequence parallelism already splits the positions; without it they are split here and gathered after the
@@ -39,6 +39,7 @@ class MoEBlock(nn.Module):
         build_norm: Callable[[], nn.Module] | None = None,
         norm_position: Literal["pre", "post"] = "pre",
         recompute: bool = False,
+        output_activation: Literal["sigmoid"] | None = None,
         **unused: Any,
     ) -> None:
         super().__init__()
@@ -46,6 +47,7 @@ class MoEBlock(nn.Module):
         self.norm = None if build_norm is None else build_norm()
         self.layer = build()
         self.recompute = recompute
+        self.activate = torch.sigmoid if output_activation == "sigmoid" else nn.Identity()
         self.spreads_tokens = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
         self.fp8 = bool(config.fp8)
 
@@ -60,7 +62,7 @@ class MoEBlock(nn.Module):
         normed_SBH = self.norm(hidden_SBH) if norms else hidden_SBH  # type: ignore[misc]
         if self.spreads_tokens:
             normed_SBH = scatter_to_sequence_parallel_region(normed_SBH)
-        output_TH: Tensor = self.layer(normed_SBH.reshape(-1, hidden_SBH.shape[-1]))
+        output_TH: Tensor = self.activate(self.layer(normed_SBH.reshape(-1, hidden_SBH.shape[-1])))
         output_SBH = output_TH.view_as(normed_SBH)
         if self.spreads_tokens:
             # The rest is equal on all ranks, and so is its gradient: each rank keeps its own part.

@@ -61,6 +61,9 @@ CAPABILITIES = {
     "best_k": Capability("chooses a fixed number of the best experts", "selector: top_k"),
     "by_ranking": Capability("chooses by ranking_TE alone", "selector: {name: top_k, second: best}"),
     "chosen_groups_TA": Capability("gives chosen_groups_TA", "selector: hierarchical_top_k"),
+    "threshold_E": Capability(
+        "gives threshold_E", "selector: strictly_balanced", reader="losses.batchwise_threshold"
+    ),
     "fixed_count": Capability("gives every token the same number of experts"),
     "drawn": Capability("draws the experts", "selector: sample"),
     "assigned": Capability("solves an assignment of tokens to experts"),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -39,6 +40,14 @@ def size_of(group: dist.ProcessGroup | None) -> int:
 def rank_in(group: dist.ProcessGroup | None) -> int:
     """Return this rank's number in the group; 0 for None."""
     return 0 if group is None else dist.get_rank(group)
+
+
+def gather_unequal_rows(rows: Tensor, group: dist.ProcessGroup) -> list[Tensor]:
+    """Return the rows of each rank in order of rank, without gradient; their numbers may differ."""
+    sizes = gather_rows(torch.full((1,), len(rows), device=rows.device), group).tolist()
+    filled = torch.cat((rows, rows.new_zeros(max(sizes) - len(rows), *rows.shape[1:])))
+    gathered = gather_rows(filled, group).unflatten(0, (len(sizes), max(sizes)))
+    return [rank[:size] for rank, size in zip(gathered, sizes, strict=True)]
 
 
 def gather_rows(rows: Tensor, group: dist.ProcessGroup) -> Tensor:

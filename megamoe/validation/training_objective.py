@@ -64,7 +64,6 @@ def _part_problems(config: RunConfig, has_padding: bool) -> Iterator[Problem]:
     if config.model.architecture == "encoder" and not has_padding:
         return
     yield from routing_record_problems(config, "a record holds one stack without padding")
-    yield from of_each_kind(config, _selector_problems)
 
 
 def _loss_problems(config: RunConfig) -> Iterator[Problem]:
@@ -75,16 +74,6 @@ def _loss_problems(config: RunConfig) -> Iterator[Problem]:
                 f"needs the loss of each next token, which model.architecture {config.model.architecture} "
                 f"with {KEY} {config.train.objective.name} does not have; leave it out",
             )
-
-
-def _selector_problems(config: RunConfig) -> Iterator[Problem]:
-    selector = config.moe.router.selector
-    if "over_all_ranks" in get_part("selector", selector.name).provides(selector.options):
-        yield Problem(
-            "moe.router.selector",
-            f"{selector.name} with these options chooses for all ranks together, which needs equal numbers "
-            "of tokens; padding makes them differ: choose another selector or its options",
-        )
 
 
 def routing_record_problems(config: RunConfig, why: str) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from tests.support.tiny import VOCABULARY, tiny, tiny_gpt
 S = 8
 TOKENS = torch.arange(2 * S).view(2, S) * 5 % VOCABULARY
 POSITIONS = torch.arange(S).expand(2, S)
+SQUASHED = "moe.output_activation=sigmoid"
 WIDE = ["model.num_layers=3", "model.init_std=0.3"]
 
 
@@ -31,13 +32,16 @@ def by_hand(model: GPT, *overrides: str) -> Tensor:
         hidden_SBH, context = output
         flat_TH = hidden_SBH.flatten(0, 1)
         read_TH = flat_TH if block.inserted.norm is None else block.inserted.norm(flat_TH)
-        return (flat_TH + layer(read_TH)).view_as(hidden_SBH), context
+        output_TH = layer(read_TH).sigmoid() if SQUASHED in overrides else layer(read_TH)
+        return (flat_TH + output_TH).view_as(hidden_SBH), context
 
     dense.model.decoder.layers[1].register_forward_hook(after)
     return dense.whole_logits(TOKENS, POSITIONS)
 
 
-@pytest.mark.parametrize("overrides", [[], ["model.norm=layernorm"], ["moe.num_shared_experts=1"]], ids=str)
+@pytest.mark.parametrize(
+    "overrides", [[], ["model.norm=layernorm"], ["moe.num_shared_experts=1"], [SQUASHED]], ids=str
+)
 def test_it_stands_after_its_block_behind_a_norm(one_rank: None, overrides: list[str]) -> None:
     model = inserted(*overrides)
     norm = model.model.decoder.layers[1].inserted.norm

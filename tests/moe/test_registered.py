@@ -88,25 +88,25 @@ def test_the_task_teaches_the_scorer_and_all_experts(kind: str, name: str) -> No
         layer = layer_with(kind, name, num_shared_experts=1, shared_expert_mode=mode)
         layer.losses = AuxiliaryLosses({}, layer.router.dims)
         layer(make_hidden(24)).square().sum().backward()
-        scorer: Any = layer.router.scorer
-        of_losses = {word for kind, word in scorer.must_be_required(scorer.config) if kind == "loss"}
-        without = {f"router.scorer.{weight}" for weight in reached_from(layer, of_losses)}
-        assert taught(layer) == {weight for weight, _ in layer.named_parameters()} - without
+        router: Any = layer.router
+        required = [part.must_be_required(part.config) for part in (router.scorer, router.selector)]
+        of_losses = {word for words in required for kind, word in words if kind == "loss"}
+        weights = {weight for weight, _ in layer.named_parameters()}
+        assert taught(layer) == weights - reached_from(layer, of_losses)
 
 
 @every_loss
 def test_a_loss_alone_teaches_the_scorer_and_no_expert(name: str) -> None:
-    """All of the scorer, or what the extras are made of that the loss requires."""
+    """All of the scorer, what the extras are made of that the loss requires, or both."""
     layer = layer_with("loss", name, num_shared_experts=1)
     for other in layer.losses.weights:
         layer.losses.weights[other] *= other == name
     nothing = (layer(make_hidden(24)) * 0).sum()
     (nothing + objective(layer)).backward()
-    whole = {weight for weight, _ in layer.router.scorer.named_parameters()}
+    whole = {f"router.scorer.{weight}" for weight, _ in layer.router.scorer.named_parameters()}
     loss: Any = layer.losses[name]
     of_extras = reached_from(layer, set(loss.requires(loss.config)))
-    found = {weight.removeprefix("router.scorer.") for weight in taught(layer)}
-    assert found and found in (whole, of_extras)
+    assert taught(layer) and taught(layer) in (whole, of_extras, whole | of_extras)
 
 
 @every_part
@@ -132,10 +132,10 @@ def test_a_loss_is_of_the_pairs_that_were_wanted(name: str) -> None:
 
 
 def reached_from(layer: MoELayer, names: set[str]) -> set[str]:
-    """The scorer's parameters that these extras are made of."""
-    extras = scored(layer.router.scorer, make_hidden(24), layer.context)
+    """The router's parameters that these extras are made of."""
+    extras = layer.router(make_hidden(24), layer.context).extras
     values = [value.sum() for key, value in extras.items() if key in names and value.requires_grad]
-    weights = dict(layer.router.scorer.named_parameters())
+    weights = {f"router.{name}": weight for name, weight in layer.router.named_parameters()}
     if not values:
         return set()
     gradients = torch.autograd.grad(values, list(weights.values()), allow_unused=True)

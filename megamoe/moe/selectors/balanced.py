@@ -16,13 +16,11 @@ Shape suffixes beside those of `routing`: A those of the tokens that matter at t
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.moe.part import StepContext
-from megamoe.moe.process_groups import gather_rows
 from megamoe.moe.routing import Pairs, Scored
-from megamoe.moe.selectors.choices import WeightedByP
+from megamoe.moe.selectors.choices import WeightedByP, whole_batch
 from megamoe.registry import register
 
 START = 0.2  # the first eps and the last, in parts of the scores' range
@@ -166,22 +164,9 @@ class Balanced(WeightedByP):
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return T pairs."""
         if self.training:
-            expert_T = _assign(scored.scores_TE.detach(), context)
+            scores_XE, own_T = whole_batch(scored.scores_TE.detach(), context)
+            expert_T = balanced_assignment(scores_XE)[own_T]
         else:
             expert_T = scored.ranking_TE.argmax(dim=-1)
         expert_T1 = expert_T[:, None]
         return Pairs.of_choices(expert_T1, scored.probs_TE.gather(1, expert_T1))
-
-
-def _assign(scores_TE: Tensor, context: StepContext) -> Tensor:
-    """Return the experts of this rank's tokens, int64 [T]; all ranks of the data group must call it."""
-    num_tokens = len(scores_TE)
-    index_T = context.token_index(num_tokens, scores_TE.device)
-    first = 0
-    if context.data_group is not None:
-        first = dist.get_rank(context.data_group) * num_tokens
-        scores_TE, index_T = (gather_rows(rows, context.data_group) for rows in (scores_TE, index_T))
-    order_T = index_T.argsort(stable=True)
-    expert_T = torch.empty_like(order_T)
-    expert_T[order_T] = balanced_assignment(scores_TE[order_T])
-    return expert_T[first : first + num_tokens]

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from megamoe.config.schema import MoEConfig
 from megamoe.kernels.router import SMALL_TOTAL, SMALLEST_TOTAL, none_small, shares
-from megamoe.moe.part import Selector
+from megamoe.moe.part import Selector, StepContext
+from megamoe.moe.process_groups import gather_unequal_rows, rank_in
 from megamoe.moe.routing import LOWEST, Pairs, Scored
 from megamoe.moe.validation import refuse_more_than_experts
 
@@ -101,6 +102,19 @@ def shares_N(
     top_G = log_N.new_full((num_groups,), LOWEST).scatter_reduce(0, group_N, log_N.detach(), "amax")
     power_N = (log_N - top_G.index_select(0, group_N)).exp()
     return torch.where(total_N < SMALL_TOTAL, scale * power_N / sums_N(power_N), share_N)
+
+
+def whole_batch(value_TE: Tensor, context: StepContext) -> tuple[Tensor, Tensor]:
+    """Return the rows of all data-parallel ranks' tokens in the order of the data, and which of them are this
+    rank's, int64 [T]; without gradient. All ranks of the data group must call it.
+    """
+    values, first, index_T = [value_TE], 0, context.token_index(len(value_TE), value_TE.device)
+    if context.data_group is not None:
+        values = gather_unequal_rows(value_TE, context.data_group)
+        first = sum(map(len, values[: rank_in(context.data_group)]))
+        index_T = torch.cat(gather_unequal_rows(index_T, context.data_group))
+    order_X = index_T.argsort(stable=True)
+    return torch.cat(values)[order_X], order_X.argsort()[first : first + len(value_TE)]
 
 
 def probs_N(probs_TE: Tensor, token_N: Tensor, expert_N: Tensor) -> Tensor:

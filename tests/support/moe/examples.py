@@ -98,7 +98,8 @@ EXAMPLES: dict[tuple[str, str], Callable[[int, int], list[Example]]] = {
         {}, {"scope": "sequence"}, {"scope": "global_batch", "running": True}
     ),
 } | {
-    ("selector", name): lambda e, k: [Example({"k": k})] for name in ("sample", "sinkhorn", "table", "top_k")
+    ("selector", name): lambda e, k: [Example({"k": k})]
+    for name in ("sample", "sinkhorn", "strictly_balanced", "table", "top_k")
 }
 
 

@@ -199,6 +199,7 @@ def _obstacles(config: RunConfig) -> list[str]:
         found["moe.router.selector.weights"] = learned and options.weights
         zero = moe.zero_experts.total
         found["moe.zero_experts"] = zero > 0 and str(zero)
+        found["moe.output_activation"] = moe.output_activation or False
         found["moe.latent_size"] = moe.latent_size is not None and str(moe.latent_size)
         found["moe.router.capacity.name"] = router.capacity.name != "none" and router.capacity.name
         masks = [mask.name for mask in router.masks if mask.name not in ONLY_IN_TRAINING]
