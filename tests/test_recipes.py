@@ -12,14 +12,26 @@ from pathlib import Path
 
 import pytest
 
-from megamoe.config import load_config
+from megamoe.apps.verify.small import shrunk
+from megamoe.config import load_config, parse_config
 from megamoe.config.shapes import padded_vocab_size
+from megamoe.errors import ExitCode
 from megamoe.model.size import model_size
+from megamoe.train.loop import train
 from tests.apps.plan.test_simulation import run_in_process
 from tests.test_examples import EXAMPLES, ROOT
 
 RECIPES = ROOT / "examples/recipes"
 PARTS = 8  # of the other examples
+OPEN = (
+    "glm_4_5_air",
+    "moonlight_16b_a3b",
+    "gpt_oss_20b",
+    "kimi_k2",
+    "ling_mini_2",
+    "dots_llm1",
+    "minimax_m2",
+)
 PUBLISHED = json.loads((RECIPES / "published.json").read_text())
 
 
@@ -27,7 +39,7 @@ def test_every_recipe_names_a_source_and_its_numbers() -> None:
     assert {path.stem for path in RECIPES.glob("*.yaml")} == PUBLISHED.keys()
     for path in RECIPES.glob("*.yaml"):
         comment = path.read_text().split("\nname:")[0]
-        assert " et al. 20" in comment or "DeepSeek-AI 2024" in comment, path
+        assert re.search(r" (et al\.|Team|DeepSeek-AI|OpenAI|MiniMax) 20\d\d", comment), path
         assert PUBLISHED[path.stem]["source"], path
         differences = load_config(path).differences
         assert "mock data stand for the corpus; name yours in data.sources" in differences, path
@@ -52,6 +64,20 @@ def test_parameters_are_the_published_ones(name: str) -> None:
         input_words = padded_vocab_size(words, config.model.vocab_multiple) * config.model.hidden_size
         active = size.active - (input_words if published.get("without_input_embedding") else 0)
         assert abs(active - published["active"]) <= max(published["active"] / 100, published["active_unit"])
+
+
+@pytest.mark.usefixtures("restored_process")
+@pytest.mark.parametrize(
+    "name",
+    [name if name in OPEN else pytest.param(name, marks=pytest.mark.full) for name in sorted(PUBLISHED)],
+)
+def test_a_small_version_trains(name: str, tmp_path: Path) -> None:
+    """With a few blocks of every kind, narrow, on mock tokens of 64 words."""
+    tree, _ = shrunk(load_config(RECIPES / f"{name}.yaml"))
+    config = parse_config(tree | {"output": str(tmp_path)})
+    assert train(config) == ExitCode.FINISHED
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert all(3 < row["train/lm_loss"] < 6 for row in rows if "train/lm_loss" in row)  # ln 64 = 4.2
 
 
 def plan_command(name: str) -> list[str]:

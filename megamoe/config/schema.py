@@ -213,6 +213,8 @@ class OptimizerConfig(Section):
     """the step at which cosine, linear and wsd reach min_lr; default: the run's end"""
     wsd_decay_steps: PositiveInt | None = None
     """length of the decay of `wsd`; default: a tenth of decay_steps"""
+    wsd_decay: Literal["linear", "cosine"] = "linear"
+    """form of the decay of `wsd`"""
     beta1: Fraction = 0.9
     """decay of the first moment"""
     beta2: Fraction = 0.95

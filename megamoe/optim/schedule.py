@@ -13,8 +13,8 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
 
     A linear warm-up reaches `lr` at its last step (`warmup_steps`, or `warmup_share` of all). Then the
     schedule falls to `min_lr` until `decay_steps` and stays there: cosine (half a period), linear,
-    inverse_sqrt (lr * sqrt(warmup / step), at least min_lr), wsd (constant, then linear over the last
-    `wsd_decay_steps`; Hu et al. 2024), or constant.
+    inverse_sqrt (lr * sqrt(warmup / step), at least min_lr), wsd (constant, then linear, or a cosine with
+    `wsd_decay`, over the last `wsd_decay_steps`; Hu et al. 2024), or constant.
     """
     warmup, peak, floor = warmup_steps(config, total_steps), config.lr, config.min_lr
     if step <= warmup:
@@ -30,7 +30,7 @@ def learning_rate(step: int, config: OptimizerConfig, total_steps: int) -> float
     if step >= end:
         return floor
     progress = max(0.0, (step - start) / (end - start))
-    if config.schedule == "cosine":
+    if (config.wsd_decay if config.schedule == "wsd" else config.schedule) == "cosine":
         progress = (1 - math.cos(math.pi * progress)) / 2
     return peak + (floor - peak) * progress
 

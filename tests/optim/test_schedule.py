@@ -47,6 +47,13 @@ def test_defaults_end_at_the_last_step_and_wsd_falls_over_a_tenth() -> None:
     assert [learning_rate(step, wsd, 200) for step in (180, 190, 200)] == pytest.approx([1.0, 0.55, 0.1])
 
 
+def test_wsd_may_end_in_a_cosine() -> None:
+    """As Kimi K2's rate: constant, then half a period over the last steps."""
+    config = optimizer("wsd", wsd_decay="cosine")
+    found = [learning_rate(step, config, 1000) for step in (90, 95, 100, 110, 500)]
+    assert found == pytest.approx([1.0, 1 - 0.9 * (1 - math.sqrt(0.5)) / 2, 0.55, 0.1, 0.1])
+
+
 def test_warmup_may_take_the_whole_schedule() -> None:
     config = optimizer("cosine", warmup_steps=110)
     assert [learning_rate(step, config, 110) for step in (55, 110, 111)] == [0.5, 1.0, 0.1]
