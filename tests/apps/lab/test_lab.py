@@ -16,7 +16,7 @@ import yaml
 
 from megamoe.apps.lab.checks import rows_that_cannot_run
 from megamoe.apps.lab.claims import Claim, Comparison, parse_claim
-from megamoe.apps.lab.measures import _taken, consistency, lowest_by, spikes
+from megamoe.apps.lab.measures import _taken, consistency, spikes
 from megamoe.apps.lab.page import _tuning
 from megamoe.apps.lab.plan import load_plan
 from megamoe.apps.lab.results import tuning_of
@@ -306,6 +306,8 @@ def test_every_study_can_be_planned(path: Path, tmp_path: Path, monkeypatch: pyt
         assert len(study_tasks(plan, tmp_path, {}).training) == len(plan.configs) * len(plan.size.seeds)
         assert bool(tuning_tasks(plan, tmp_path)[1]) == (plan.size.tuning is not None)
         assert plan.claims
+        rows = [[tree, plan.study.rows[row].finetune] for row, tree in plan.configs.items()]
+        assert all(rows.count(row) == 1 for row in rows)  # a claim of two equal rows could not fail
         assert any(measure.fact == "flops_per_token" for measure in plan.study.measures.values())
         # What is tuned by is not reported, but for the validation loss over the steps of Xie 2022, figure 4.
         assert set((tuning_of(plan) or {}).get("reported", ())) <= {"overfitting"}
@@ -491,24 +493,3 @@ def test_a_value_at_the_end_of_the_tuned_ones_is_named() -> None:
     reported = _tuning({"tuning": rule | {"reported": ["rise"]}, "rows": {"a": {"tuned": 2}}})
     assert reported.endswith("that the table does not report, except in rise.")
     assert outside == inside + " The best one may lie beyond them, because the first or last was taken: b."
-
-
-def test_tuning_takes_the_lowest(tmp_path: Path) -> None:
-    path = written(tmp_path, claims=[], stages={}, measures={"loss": {"metric": "val/lm_loss"}})
-    rule = {"key": "optimizer.lr", "values": [0.1, 0.2, 0.3]}
-    sizes = {"smoke": {"seeds": [1], "time": "seconds", "tuning": rule}}
-    path.write_text(yaml.safe_dump(yaml.safe_load(path.read_text()) | {"sizes": sizes}))
-    plan = load_plan(path, "smoke", None, [])
-    _, of_rows = tuning_tasks(plan, tmp_path / "lab")
-    runner = Runner(tmp_path / "lab", [None], print)
-    for [task], loss in zip(of_rows["two"], (2.0, 1.0, None), strict=True):
-        if loss is not None:  # the third has failed
-            runner.folder.mkdir(parents=True, exist_ok=True)
-            record = {"identity": task.identity, "state": "done"}
-            (runner.folder / f"{task.name}.json").write_text(json.dumps(record))
-            task.folder.mkdir(parents=True)
-            (task.folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "val/lm_loss": loss}) + "\n")
-    assert plan.size.tuning is not None
-    found = lowest_by(plan.size.tuning.by, runner, of_rows["two"])
-    assert found == (1, [2.0, 1.0, None])
-    assert lowest_by(plan.size.tuning.by, runner, of_rows["two"][2:]) == (None, [None])
