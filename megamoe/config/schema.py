@@ -303,6 +303,10 @@ class TrainConfig(Section):
     max_skipped_in_a_row: PositiveInt = 10
     """this many skipped steps in a row (not finite, or a loss spike) end the run"""
     loss_spike: LossSpikeConfig = field(default_factory=LossSpikeConfig)
+    deterministic: bool = False
+    """add in one order on a GPU, so that two launches on equal machines have the same losses to the bit; see
+    docs/run/runs.md#the-same-losses-to-the-bit
+    """
     hang_minutes: MinutesOrZero = 10.0
     """end the run after this time without progress of any rank; 0: never"""
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)

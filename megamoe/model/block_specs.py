@@ -97,6 +97,7 @@ class BlockMaker:
             bias_dropout_fusion=False,
             masked_softmax_fusion=False,
             gradient_accumulation_fusion=False,
+            deterministic_mode=self.config.train.deterministic,
             **fp8_options(model),
         )
 

@@ -329,6 +329,19 @@ def order_device_queues() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
 
 
+def fix_order_of_additions() -> None:
+    """Let every operator of this process add in one order, or raise a RuntimeError if it cannot.
+
+    It must be called before the first use of CUDA. Our Triton kernels have one order anyway: they have no
+    atomic additions, and no tuning by the clock.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "^NVLS")  # a switch that adds has no fixed order
+    os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it would only cost time
+
+
 def at_stop(forget: Callable[[], None]) -> None:
     """Have `stop` call a function, which forgets what was made from the process group."""
     _at_stop.append(forget)

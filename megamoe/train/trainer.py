@@ -78,6 +78,8 @@ class Trainer:
         self.config = config
         if config.parallel.tensor > 1:
             launch.order_device_queues()
+        if config.train.deterministic:
+            launch.fix_order_of_additions()
         self.world = launch.find_world()
         facts: Facts = {}
         with raise_on_all_ranks(facts, self.world):
