@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | mlm-small | translation-small | chat-small | papers-small | test | test-core | test-quick | test-slowest | test-full | test-slurm | gpu-check | docs | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | chat-small | papers-small | test | test-core | test-quick | test-slowest | test-full | fuzz | test-slurm | gpu-check | docs | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues mlm-small translation-small chat-small papers-data papers-small test test-core test-quick test-slowest test-full test-slurm test-slurm-short gpu-check docs lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small chat-small papers-data papers-small test test-core test-quick test-slowest test-full fuzz test-slurm test-slurm-short gpu-check docs lint clean FORCE
 
 setup: $(STAMP)
 
@@ -177,6 +177,12 @@ test-slowest: $(STAMP)
 
 test-full: $(STAMP)
 	$(PYTEST)
+
+# Random runs in random layouts, beside one rank: failures are written to runs/fuzz as small YAML.
+MINUTES := 30
+SEED := 1
+fuzz: $(STAMP)
+	$(PY) -m tests.fuzz --minutes $(MINUTES) --seed $(SEED)
 
 # On a Slurm of two nodes, which tests/slurm/cluster.sh starts on this machine. Without Slurm, and where it cannot be
 # installed (root and a network are needed), a line says so and nothing fails.
