@@ -12,7 +12,7 @@ UPDATE = 0.01  # of the bias, in a step
 TP, SP = Place(2, tensor=2), Place(2, tensor=2, sequence=True)
 EP, CP, PP = Place(2, expert=2), Place(2, context=2), Place(2, pipeline=2)
 EP_TP, ETP = Place(2, tensor=2, expert=2), Place(2, expert_tensor=2)
-NORM_ALONE = "^$"
+NORM = "^$"
 RUN: dict[str, Any] = {
     "optimizer__grad_clip": 0.0,
     "train__global_batch_size": 2,

@@ -12,20 +12,7 @@ from megamoe.moe.process_groups import ParallelGroups
 from megamoe.optim.optimizers import global_grad_norm
 from megamoe.parallel import launch
 from megamoe.train.trainer import Trainer
-from tests.conformance.layouts import (
-    CP,
-    EP,
-    EP_TP,
-    ETP,
-    NORM_ALONE,
-    PP,
-    RUN,
-    SP,
-    TP,
-    UPDATE,
-    assert_as_alone,
-    step,
-)
+from tests.conformance.layouts import CP, EP, EP_TP, ETP, NORM, PP, RUN, SP, TP, UPDATE, assert_as_alone, step
 from tests.conformance.planting import Edit, fails_with, on_ranks
 from tests.support.moe.build import HIDDEN, gradient_of, make_context, make_hidden, moe_config
 from tests.support.ranks.pool import Pool
@@ -70,7 +57,7 @@ def test_a_replicated_weight_counts_once_in_the_norm(pool: Pool) -> None:
 
     Reported: NVIDIA-NeMo/RL#3788, ROCm/TransformerEngine#715
     """
-    assert_as_alone(pool, SP, NORM_ALONE)
+    assert_as_alone(pool, SP, NORM)
 
 
 @pytest.mark.full
@@ -80,7 +67,7 @@ def test_the_experts_of_every_tensor_parallel_rank_count_in_the_norm(pool: Pool)
 
     Reported: NVIDIA/Megatron-LM#5916, NVIDIA/Megatron-LM#6470, radixark/Megatron-LM#80
     """
-    assert_as_alone(pool, EP_TP, NORM_ALONE)
+    assert_as_alone(pool, EP_TP, NORM)
 
 
 @fails_with(Edit(HEADS, "= config.tensor_model_parallel_size > 1", "= config.sequence_parallel"))
@@ -216,7 +203,7 @@ def test_the_slices_of_an_expert_add_its_bias_once(pool: Pool) -> None:
 
     Reported: pytorch/torchtitan#4245
     """
-    assert_as_alone(pool, ETP, NORM_ALONE)
+    assert_as_alone(pool, ETP, NORM)
 
 
 @fails_with(Edit(STEP, "(len(batches) * engine.layout.tensor)", "(len(batches) * engine.layout.batch_ranks)"))

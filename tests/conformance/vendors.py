@@ -3,11 +3,12 @@
     python -m tests.conformance.vendors
 
 Each function calls the vendor's own code on the case of one of our tests, and returns what it found: `right`,
-or `WRONG` with the numbers. What needs CUDA, or does not exist there, is in NOT_RUN with the reason.
+or `WRONG` with the numbers. What needs CUDA, or does not exist there, has the reason
+instead; what is not in ANSWERS was not run.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
@@ -30,49 +31,12 @@ from tests.support.ranks.pool import Pool
 from tests.support.tiny import world_of_one
 
 EXPERTS, HIDDEN = 4, 16
+NAMES = {"deepspeed": "DeepSpeed", "megatron-core": "Megatron-Core", "transformers": "transformers"}
 NEEDS_CUDA = "cannot be run on a CPU: "
-BUFFERS = NEEDS_CUDA + "the router makes its counters on `torch.cuda.current_device()`"
 ROUTER = NEEDS_CUDA + "the router moves its weight to `torch.cuda.current_device()`"
 NORM = NEEDS_CUDA + "the norm is computed on CUDA tensors"
 CALLER = "leaves it to the caller, to whom it returns the loss"
-NOT_RUN: dict[str, tuple[str, str]] = {
-    "test_a_loss_is_recorded_once_under_recomputation": (CALLER, ""),
-    "test_accumulation_does_not_scale_a_loss": (CALLER, "not run: its training loop sets the scale"),
-    "test_a_token_weighs_the_same_in_every_micro_batch": (CALLER, "not run: the caller's `loss_func`"),
-    "test_small_sigmoids_do_not_lower_the_balance_loss": ("has no sigmoid", ""),
-    "test_a_sequence_loss_of_packed_sequences": ("has no loss of sequences", ""),
-    "test_a_recomputed_block_is_counted_once": ("keeps no counts", BUFFERS),
-    "test_running_counts_take_in_a_recomputed_micro_batch_once": ("has no running counts", BUFFERS),
-    "test_counts_are_those_of_all_micro_batches": ("keeps no counts", BUFFERS),
-    "test_an_evaluation_leaves_the_counts_of_training": ("has no running counts", BUFFERS),
-    "test_a_router_of_a_bf16_model_computes_in_fp32": (
-        "",
-        "cannot be run on a CPU: without Transformer Engine `router_gating_linear` ends with a NameError",
-    ),
-    "test_a_bias_keeps_small_updates": ("has no bias", ""),
-    "test_a_recomputed_router_draws_the_same_noise": (
-        "",
-        NEEDS_CUDA + "`checkpoint` saves CUDA's random state",
-    ),
-    "test_clipping_counts_the_experts": ("", NORM),
-    "test_a_checkpoint_has_the_experts_of_every_rank": ("not run", "not run"),
-    "test_an_export_has_every_expert": ("has no export of that kind", "not run"),
-    "test_a_resumed_run_has_the_moments_of_its_experts": ("not run", "not run"),
-    "test_a_resumed_run_repeats_and_skips_no_sample": ("leaves it to the caller", "leaves it to the caller"),
-    "test_an_experts_gradient_does_not_depend_on_expert_parallelism": (
-        "right at ZeRO 0: our test runs its reduction",
-        ROUTER,
-    ),
-    "test_the_routers_gradient_is_summed_over_tensor_parallel_ranks": ("not run", ROUTER),
-    "test_tensor_parallelism_does_not_scale_a_loss": (CALLER, ROUTER),
-    "test_every_rank_clips_by_one_norm": ("", NORM),
-    "test_a_rank_whose_experts_are_idle_takes_part_in_the_exchange": (
-        "does not arise: it exchanges as many rows as the capacity has",
-        ROUTER,
-    ),
-    "test_a_stage_without_moe_layers_takes_part_in_the_norm": ("not run", NORM),
-    "test_tied_weights_of_two_stages_get_both_gradients_before_the_mean": ("not run", "not run"),
-}
+Answer = str | Callable[[], str]  # what is said of a vendor, or the function that asks it
 
 
 def verdict(found: Any, expected: Any, tolerance: float = 1e-4) -> str:
@@ -317,8 +281,8 @@ def deepspeed_one_norm() -> str:
     return verdict(found, [29**0.5] * 2)
 
 
-ROWS: dict[str, tuple[Callable[[], str] | None, Callable[[], str] | None]] = {
-    "test_a_loss_is_recorded_once_under_recomputation": (None, megatron_recorded_once),
+ANSWERS: dict[str, tuple[Answer, ...]] = {
+    "test_a_loss_is_recorded_once_under_recomputation": (CALLER, megatron_recorded_once),
     "test_the_gradient_of_a_loss_reaches_the_router": (
         deepspeed_gradient_of_a_loss,
         megatron_gradient_of_a_loss,
@@ -327,34 +291,49 @@ ROWS: dict[str, tuple[Callable[[], str] | None, Callable[[], str] | None]] = {
         deepspeed_balance_for_any_k,
         megatron_balance_for_any_k,
     ),
-    "test_small_sigmoids_do_not_lower_the_balance_loss": (None, megatron_small_sigmoids),
+    "test_small_sigmoids_do_not_lower_the_balance_loss": ("has no sigmoid", megatron_small_sigmoids),
     "test_the_balance_loss_counts_what_the_capacity_drops": (
         deepspeed_loss_counts_drops,
         megatron_loss_counts_drops,
     ),
-    "test_a_sequence_loss_of_packed_sequences": (None, megatron_packed_sequences),
+    "test_a_sequence_loss_of_packed_sequences": ("has no loss of sequences", megatron_packed_sequences),
     "test_padding_is_not_routed": (deepspeed_padding, megatron_padding),
     "test_counts_above_256_are_exact": (deepspeed_large_counts, megatron_large_counts),
-    "test_a_router_of_a_bf16_model_computes_in_fp32": (deepspeed_bf16_router, None),
-    "test_a_bias_keeps_small_updates": (None, megatron_small_bias_updates),
-    "test_a_recomputed_router_draws_the_same_noise": (deepspeed_same_noise, None),
+    "test_a_router_of_a_bf16_model_computes_in_fp32": (
+        deepspeed_bf16_router,
+        "cannot be run on a CPU: without Transformer Engine `router_gating_linear` ends with a NameError",
+    ),
+    "test_a_bias_keeps_small_updates": ("has no bias", megatron_small_bias_updates),
+    "test_a_recomputed_router_draws_the_same_noise": (
+        deepspeed_same_noise,
+        NEEDS_CUDA + "`checkpoint` saves CUDA's random state",
+    ),
     "test_renormalised_weights_at_k_1_are_refused": (deepspeed_top_1, megatron_top_1),
-    "test_clipping_counts_the_experts": (deepspeed_norm_of_one_rank, None),
-    "test_every_rank_clips_by_one_norm": (deepspeed_one_norm, None),
+    "test_clipping_counts_the_experts": (deepspeed_norm_of_one_rank, NORM),
+    "test_every_rank_clips_by_one_norm": (deepspeed_one_norm, NORM),
+    "test_accumulation_does_not_scale_a_loss": (CALLER, "not run: its training loop sets the scale"),
+    "test_a_token_weighs_the_same_in_every_micro_batch": (CALLER, "not run: the caller's `loss_func`"),
+    "test_an_experts_gradient_does_not_depend_on_expert_parallelism": (
+        "right at ZeRO 0: our test runs its reduction",
+        ROUTER,
+    ),
+    "test_a_rank_whose_experts_are_idle_takes_part_in_the_exchange": (
+        "does not arise: it exchanges as many rows as the capacity has",
+        ROUTER,
+    ),
 }
 
 
-def main() -> None:
-    """Print the table."""
+def print_table(vendors: tuple[str, ...], answers: Mapping[str, tuple[Answer, ...]]) -> None:
+    """Print a row for each test, with the vendors' versions above."""
     warnings.simplefilter("ignore")  # for the vendors' own users
-    print(f"| our test | DeepSpeed {version('deepspeed')} | Megatron-Core {version('megatron-core')} |")
-    print("|---|---|---|")
+    print(f"| our test | {' | '.join(f'{NAMES[vendor]} {version(vendor)}' for vendor in vendors)} |")
+    print("|---" * (1 + len(vendors)) + "|")
     with world_of_one():
-        for name in dict.fromkeys([*ROWS, *NOT_RUN]):
-            asked = ROWS.get(name, (None, None))
-            found = [NOT_RUN[name][place] if ask is None else ask() for place, ask in enumerate(asked)]
-            print(f"| `{name}` | {' | '.join(found)} |", flush=True)
+        for name, asked in answers.items():
+            found = [each if isinstance(each, str) else each() for each in asked]
+            print(f"| `{name}` | {' | '.join(each or 'not run' for each in found)} |", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    print_table(("deepspeed", "megatron-core"), ANSWERS)
