@@ -209,7 +209,7 @@ def draw_part(rng: random.Random) -> Changes:
 
 @cache
 def examples(kind: str, name: str) -> list[Tree]:
-    return example_trees(kind, name, losses={"z_loss": {"weight": 0.01}})
+    return example_trees(kind, name)
 
 
 def draw_keys(rng: random.Random) -> Changes:
