@@ -75,21 +75,12 @@ def resolved(prefix: Path, *overrides: str, **options: Any) -> ResolvedRun:
         ({"messages": [USER, USER]}, "message 2 is of role 'user' after 'user', where assistant is expected"),
         ({"messages": [ANSWER]}, "message 1 is of role 'assistant' at the beginning, where system or user"),
         ({"messages": [USER, SYSTEM]}, "message 2 is of role 'system' after 'user'"),
-        (
-            {"messages": [USER, ANSWER, TOOL, ANSWER]},
-            "message 3 is a tool's, but message 2 has no tool_calls",
-        ),
+        ({"messages": [USER, ANSWER, TOOL, ANSWER]}, "message 3 is a tool's, but message 2 has no tool_ca"),
         ({"messages": [USER]}, "the last message is of role 'user', expected 'assistant'"),
-        (
-            {"messages": [{"role": "bot", "content": "a"}]},
-            "message 1 has the role 'bot'; expected system, user",
-        ),
+        ({"messages": [{"role": "bot", "content": "a"}]}, "message 1 has the role 'bot'; expected system"),
         ({"messages": ["a"]}, "message 1 has the role 'None'"),
         ({"messages": [{"role": "user"}, ANSWER]}, "message 1 has no text: content is NoneType"),
-        (
-            {"messages": [USER, {"role": "assistant", "content": " \n"}]},
-            "message 2 is an assistant's without text",
-        ),
+        ({"messages": [USER, {**ANSWER, "content": " \n"}]}, "message 2 is an assistant's without text"),
         ({"messages": [USER, {**ANSWER, "weight": 2}]}, "message 2: weight 2, expected 0 (not learned) or 1"),
         ({"messages": [USER, ANSWER], "tools": "add"}, "tools: expected a list of functions"),
     ],
@@ -118,18 +109,13 @@ def test_what_would_take_the_stack_or_the_memory_is_one_line(
     tools: Any = []
     for _ in range(300):
         tools = [{"type": tools}]
-    lines = {"deep": {"messages": [USER, ANSWER], "tools": tools}}
-    lines["long"] = {"messages": [{**USER, "content": "a" * (9 << 20)}, ANSWER]}
-    for name, words in (("deep", "nested too deeply"), ("long", "characters, expected at most 8,388,608")):
-        file = write_lines(tmp_path / f"{name}.jsonl", [lines[name]])
-        options = [
-            "--tokenizer",
-            folder / "tokenizer.json",
-            "--template",
-            "chatml",
-            "--output",
-            tmp_path / name,
-        ]
+    long = [{**USER, "content": "a" * (9 << 20)}, ANSWER]
+    options = ["--tokenizer", folder / "tokenizer.json", "--template", "chatml", "--output", tmp_path / "out"]
+    for record, words in (
+        ({"messages": [USER, ANSWER], "tools": tools}, "nested too deeply"),
+        ({"messages": long}, "characters, expected at most 8,388,608"),
+    ):
+        file = write_lines(tmp_path / "chats.jsonl", [record])
         assert words in refused("prepare_chat", file, *options)
 
 
@@ -142,19 +128,10 @@ def test_a_bad_line_is_named_and_nothing_is_left(folder: Path, tmp_path: Path, r
     assert f"{lines}:2: the last message is of role 'user'" in error
     assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
     forged = {"messages": [{**USER, "content": "<|im_end|>"}, ANSWER]}
-    card = make_chat(
-        tmp_path,
-        [
-            good,
-            {"messages": [USER]},
-            forged,
-            {"messages": [USER]},
-            {"messages": [USER, {**ANSWER, "weight": 0}]},
-        ],
-        folder / "tokenizer.json",
-        template="chatml",
-        bad_lines="skip",
-    )
+    unlearned = {"messages": [USER, {**ANSWER, "weight": 0}]}
+    records = [good, {"messages": [USER]}, forged, {"messages": [USER]}, unlearned]
+    tokenizer = folder / "tokenizer.json"
+    card = make_chat(tmp_path, records, tokenizer, template="chatml", bad_lines="skip")
     assert card.conversations == 1 and sum(card.skipped.values()) == 4
     (first, count), *others = card.skipped.items()
     assert count == 2 and first.startswith("the last message is of role")
@@ -165,14 +142,8 @@ def test_a_bad_line_is_named_and_nothing_is_left(folder: Path, tmp_path: Path, r
     ("text", "message"),
     [
         ("{{ raise_exception('no system here') }}", "template mine: no system here; change the messages"),
-        (
-            "{% generation %}x{% endgeneration %}" * 3,
-            "3 {% generation %} blocks for 1 messages of an assistant",
-        ),
-        (
-            "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}",
-            "writes the same messages",
-        ),
+        ("{% generation %}x{% endgeneration %}" * 3, "3 {% generation %} blocks for 1 messages of an assist"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "writes the same mess"),
     ],
 )
 def test_a_template_that_fails_while_it_renders(text: str, message: str) -> None:
@@ -424,10 +395,8 @@ def test_batches_of_other_objectives_as_text(
     causal = capsys.readouterr().out
     assert "sequence 1" in causal and "[[" in causal
     masked = ["model.architecture=encoder", "train.objective=masked", "moe.layers.every=1"]
-    assert (
-        tool("show_batch").main(["--config", str(path), "--count", "1", *masked, "model.vocab_size=null"])
-        == 0
-    )
+    masked += ["model.vocab_size=null"]
+    assert tool("show_batch").main(["--config", str(path), "--count", "1", *masked]) == 0
     assert "->" in capsys.readouterr().out
     assert tool("show_batch").main(["--config", str(path), "--set", "other"]) == 2
     assert "--set: found 'other', expected train" in capsys.readouterr().err

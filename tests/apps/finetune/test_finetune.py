@@ -148,18 +148,14 @@ def test_every_kind_is_trained_and_scored(tuned: Path) -> None:
 def test_checkpoints_of_all_layouts_give_the_same(
     pool: Pool, tuned: Path, tasks: list[Path], tmp_path: Path
 ) -> None:
-    check_layouts(pool, tuned, tasks, tmp_path, list(LAYOUTS))
-
-
-def check_layouts(pool: Pool, tuned: Path, tasks: list[Path], folder: Path, names: list[str]) -> None:
     """Save at each layout, and tune there too."""
-    for name in names:
-        ranks, changes = layout(folder, name)
-        checkpoint = pretrained(pool, folder, name)
+    for name in LAYOUTS:
+        ranks, changes = layout(tmp_path, name)
+        checkpoint = pretrained(pool, tmp_path, name)
         overrides = [f"{key.replace('__', '.')}={value}" for key, value in changes.items()]
-        pool.run(tune, tasks, checkpoint, folder / f"{name}_tuned", overrides, ranks=ranks, timeout_s=600)
+        pool.run(tune, tasks, checkpoint, tmp_path / f"{name}_tuned", overrides, ranks=ranks, timeout_s=600)
         for path in tasks:
-            mine, one = folder / f"{name}_tuned" / path.parent.name, tuned / path.parent.name
+            mine, one = tmp_path / f"{name}_tuned" / path.parent.name, tuned / path.parent.name
             assert_close(losses(mine), losses(one))
             assert_close(results(mine)["sets"], results(one)["sets"])
             assert_close(predictions(mine), predictions(one))

@@ -68,37 +68,8 @@ class Table:
         return torch.tensor([[math.log(row.get(word, 1e-9)) for word in "$abc"] for row in rows])
 
 
-GARDEN_PATH = {"": {"a": 0.6, "b": 0.4}, "a": {"a": 0.3, "b": 0.3, "$": 0.4}, "b": {"c": 0.9, "$": 0.1}}
-
-
 def search(table: Any, limits: list[int], **options: object) -> list[list[Hypothesis]]:
     return beam_search(table, limits, BeamOptions(**options), end=0)  # type: ignore[arg-type]
-
-
-def test_beams_find_what_greedy_misses() -> None:
-    ((greedy,),) = search(Table(GARDEN_PATH), [8], beams=1)
-    ((best,),) = search(Table(GARDEN_PATH), [8], beams=2, length_penalty=0.0)
-    assert greedy.tokens == [1, 0] and math.exp(greedy.log_probability) == pytest.approx(0.24)
-    assert best.tokens == [2, 3, 0] and math.exp(best.log_probability) == pytest.approx(0.36)
-    assert best.score == best.log_probability
-
-
-def test_the_limit_cuts() -> None:
-    ((first,),) = search(Table(GARDEN_PATH), [2], beams=2, length_penalty=0.0)
-    assert first.tokens == [2, 3]  # cut at the limit, without an end
-
-
-# With two beams two hypotheses have finished after the third token: `a$` and `aa$`, while `aab` goes on.
-@pytest.mark.parametrize(
-    ("table", "best"),
-    [
-        ({"aa": {"$": 0.3, "b": 0.7}}, [1, 1, 2, 0]),  # it is better at once
-        ({"aa": {"$": 0.5, "b": 0.5}, "aab": {"c": 1.0}}, [1, 0]),  # and here only at its end
-    ],
-)
-def test_when_a_search_ends(table: dict[str, dict[str, float]], best: list[int]) -> None:
-    ((found,),) = search(Table({"": {"a": 1.0}, "a": {"$": 0.5, "a": 0.5}, **table}), [8], beams=2)
-    assert found.tokens == best
 
 
 def test_what_has_ended_leaves_the_batch() -> None:

@@ -50,60 +50,55 @@ def renamed(found: dict[str, Tensor]) -> None:
     found[f"{FIRST}experts.9.w1.weight"] = found.pop(f"{FIRST}experts.3.w1.weight")
 
 
-def shape_of_another(found: dict[str, Tensor]) -> None:
-    found[f"{FIRST}gate.weight"] = found[f"{FIRST}gate.weight"].T.contiguous()
+def put(name: str, change: Callable[[Tensor], Tensor]) -> Change:
+    """Change one tensor."""
+    return tensors(lambda found: found.update({name: change(found[name])}))
+
+
+def content(change: Callable[[bytes], bytes]) -> Change:
+    """Change the bytes of the tensor file."""
+
+    def apply(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(change(path.read_bytes()))
+
+    return apply
+
+
+def index(change: Callable[[list[str]], dict[str, str]]) -> Change:
+    """Write an index of what `change` makes of the tensors' names."""
+
+    def apply(folder: Path) -> None:
+        written = {"weight_map": change(sorted(load_file(folder / "model.safetensors")))}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(written))
+
+    return apply
 
 
 def keys(**changes: Any) -> Change:
     return lambda folder: change_config(folder, **changes)
 
 
-def cut_short(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:-1000])
-
-
-def header_beyond_the_file(folder: Path) -> None:
-    path = folder / "model.safetensors"
-    path.write_bytes(struct.pack("<Q", 1 << 40) + path.read_bytes()[8:])
-
-
-def index_of_another_place(folder: Path) -> None:
-    name = next(iter(load_file(folder / "model.safetensors")))
-    content = {"weight_map": {name: "../model.safetensors"}}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
-def index_without_a_tensor(folder: Path) -> None:
-    names = sorted(load_file(folder / "model.safetensors"))[1:]
-    content = {"weight_map": dict.fromkeys(names, "model.safetensors")}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(content))
-
-
 def pickled(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
+FILE, NORM = "model.safetensors", "model.norm.weight"
 CASES: dict[str, tuple[Change, list[str]]] = {
-    "cut short": (cut_short, ["model.safetensors", "missing or damaged"]),
-    "header": (header_beyond_the_file, ["model.safetensors", "missing or damaged"]),
+    "cut short": (content(lambda old: old[:-1000]), [FILE, "missing or damaged"]),
+    "header": (content(lambda old: struct.pack("<Q", 1 << 40) + old[8:]), [FILE, "missing or damaged"]),
     "renamed": (tensors(renamed), [f"{FIRST}experts.3.w1.weight is missing"]),
-    "missing": (tensors(lambda t: t.pop("model.norm.weight")), ["model.norm.weight is missing"]),
+    "missing": (tensors(lambda t: t.pop(NORM)), [f"{NORM} is missing"]),
     "extra": (
         tensors(lambda t: t.update(extra=torch.zeros(2))),
         ["extra has no place in MixtralForCausalLM"],
     ),
-    "shape": (tensors(shape_of_another), [f"{FIRST}gate.weight has shape [32, 4]", "[4, 32]"]),
-    "dtype": (
-        tensors(lambda t: t.update({"model.norm.weight": t["model.norm.weight"].to(torch.int32)})),
-        ["model.norm.weight is int32"],
+    "shape": (
+        put(f"{FIRST}gate.weight", lambda gate: gate.T.contiguous()),
+        [f"{FIRST}gate.weight has shape [32, 4]", "[4, 32]"],
     ),
-    "two dtypes": (
-        tensors(
-            lambda t: t.update({f"{FIRST}experts.1.w1.weight": torch.zeros(16, 32, dtype=torch.bfloat16)})
-        ),
-        ["bfloat16 and float32"],
-    ),
+    "dtype": (put(NORM, lambda norm: norm.to(torch.int32)), [f"{NORM} is int32"]),
+    "two dtypes": (put(f"{FIRST}experts.1.w1.weight", lambda up: up.bfloat16()), ["bfloat16 and float32"]),
     "another class": (keys(model_type="gpt2"), ["model_type: found gpt2", "mixtral"]),
     "no causal model": (keys(architectures=["MixtralForSequenceClassification"]), ["architectures"]),
     "another class's tensors": (
@@ -112,10 +107,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     ),
     "unknown key": (keys(new_trick=True), ["the key new_trick is not known for MixtralForCausalLM"]),
     "NaN as a key": (keys(rms_norm_eps=math.nan), ["config.json: model.norm_eps"]),
-    "NaN weights": (
-        tensors(lambda t: t["model.norm.weight"].fill_(math.nan)),
-        ["model.norm.weight has NaN or infinite values; no run can use it"],
-    ),
+    "NaN weights": (put(NORM, lambda norm: norm * math.nan), [f"{NORM} has NaN or infinite values; no run"]),
     "window": (keys(sliding_window=-4), ["attention.window"]),
     "activation": (keys(hidden_act="gelu"), ["hidden_act: found gelu, expected silu"]),
     "rope": (keys(rope_parameters={"rope_type": "longrope"}), ["rope_type: found longrope"]),
@@ -126,8 +118,14 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         keys(quantization_config={"quant_method": "gptq"}),
         ["quantization_config: found gptq, expected one of fp8, mxfp4"],
     ),
-    "index leads away": (index_of_another_place, ["'../model.safetensors' is no safetensors file"]),
-    "index": (index_without_a_tensor, ["is not in model.safetensors.index.json"]),
+    "index leads away": (
+        index(lambda names: {names[0]: f"../{FILE}"}),
+        ["'../model.safetensors' is no safetensors file"],
+    ),
+    "index": (
+        index(lambda names: dict.fromkeys(names[1:], FILE)),
+        ["is not in model.safetensors.index.json"],
+    ),
     "pickled": (pickled, ["only pytorch_model.bin, which is pickled and not read"]),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), ["config.json: missing or damaged"]),  # type: ignore[dict-item]
 }

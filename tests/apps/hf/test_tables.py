@@ -109,6 +109,13 @@ def test_ernie_says_which_blocks_have_an_moe_layer(at: list[int]) -> None:
     assert [number for number, layer in enumerate(layers, 1) if hasattr(layer.mlp, "experts")] == at
 
 
+def test_the_names_of_multi_token_prediction() -> None:
+    """Tensors that begin so are left out; {n}: the number of blocks."""
+    found = {kind: family.left_out for kind, family in FAMILIES.items() if family.left_out}
+    assert found.pop("ernie4_5_moe") == "model.mtp_" and {*found.values()} == {"model.layers.{n}."}
+    assert found.keys() == {"glm4_moe", "deepseek_v3", "kimi_k2", "glm4_moe_lite", "hy_v3"}
+
+
 def test_gpt_oss_without_windows_runs_in_transformers() -> None:
     """It builds the mask of a window even if no block has one."""
     family = FAMILIES["gpt_oss"]

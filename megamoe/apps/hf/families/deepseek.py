@@ -62,9 +62,15 @@ def greedy_or_limited() -> Entry:
 METHODS = ("greedy", "group_limited_greedy")
 
 
-def latent_keys(query_rank: int = 1536, nope: int = 128, value: int = 128) -> tuple[Entry, ...]:
-    """Keys of latent attention with the class's defaults."""
+def latent_keys(
+    query_rank: int = 1536, nope: int = 128, value: int = 128, eps: float = 1e-6
+) -> tuple[Entry, ...]:
+    """Keys of latent attention, norms and rotary positions with the class's defaults."""
     return (
+        *common.SHARED_KEYS,
+        norm_eps(eps),
+        common.rotary(),
+        common.TIED,
         same("q_lora_rank", "model.latent.query_rank", query_rank),
         same("kv_lora_rank", "model.latent.key_value_rank", 512),
         same("qk_nope_head_dim", "model.latent.nope_size", nope),
@@ -94,7 +100,6 @@ DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
         *latent_keys(),
         *common.TOP_K,
         fixed(
@@ -112,9 +117,6 @@ DEEPSEEK_V2 = Family(
         same("n_routed_experts", "moe.num_experts", 64, alias="num_experts"),
         same("n_shared_experts", "moe.num_shared_experts", 2),
         same("num_experts_per_tok", "moe.router.selector.k"),
-        norm_eps(1e-6),
-        common.rotary(),
-        common.TIED,
     ),
     table=TABLE,
     released={**common.RELEASED, **ROUTING},
@@ -124,14 +126,10 @@ DEEPSEEK_V3 = Family(
     "deepseek_v3",
     "DeepseekV3ForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
         *latent_keys(),
         dense_first(3),
         *BIASED_NAMES,
         *biased_keys(2048, 256, dense=18432, scale=2.5, limit=(8, 4)),
-        norm_eps(1e-6),
-        common.rotary(),
-        common.TIED,
     ),
     table=TABLE,
     left_out=common.FURTHER_BLOCKS,
@@ -146,14 +144,10 @@ GLM4_MOE_LITE = Family(
     "glm4_moe_lite",
     "Glm4MoeLiteForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
-        *latent_keys(768, 192, 256),
+        *latent_keys(768, 192, 256, 1e-5),
         listed_blocks(),
         *BIASED_NAMES,
         *biased_keys(1536, 64, dense=10240, chosen=4, scale=1.8),
-        norm_eps(1e-5),
-        common.rotary(),
-        common.TIED,
     ),
     table=TABLE,
     left_out=common.FURTHER_BLOCKS,

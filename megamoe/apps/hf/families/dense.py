@@ -4,19 +4,12 @@ from megamoe.apps.hf.families import common
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import fixed, only, same
 
-DENSE = fixed(moe__layers="none")
-FFN = same("intermediate_size", "model.ffn_hidden_size")
+DENSE = (*common.SHARED_KEYS, fixed(moe__layers="none"), same("intermediate_size", "model.ffn_hidden_size"))
 
 LLAMA = Family(
     "llama",
     "LlamaForCausalLM",
-    keys=(
-        *common.SHARED_KEYS,
-        DENSE,
-        FFN,
-        *common.attention_keys(size=None, bias=False),
-        only("mlp_bias", False, default=False),
-    ),
+    keys=(*DENSE, *common.attention_keys(size=None, bias=False), only("mlp_bias", False, default=False)),
     table=common.DECODER,
     released={**common.RELEASED, "pretraining_tp": 1},
 )
@@ -25,9 +18,7 @@ QWEN3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
-        DENSE,
-        FFN,
+        *DENSE,
         fixed(model__attention__query_key_norm="head"),
         *common.attention_keys(32, size=128, bias=False),
         *common.UNUSED_WINDOW,
@@ -40,9 +31,7 @@ MISTRAL = Family(
     "mistral",
     "MistralForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
-        DENSE,
-        FFN,
+        *DENSE,
         *common.attention_keys(8, size=None),
         same("sliding_window", "model.attention.window", 4096),
     ),
@@ -54,9 +43,7 @@ QWEN2 = Family(
     "qwen2",
     "Qwen2ForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
-        DENSE,
-        FFN,
+        *DENSE,
         fixed(model__attention__input_bias=True, model__attention__output_bias=False),
         *common.attention_keys(32),
         *common.UNUSED_WINDOW,

@@ -1,6 +1,7 @@
 """Models with an MoE layer in every block: Mixtral, MiniMax-M2, GraniteMoe, GraniteMoeShared, gpt-oss."""
 
 from dataclasses import replace
+from typing import Any
 
 from megamoe.apps.hf.families import common
 from megamoe.apps.hf.families.common import ATTENTION, HF_ATTENTION, HF_LAYER, LAYER
@@ -48,19 +49,30 @@ EXPERT_LINES = (
     TensorMapping(f"{LAYER}experts.down", "E H X", f"{EXPERTS}w2.weight", of_each_expert(whole), EXPERT_DOWN),
 )
 
+
+def local_keys(
+    size: Any, experts: int, chosen: int, alias: str | None = None, top_k: tuple[Entry, ...] = common.TOP_K
+) -> tuple[Entry, ...]:
+    """Keys of a router in every block with the class's defaults: an expert's FFN size, experts, those of a
+    token (alias: another name of this key). top_k: how they are chosen; their weights sum to 1.
+    """
+    return (
+        *common.SHARED_KEYS,
+        *top_k,
+        fixed(moe__layers__every=1, moe__router__selector__weights="renormalised"),
+        same("intermediate_size", "moe.expert_ffn_hidden_size", size),
+        same("num_local_experts", "moe.num_experts", experts, alias="num_experts"),
+        same("num_experts_per_tok", "moe.router.selector.k", chosen, alias=alias),
+        common.loss_weight(0.001),
+    )
+
+
 # Softmax over the chosen scores.
 MIXTRAL = Family(
     "mixtral",
     "MixtralForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
-        *common.TOP_K,
-        common.EVERY_BLOCK,
-        fixed(moe__router__selector__weights="renormalised"),
-        same("intermediate_size", "moe.expert_ffn_hidden_size"),
-        same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
-        same("num_experts_per_tok", "moe.router.selector.k", 2),
-        common.loss_weight(0.001),
+        *local_keys(REQUIRED, 8, 2),
         *common.attention_keys(8, 1e-5, size=None, base=1e6),
         same("sliding_window", "model.attention.window", None),
         ignored("router_jitter_noise"),
@@ -91,13 +103,7 @@ MINIMAX_M2 = Family(
     "minimax_m2",
     "MiniMaxM2ForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
-        *common.BIASED_TOP_K,
-        common.EVERY_BLOCK,
-        fixed(moe__router__selector__weights="renormalised"),
-        same("intermediate_size", "moe.expert_ffn_hidden_size", 1536),
-        same("num_local_experts", "moe.num_experts", 256, alias="num_experts"),
-        same("num_experts_per_tok", "moe.router.selector.k", 8),
+        *local_keys(1536, 256, 8, top_k=common.BIASED_TOP_K),
         fixed(model__attention__query_key_norm="whole"),
         constant("scoring_func", "sigmoid", None),
         constant("use_qk_norm", True),
@@ -111,7 +117,6 @@ MINIMAX_M2 = Family(
         *(constant(f"layernorm_{part}_beta", 1.0) for part in ("full_attention", "linear_attention", "mlp")),
         ignored("use_mtp", "num_mtp_modules", "mtp_transformer_layers"),
         ignored("mlp_intermediate_size", "shared_moe_mode", "max_model_len"),
-        common.loss_weight(0.001),
         *common.attention_keys(8, size=128, positions=rotary_of_size()),
         ignored("router_jitter_noise"),
     ),
@@ -174,14 +179,7 @@ def shared_size() -> Entry:
 
 
 GRANITE_KEYS = (
-    *common.SHARED_KEYS,
-    *common.TOP_K,
-    common.EVERY_BLOCK,
-    fixed(moe__router__selector__weights="renormalised"),
-    same("intermediate_size", "moe.expert_ffn_hidden_size", 11008),
-    same("num_local_experts", "moe.num_experts", 8, alias="num_experts"),
-    same("num_experts_per_tok", "moe.router.selector.k", 2),
-    common.loss_weight(0.001),
+    *local_keys(11008, 8, 2),
     EMBEDDING_FACTOR,
     LOGIT_DIVISOR,
     same("residual_multiplier", "model.residual_scale", 1.0),
@@ -255,24 +253,17 @@ GPT_OSS = Family(
     "gpt_oss",
     "GptOssForCausalLM",
     keys=(
-        *common.SHARED_KEYS,
-        *common.TOP_K,
-        common.EVERY_BLOCK,
+        *local_keys(2880, 128, 4, alias="experts_per_token"),
         fixed(
             model__attention__sinks=True,
-            moe__router__selector__weights="renormalised",
             moe__router__scorer__bias=True,
             moe__expert_activation="swiglu_clamped",
             moe__expert_bias=True,
         ),
         windows(),
-        same("intermediate_size", "moe.expert_ffn_hidden_size", 2880),
-        same("num_local_experts", "moe.num_experts", 128, alias="num_experts"),
-        same("num_experts_per_tok", "moe.router.selector.k", 4, alias="experts_per_token"),
         only("swiglu_limit", 7.0, default=7.0),
         only("swiglu_alpha", 1.702, default=1.702),
         ignored("initial_context_length"),
-        common.loss_weight(0.001),
         *common.attention_keys(8, 1e-5, size=64, bias=True, base=150000.0, default=YARN),
     ),
     table=(
