@@ -129,7 +129,7 @@ def test_a_bad_line_is_named_and_nothing_is_left(folder: Path, tmp_path: Path, r
     assert [path.name for path in tmp_path.iterdir()] == ["chats.jsonl"]
     forged = {"messages": [{**USER, "content": "<|im_end|>"}, ANSWER]}
     unlearned = {"messages": [USER, {**ANSWER, "weight": 0}]}
-    records = [good, {"messages": [USER]}, forged, {"messages": [USER]}, unlearned]
+    records: list[Any] = [good, {"messages": [USER]}, forged, {"messages": [USER]}, unlearned]
     tokenizer = folder / "tokenizer.json"
     card = make_chat(tmp_path, records, tokenizer, template="chatml", bad_lines="skip")
     assert card.conversations == 1 and sum(card.skipped.values()) == 4
