@@ -1,4 +1,4 @@
-"""Our class for transformers: equal to our model for each preset that it covers; in trainers of others too."""
+"""Our class for transformers: equal to our model for each preset that it covers, and in others' trainers."""
 
 import json
 import re

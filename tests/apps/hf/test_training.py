@@ -1,4 +1,4 @@
-"""Imported models train as in transformers, and leave each layout as the same files; upcycling of a dense one."""
+"""Imported models train as in transformers, and leave each layout as the same files; upcycling."""
 
 from pathlib import Path
 from typing import Any
