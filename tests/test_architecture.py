@@ -116,19 +116,10 @@ VENDORS |= {
 PUBLIC = {"os._exit", "sys.excepthook", "threading.excepthook", "warnings.formatwarning"}
 # Internals of DeepSpeed without an underscore; so are all attributes that begin with ds_.
 INTERNALS = {
-    "averaged_gradients",
-    "backup_optimizer",
-    "bf16_groups",
-    "bit16_groups",
-    "build_shm_op",
-    "cdb",
-    "cur_scale",
-    "enable_backward_allreduce",
-    "fp16_groups",
-    "fp32_partitioned_groups_flat",
-    "grad_position",
-    "loss_scaler",
-}
+    "averaged_gradients", "backup_optimizer", "bf16_groups", "bit16_groups", "build_shm_op", "cdb",
+    "cur_scale", "enable_backward_allreduce", "fp16_groups", "fp32_partitioned_groups_flat",
+    "grad_position", "loss_scaler",
+}  # fmt: skip
 DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 

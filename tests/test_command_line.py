@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megamoe.apps.prepare.new_tokenizers import train_bpe
 from megamoe.apps.prepare.prepare import Preparation, prepare
 from megamoe.config import dump_yaml
-from tests.support.tiny import ROOT, tiny, tool
+from tests.support.tiny import ROOT, tiny
 
 Command = Callable[..., int]
 Refused = Callable[..., str]
@@ -89,14 +89,6 @@ def test_data_too_small_for_its_split(
     assert "its valid split has 19 tokens (1 of 40 documents), one sample needs 101" in reported(capsys)
     assert not (tmp_path / "runs").exists()
     assert not dist.is_initialized()
-
-
-def test_empty_corpus(tmp_path: Path, restored_process: None, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "empty.txt").write_text("")
-    arguments = [str(tmp_path / "empty.txt"), "--tokenizer=bytes", f"--output={tmp_path / 'out'}"]
-    assert tool("prepare_data").main(arguments) == 2
-    assert capsys.readouterr().err.splitlines()[-1].startswith("error: ")
-    assert not [path.name for path in tmp_path.iterdir() if path.name.startswith("out")]
 
 
 def test_deepspeed_file_that_contradicts_the_yaml(refused_run: Refused, tmp_path: Path) -> None:

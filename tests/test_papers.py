@@ -71,23 +71,11 @@ def trained(path: Path, tmp_path: Path, *overrides: str, cluster_size: int = 0) 
     cluster_size: of the clustering loss, one that the configuration refuses. Returns the loss of each step.
     """
     settings = [
-        *UNREAD,
-        "data.sources=[]",
-        "data.mock=true",
-        "data.split=[1, 0, 0]",
-        "data.sampling_exponent=null",
-        "data.sequence_length=32",
-        "data.workers=0",
-        "model.vocab_size=512",
-        "train.steps=2",
-        "optimizer.warmup_steps=0",
-        "train.micro_batch_size=2",
-        "train.global_batch_size=2",
-        "evaluation.batches=0",
-        "checkpoint.save_at_end=false",
-        "log.report=false",
-        f"output={tmp_path}",
-    ]
+        *UNREAD, "data.sources=[]", "data.mock=true", "data.split=[1, 0, 0]", "data.sampling_exponent=null",
+        "data.sequence_length=32", "data.workers=0", "model.vocab_size=512", "train.steps=2",
+        "optimizer.warmup_steps=0", "train.micro_batch_size=2", "train.global_batch_size=2",
+        "evaluation.batches=0", "checkpoint.save_at_end=false", "log.report=false", f"output={tmp_path}",
+    ]  # fmt: skip
     if load_config(path, UNREAD).train.objective.name == "translation":
         settings.append("train.objective={name: span_corruption}")
     config = load_config(path, [*settings, *overrides])

@@ -160,22 +160,10 @@ def test_an_interrupt_of_a_tool_gives_no_advice_on_training(
     assert capsys.readouterr().err == "interrupted\n"
 
 
-def refusals(path: Path) -> list[str]:
+def refusals(path: Path, cases: list[tuple[list[str], int, str]]) -> list[str]:
     """Job: the lines of what cannot be evaluated."""
-    replay = f"moe.router.replay={path.parent / 'record'}"
-    empty = path.parent / "empty"
-    empty.mkdir()
     lines = []
-    for overrides, samples in (
-        (["model.vocab_size=42"], 8),
-        (["moe.num_experts=4"], 8),
-        ([], 0),
-        ([replay, "seed=7"], 8),
-        ([replay, "data.document_aware=false"], 8),
-        ([replay], 4),
-        ([f"moe.router.replay={empty}"], 8),
-        (["log.routing=new"], 8),
-    ):
+    for overrides, samples, _ in cases:
         try:
             with session(overrides, replays=True) as ranks:
                 trained = ranks.open(path)
@@ -185,24 +173,23 @@ def refusals(path: Path) -> list[str]:
     return lines
 
 
-def test_mistakes_are_lines(pool: Pool, run_folder: tuple[Path, float]) -> None:
+def test_mistakes_are_lines(pool: Pool, run_folder: tuple[Path, float], tmp_path: Path) -> None:
     path, _ = run_folder
-    record = path.parent / "record"
-    (lines,) = pool.run(refusals, path, ranks=1)
-    for line, start in zip(
-        lines,
-        (
-            f"{path}/checkpoints/step_00000002: saved with vocabulary 21, this run has 42; name data",
-            f"{path}/checkpoints/step_00000002: ",
-            "0 samples do not divide",
-            f"moe.router.replay: {record} is a record of seed 1234, this run has 7; name a record",
-            f"moe.router.replay: {record} is a record of data.document_aware true, this run has false; name",
-            f"moe.router.replay: {record} has 8 samples of val at step 2, this evaluation takes 4; leave out",
-            f"moe.router.replay: {path.parent}/empty holds no record; expected the folder of log.routing",
-            "log.routing: found 'new', but only training records; leave it out",
-        ),
-        strict=True,
-    ):
+    step, record = f"{path}/checkpoints/step_00000002", path.parent / "record"
+    key = "moe.router.replay"
+    replay, of = f"{key}={record}", f"{key}: {record} is a record of"
+    cases = [
+        (["model.vocab_size=42"], 8, f"{step}: saved with vocabulary 21, this run has 42; name data"),
+        (["moe.num_experts=4"], 8, f"{step}: "),
+        ([], 0, "0 samples do not divide"),
+        ([replay, "seed=7"], 8, f"{of} seed 1234, this run has 7; name a record"),
+        ([replay, "data.document_aware=false"], 8, f"{of} data.document_aware true, this run has false;"),
+        ([replay], 4, f"{key}: {record} has 8 samples of val at step 2, this evaluation takes 4; leave out"),
+        ([f"{key}={tmp_path}"], 8, f"{key}: {tmp_path} holds no record; expected the folder of log.routing"),
+        (["log.routing=new"], 8, "log.routing: found 'new', but only training records; leave it out"),
+    ]
+    (lines,) = pool.run(refusals, path, cases, ranks=1)
+    for line, (_, _, start) in zip(lines, cases, strict=True):
         assert line.startswith(start), line
 
 

@@ -73,23 +73,14 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     assert decide(claim, values, SEEDS)[1][0].differences == {}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "loss(a)",
-        "loss(a) == loss(b)",
-        "loss(a) < loss(b) or loss(a) > 1",
-        "1 < 2",
-        "loss(a, b) < 1",
-        "__import__('os').system('true') < 1",
-        "loss(a) < True ** loss(b)",
-        "loss(a) < (lambda: 1)()",
-        "loss(a) <",
-        "loss(a) < 1 " + "+ 1 " * 400,
-        "loss(a) < True",
-        "loss(a) < 1" + "0" * 400,
-    ],
-)
+NO_CLAIMS = [
+    "loss(a)", "loss(a) == loss(b)", "loss(a) < loss(b) or loss(a) > 1", "1 < 2", "loss(a, b) < 1",
+    "__import__('os').system('true') < 1", "loss(a) < True ** loss(b)", "loss(a) < (lambda: 1)()",
+    "loss(a) <", "loss(a) < 1 " + "+ 1 " * 400, "loss(a) < True", "loss(a) < 1" + "0" * 400,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", NO_CLAIMS)
 def test_what_is_no_claim(text: str) -> None:
     with pytest.raises(ValueError, match=r"^claims\[3\]\.test: "):
         parse_claim(text, "claims[3].test")

@@ -15,7 +15,6 @@ import pytest
 import yaml
 
 from megamoe.apps.lab.checks import rows_that_cannot_run
-from megamoe.apps.lab.claims import Claim, Comparison, parse_claim
 from megamoe.apps.lab.measures import _taken, consistency, spikes
 from megamoe.apps.lab.page import _tuning
 from megamoe.apps.lab.plan import load_plan
@@ -36,13 +35,8 @@ IN_MAKE_TEST = ("deepseek_balance", ["bias"])  # one process: each takes seconds
 PLANNED = {"chi2022_table3", "tournament", "xie2022_table1"}  # in `make test`
 RUN = {
     "data": {"mock": True, "sequence_length": 16},
-    "model": {
-        "num_layers": 1,
-        "hidden_size": 16,
-        "num_attention_heads": 2,
-        "ffn_hidden_size": 16,
-        "vocab_size": 64,
-    },
+    "model": {"num_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "ffn_hidden_size": 16}
+    | {"vocab_size": 64},
     "moe": {"layers": {"every": 1}, "num_experts": 4, "expert_ffn_hidden_size": 8},
     "train": {"steps": 4, "micro_batch_size": 2, "global_batch_size": 2},
     "evaluation": {"every": 4, "batches": 1},
@@ -124,13 +118,8 @@ def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(
         return Task(name, tmp_path / "stages" / name, arguments, name, needs)
 
     wrong = Task("wrong", tmp_path / "stages/wrong", ("-c", "raise SystemExit('error: no data')"), "wrong")
-    tasks = [
-        task("once", 1),
-        task("twice", 2),
-        task("after", 0, ("twice",)),
-        task("last", 0, ("once",)),
-        wrong,
-    ]
+    needing = task("after", 0, ("twice",)), task("last", 0, ("once",))
+    tasks = [task("once", 1), task("twice", 2), *needing, wrong]
     lines: list[str] = []
     launcher = ["env", "LAUNCHED=1"]
     runner = Runner(tmp_path, [None, None], lines.append, launcher=launcher)
@@ -139,16 +128,12 @@ def test_what_the_runner_does_with_tasks_that_fail_or_are_killed(
     assert {name: record.state for name, record in found.items()} == {
         **{"once": "done", "twice": "failed", "after": "failed", "last": "done", "wrong": "failed"}
     }
-    assert "once: ended by signal 9; once more" in lines and found["twice"].problem.startswith(
-        "ended by signal 9"
-    )
-    assert (
-        found["after"].problem == "twice is not complete"
-        and found["wrong"].problem == "error: no data (exit code 1)"
-    )
-    Runner(tmp_path, [None], lines.append, launcher=launcher).run(
-        tasks
-    )  # the next call: what failed is tried again, and no other
+    assert "once: ended by signal 9; once more" in lines
+    assert found["twice"].problem.startswith("ended by signal 9")
+    assert found["after"].problem == "twice is not complete"
+    assert found["wrong"].problem == "error: no data (exit code 1)"
+    # The next call: what failed is tried again, and no other.
+    Runner(tmp_path, [None], lines.append, launcher=launcher).run(tasks)
     assert (tmp_path / "twice.count").read_text() == "xxx" and (tmp_path / "once.count").read_text() == "xx"
     assert runner.is_done(tasks[1]) and runner.is_done(tasks[2]) and not runner.is_done(wrong)
 
@@ -230,9 +215,8 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
     (output / "tasks/one-1.json").unlink()
     (output / "tasks/routing-one-1.json").write_text(json.dumps(record))  # which costs no training
     assert call("lab", [str(path), "--output", str(output)]) == 2
-    assert (
-        f"delete it and {output}/stages/routing/one-1, and the stage is run again" in capsys.readouterr().err
-    )
+    told = capsys.readouterr().err
+    assert f"delete it and {output}/stages/routing/one-1, and the stage is run again" in told
     (tmp_path / "other").mkdir()
     (tmp_path / "other/file").write_text("")
     assert call("lab", [str(path), "--output", str(tmp_path / "other")]) == 2

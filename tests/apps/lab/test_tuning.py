@@ -113,10 +113,7 @@ def test_a_metric_that_no_run_has(lab: Lab, tmp_path: Path, capfd: pytest.Captur
     line = "measure typo: no run has the metric 'val/ml_loss'; did you mean 'val/lm_loss'?"
     assert line in capfd.readouterr().out.splitlines()
     assert lab({}) == 1 and line in capfd.readouterr().out
-    assert results(tmp_path)["unrecorded"] == [
-        line,
-        "curve time: no run has the metric 'perf/step_s'",
-    ]
+    assert results(tmp_path)["unrecorded"] == [line, "curve time: no run has the metric 'perf/step_s'"]
     assert f"- {line}" in (tmp_path / "lab/page/index.md").read_text()
     assert lab({}, "--rows", "one") == 0 and line in capfd.readouterr().out
 
@@ -179,9 +176,7 @@ def test_rows_may_be_tuned_together(lab: Lab, tmp_path: Path, capsys: pytest.Cap
     assert lab({}) == 0
     assert {row["tuned"] for row in results(tmp_path)["rows"].values()} == {0.1}
     page = (tmp_path / "lab/page/index.md").read_text()
-    assert (
-        "that of 0.1, 0.2 whose runs of one and two, seed 0, ended with the lowest mean `val/lm_loss`" in page
-    )
+    assert "0.1, 0.2 whose runs of one and two, seed 0, ended with the lowest mean `val/lm_loss`" in page
     assert "because the first or last was taken." in page
     kept = json.loads((tmp_path / "lab/tasks" / TUNED).read_text())
     assert len({it["identity"] for it in kept.values()}) == 1 and len(kept) == 3
@@ -243,29 +238,18 @@ def test_the_page(lab: Lab, tmp_path: Path) -> None:
         "perplexity": {"metric": "val/lm_loss", "exponential": True},
     }
     claims = [CLAIM, {"text": "And in perplexity", "test": "perplexity(one) < perplexity(two)"}]
-    changes: dict[str, Any] = {
-        "measures": measures,
-        "claims": claims,
-        "remarks": ["First remark.", "Second remark."],
-    }
+    remarks = ["First remark.", "Second remark."]
+    changes: dict[str, Any] = {"measures": measures, "claims": claims, "remarks": remarks}
     rows = ROWS | {"three": {"base": "run.yaml", "set": {"optimizer": {"min_lr": 0.01}}}}
     study(tmp_path, rows=rows, control="two", compare=["loss", "perplexity"], **changes)
-    losses: dict[str, float | None] = {
-        "one-1": 1.0,
-        "one-2": 1.1,
-        "one-3": None,
-        "two-1": 2.0,
-        "two-2": 2.1,
-        "two-3": 2.2,
-    }
-    losses |= {"three-1": 2.5, "three-2": 2.6, "three-3": 2.7}
+    losses: dict[str, float | None] = {"one-1": 1.0, "one-2": 1.1, "one-3": None}
+    losses |= {"two-1": 2.0, "two-2": 2.1, "two-3": 2.2, "three-1": 2.5, "three-2": 2.6, "three-3": 2.7}
     assert lab(losses, "--seeds", "3") == 1
     page = (tmp_path / "lab/page/index.md").read_text()
     assert "in brackets the paper's" not in page and "over the seeds.\n" in page
     assert page.index("## Claims") < page.index("\n\nFirst remark.\n\nSecond remark.\n\n## Numbers")
-    assert (
-        "| `loss(one) < loss(two)` | 1.0000 | 1.0000 to 1.0000 | 2 of 3 | within noise |" in page
-    )  # all seeds on its side, but one is missing
+    # All seeds are on its side, but one is missing.
+    assert "| `loss(one) < loss(two)` | 1.0000 | 1.0000 to 1.0000 | 2 of 3 | within noise |" in page
     assert "## Differences from two\n\n| row | loss | perplexity |" in page
     assert "| one | -1.00 (-1.00 to -1.00), 2 of 3 seeds | " in page
     assert "| three | 0.50 (0.50 to 0.50) | " in page and "| two | 0" not in page
@@ -317,9 +301,8 @@ def test_configurations_are_written_again_and_compared(
     call_of = [str(tmp_path / "study.yaml"), "--output", str(tmp_path / "again"), "--configurations"]
     assert call("lab", [*call_of, str(tmp_path / "lab/page/results.json")]) == 0
     again = {path.name: path.read_text() for path in (tmp_path / "again/configurations").iterdir()}
-    assert again == {
-        name: text.replace(str(tmp_path / "lab"), str(tmp_path / "again")) for name, text in ran.items()
-    }
+    moved = (str(tmp_path / "lab"), str(tmp_path / "again"))
+    assert again == {name: text.replace(*moved) for name, text in ran.items()}
     assert not (tmp_path / "again/runs").exists()
     capsys.readouterr()
     assert call("lab", [*call_of, str(tmp_path / "lab/page/results.json"), "optimizer.beta1=0.8"]) == 1

@@ -13,34 +13,11 @@ from megamoe.config import load_config
 from megamoe.model.size import model_size
 from tests.support.apps.planned_states import CASES, STATES, run_of
 from tests.support.apps.planned_states import QUICK as QUICK_CASE
-from tests.support.in_subprocess import needs_fake_device
+from tests.support.in_subprocess import names_of_checks, needs_fake_device
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.watched import measure
 
 ROOT = Path(__file__).parents[3]
-QUICK = [
-    "product",
-    "grouped_product",
-    "attention",
-    "views_are_free",
-    "what_is_expanded_is_read_once",
-    "in_place",
-    "gather_reads_chosen_rows",
-    "fused_norm",
-    "declared_kernel",
-    "host_waits",
-    "collectives",
-    "peak_memory",
-    "parts_of_both_passes",
-    "step_of_expert_parallel_ranks",
-    "evenly",
-    "bad_input_is_told",
-    "command_prints_a_plan",
-    "command_plans_stages",
-    "command_tells_mistakes",
-    "illegal_runs_are_refused_as_in_training",
-    "a_tensor_on_the_wrong_device_fails",
-]
 FULL = [
     "every_kind_of_layout_is_simulated",
     "three_examples_are_planned",
@@ -49,6 +26,8 @@ FULL = [
     "an_encoder_decoder_is_extrapolated",
     "command_searches",
 ]
+FILES = ("tests/support/apps/check_simulation.py", "tests/support/apps/check_command.py")
+QUICK = [name for name in names_of_checks(*FILES) if name not in FULL]
 
 
 def run_checks(names: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -60,13 +60,8 @@ def test_runs_of_other_seeds_and_names_are_one_group(runs: list[Run]) -> None:
         ("large", ["large"]),
     ]
     assert seed_rows(groups)[0] == [
-        "small (2 seeds)",
-        "2",
-        "3.0000 ± 1.4142",
-        "3.0000 ± 1.4142",
-        "-",
-        "2.00 ± 0.00",
-    ]
+        "small (2 seeds)", "2", "3.0000 ± 1.4142", "3.0000 ± 1.4142", "-", "2.00 ± 0.00",
+    ]  # fmt: skip
     assert seed_rows(groups)[1] == ["large", "1", "2.0000", "2.0000", "-", "2.00"]
 
 

@@ -68,7 +68,7 @@ def check_command_prints_a_plan() -> None:
     place = lines.index("differences from the published model:")
     assert lines[place + 1 : place + 3] == ["  a smaller corpus & another vocabulary", ""]
     assert plan["differences"] == RUN["differences"]
-    check_collective_lines(lines, plan["collectives"])
+    assert_collective_lines(lines, plan["collectives"])
     assert lines[lines.index("assumed, not measured:") + 1 :] == plan["assumptions"]
 
 
@@ -81,7 +81,7 @@ def check_command_plans_stages() -> None:
     assert "between stages, forward: send" in page
 
 
-def check_collective_lines(lines: list[str], rows: list[dict[str, Any]]) -> None:
+def assert_collective_lines(lines: list[str], rows: list[dict[str, Any]]) -> None:
     """A line for each part, kind and group, with its calls and its bytes by link, and a sum."""
     start = lines.index("collectives of a rank in a step:") + 2
     assert {row["kind"] for row in rows} >= {"alltoall_base", "allreduce"}

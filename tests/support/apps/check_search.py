@@ -18,19 +18,11 @@ from megamoe.apps.plan.plan_page import record
 from megamoe.config import load_config
 
 MODEL = (
-    "data.mock=true",
-    "data.sequence_length=2048",
-    "model.num_layers=2",
-    "model.hidden_size=1024",
-    "model.num_attention_heads=8",
-    "model.vocab_size=32768",
-    "moe.layers.every=1",
-    "moe.num_experts=6",
-    "moe.expert_ffn_hidden_size=1408",
-    "train.steps=4",
-    "train.global_batch_size=16",
+    "data.mock=true", "data.sequence_length=2048", "model.num_layers=2", "model.hidden_size=1024",
+    "model.num_attention_heads=8", "model.vocab_size=32768", "moe.layers.every=1", "moe.num_experts=6",
+    "moe.expert_ffn_hidden_size=1408", "train.steps=4", "train.global_batch_size=16",
     "parallel.deepspeed=ds_configs/zero1_bf16_cuda.json",
-)
+)  # fmt: skip
 CLUSTER = Cluster(2, 2, GPUS["h100"])
 FEWER: dict[str, Any] = {
     "recomputations": lambda config: ("none",),
