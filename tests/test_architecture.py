@@ -519,18 +519,7 @@ def test_budgets_only_fall() -> None:
 
 def test_lines_of_code_are_counted_without_comments_and_docstrings(tmp_path: Path) -> None:
     path = tmp_path / "source.py"
-    lines = (
-        '"""Doc."""',
-        "",
-        "# comment",
-        'x = """a',
-        "",
-        'b"""',
-        "def f():",
-        '    """Doc."""',
-        "    return x",
-    )
-    path.write_text("\n".join(lines))
+    path.write_text('"""Doc."""\n\n# comment\nx = """a\n\nb"""\ndef f():\n    """Doc."""\n    return x')
     assert budgets.lines_of_code(path) == 5
     script = tmp_path / "code.cpp"
     script.write_text("// comment\n\n/* more\n * more */\nint x;\n")

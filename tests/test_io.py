@@ -14,12 +14,7 @@ PACKAGE = Path(__file__).parents[1] / "megamoe"
 PARSERS = {
     *("apps/chat/sandbox.py", "apps/chat/conversation.py", "apps/chat/rendering.py", "apps/lab/command.py"),
     *("data/plain_text.py", "apps/prepare/tables.py", "apps/prepare/table_child.py"),
-    *(
-        "io.py",
-        "config/yaml_text.py",
-        "apps/hf/custom/export.py",
-        "apps/plan/assumptions.py",
-    ),
+    *("io.py", "config/yaml_text.py", "apps/hf/custom/export.py", "apps/plan/assumptions.py"),
     *("apps/cluster/preflight.py", "apps/routing_record/record.py", "parallel/rank_consistency.py"),
     *("parallel/zero/deepspeed_config.py", "train/resolved.py"),
 }

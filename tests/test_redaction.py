@@ -38,15 +38,9 @@ ARGUMENTS = (
     ("output=s3://me:abc@host/x", "output=s3://***@host/x"),
     ("note=hf_abcdefghijklmnop", "note=***"),
 )
-SECRETS = {
-    "SLURM_JWT": "eyJ_hidden",
-    "MEGAMOE_TOKEN": "hidden",
-    "NCCL_SECRET": "hidden",
-    "TORCH_PASSWORD": "hidden",
-    "MASTER_KEY": "hidden",
-    "CUDA_UNKNOWN": "hidden",
-    "MEGAMOE_HOME": "https://me:hidden@host",
-}
+HIDDEN = ("MEGAMOE_TOKEN", "NCCL_SECRET", "TORCH_PASSWORD", "MASTER_KEY", "CUDA_UNKNOWN")
+SECRETS = dict.fromkeys(HIDDEN, "hidden")
+SECRETS |= {"SLURM_JWT": "eyJ_hidden", "MEGAMOE_HOME": "https://me:hidden@host"}
 
 
 @pytest.mark.parametrize(("given", "expected"), ARGUMENTS)

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megamoe.apps.lab.command import plan_of  # noqa: E402
-from megamoe.apps.lab.page import PAGE, RESULTS, markdown_table  # noqa: E402
+from megamoe.apps.lab.page import PAGE, RESULTS, markdown_table, shown_verdict  # noqa: E402
 from megamoe.apps.lab.results import changed_rows  # noqa: E402
 from megamoe.apps.lab.study import load_study  # noqa: E402
 
@@ -67,7 +67,7 @@ def pages() -> dict[Path, str]:
         written[page] = noted(page.read_text(encoding="utf-8"), rows)
         first.append(found["made"]["date"] + ", of a former configuration" * bool(rows))
         for claim in found["claims"]:
-            run.append([*first, claim["text"], claim["verdict"].replace("not seen", "**not seen**")])
+            run.append([*first, claim["text"], shown_verdict(claim["verdict"])])
             first = ["", "", ""]
     text = f"{HEAD}\n{markdown_table(run)}\n"
     text += f"\n{MISSING}\n{markdown_table(missing)}\n" if len(missing) > 1 else ""

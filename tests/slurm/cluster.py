@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,14 +87,9 @@ def undisturbed(home: Path, *overrides: str) -> Losses:
     environment = {name: value for name, value in os.environ.items() if not name.startswith(drop)}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["pretrain_gpt_moe.py", "--config", "run.yaml", "name=undisturbed", *overrides]
-    done = subprocess.run(
-        command,
-        cwd=home,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
+    environment["OMP_NUM_THREADS"] = "1"
+    captured: dict[str, Any] = {"capture_output": True, "text": True, "timeout": PATIENCE_S}
+    done = subprocess.run(command, cwd=home, env=environment, **captured)
     assert done.returncode == 0, done.stderr
     return losses(home / "runs/undisturbed")
 

@@ -76,9 +76,13 @@ def claims_table(results: dict[str, Any]) -> Table:
             span = "" if found["low"] is None else f"{_number(found['low'])} to {_number(found['high'])}"
             mean = "" if found["mean"] is None else _number(found["mean"])
             seeds = f"{len(found['differences'])} of {len(results['seeds'])}"
-            verdict = found["verdict"].replace("not seen", "**not seen**")
-            rows.append([text, f"`{found['text']}`", mean, span, seeds, verdict])
+            rows.append([text, f"`{found['text']}`", mean, span, seeds, shown_verdict(found["verdict"])])
     return rows
+
+
+def shown_verdict(verdict: str) -> str:
+    """Return a verdict as tables have it: what contradicts the claim stands out."""
+    return "**not seen**" if verdict == "not seen" else verdict
 
 
 def control_table(plan: Plan, results: dict[str, Any]) -> Table:

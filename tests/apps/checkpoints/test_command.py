@@ -152,7 +152,9 @@ MISTAKES = [
     (["inspect", "OUT"], "no checkpoint and no run's folder"),
     (["verify", "OUT"], "no checkpoint and no run's folder"),
     (["prune", "RUN", "--keep", "0"], "would leave no checkpoint"),
+    (["prune", "RUN", "--keep", "-1"], "would leave no checkpoint"),
     (["prune", "STEP", "--keep", "1"], "a single checkpoint"),
+    (["prune", "OUT", "--keep", "1"], "no checkpoint and no run's folder"),
 ]
 
 
@@ -162,7 +164,7 @@ def test_mistakes_are_one_line(
 ) -> None:
     names = {"STEP": step, "RUN": run, "OUT": tmp_path / "out"}
     assert message in refused("checkpoint", *(names.get(it, it) for it in arguments))
-    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / "out").exists() and len([*step.parent.iterdir()]) == 3
 
 
 def test_a_damaged_description_is_one_line(refused: Refused, step: Path) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from megamoe.apps.checkpoints.prune import prune
-from megamoe.errors import UserError
 from tests.support import checkpoint
 
 Said = list[str]
@@ -170,17 +169,3 @@ def test_renamed_ones_stay_and_do_not_count(run: Path) -> None:
     assert [line for line in output if line.startswith("kept")] == [
         f"kept {folder / name}: it was renamed" for name in names
     ]
-
-
-@pytest.mark.parametrize("keep", [0, -1])
-def test_at_least_one_checkpoint_stays(run: Path, keep: int) -> None:
-    with pytest.raises(UserError, match="would leave no checkpoint"):
-        pruned(run, keep)
-    assert steps(run) == [1, 2, 3, 4, 5]
-
-
-def test_a_checkpoint_is_no_run(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="a single checkpoint"):
-        pruned(run / "checkpoints" / "step_00000001", 1)
-    with pytest.raises(UserError, match="no checkpoint and no run's folder"):
-        pruned(tmp_path / "nothing", 1)

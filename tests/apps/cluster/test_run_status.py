@@ -27,15 +27,8 @@ def write(folder: Path, silence_s: float = 1.0, age_s: float = 5.0, **beat: Any)
     ]
     torn = b'\n{"step": 51, "tra'
     (folder / "metrics.jsonl").write_bytes("\n".join(map(json.dumps, records)).encode() + torn)
-    state = {
-        "state": "running",
-        "time": NOW - age_s,
-        "silence_s": silence_s,
-        "step": 50,
-        "steps": 100,
-        **beat,
-    }
-    (folder / "heartbeat.json").write_text(json.dumps(state))
+    state = {"state": "running", "time": NOW - age_s, "silence_s": silence_s, "step": 50, "steps": 100}
+    (folder / "heartbeat.json").write_text(json.dumps(state | beat))
 
 
 def test_a_run_that_is_well(tmp_path: Path) -> None:
@@ -110,12 +103,8 @@ def test_what_a_launch_writes_is_read(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_a_task_of_an_array_has_its_own_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slurm's commands take it, while the last task's SLURM_JOB_ID means the whole array to them."""
-    for name, value in {
-        "JOB_ID": "12",
-        "ARRAY_JOB_ID": "12",
-        "ARRAY_TASK_ID": "3",
-        "RESTART_COUNT": "1",
-    }.items():
+    names = {"JOB_ID": "12", "ARRAY_JOB_ID": "12", "ARRAY_TASK_ID": "3", "RESTART_COUNT": "1"}
+    for name, value in names.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     with RunStatus(tmp_path, 0, 1, lambda: 0, 9):
         assert read_status(tmp_path).launches[-1]["job"] == "12_3.1"

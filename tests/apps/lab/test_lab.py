@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from megamoe.apps.lab.checks import rows_that_cannot_run
+from megamoe.apps.lab.claims import Claim, Comparison, parse_claim
 from megamoe.apps.lab.measures import _taken, consistency, spikes
 from megamoe.apps.lab.page import _tuning
 from megamoe.apps.lab.plan import load_plan

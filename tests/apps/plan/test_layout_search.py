@@ -116,14 +116,8 @@ def test_layouts_of_different_batches_are_ordered_by_the_time_of_a_sample() -> N
 def test_the_table_names_the_batches() -> None:
     """Plans here are stubs: the table reads five of their figures."""
     config = load_config(None, [*MODEL])
-    plan: Any = SimpleNamespace(
-        step_seconds=0.5,
-        tokens_per_second=65536.0,
-        utilisation=0.25,
-        peak_bytes=2e9,
-        usable_bytes=3e9,
-        fits=True,
-    )
+    speed = {"step_seconds": 0.5, "tokens_per_second": 65536.0, "utilisation": 0.25}
+    plan: Any = SimpleNamespace(**speed, peak_bytes=2e9, usable_bytes=3e9, fits=True)
     for batch, ranked in ((16, False), (None, True)):
         own = replace(config, train=replace(config.train, global_batch_size=batch))
         found = SearchResult(1, 0, 0, 0, [(Candidate(own, Estimate(0.4, 1.0, 16)), plan)], [])

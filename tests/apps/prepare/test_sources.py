@@ -66,17 +66,13 @@ def test_row_groups_are_the_units_of_parts(tmp_path: Path, monkeypatch: pytest.M
     prepared(tmp_path / "whole", tmp_path / "in.parquet")
     monkeypatch.setattr(prepare_module, "PART_BYTES", 2000)
     units = find_sources([str(tmp_path / "in.parquet")], False, 2000)
-    bounds = [unit.groups for unit in units]
-    assert len(units) > 5 and [groups[0] for groups in bounds[1:] if groups] == [
-        g[1] for g in bounds[:-1] if g
-    ]
+    bounds = [unit.groups or () for unit in units]
+    assert len(units) > 5 and [it[0] for it in bounds[1:]] == [it[1] for it in bounds[:-1]]
     card = prepared(tmp_path / "parts", tmp_path / "in.parquet")
     assert documents_of(tmp_path / "parts") == documents_of(tmp_path / "whole")
     assert [source.name for source in card.sources] == [unit.name for unit in units]
     for ending in (".bin", ".idx", ".counts.npy"):
-        assert (
-            Path(f"{tmp_path}/parts{ending}").read_bytes() == Path(f"{tmp_path}/whole{ending}").read_bytes()
-        )
+        assert (tmp_path / f"parts{ending}").read_bytes() == (tmp_path / f"whole{ending}").read_bytes()
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl"])
@@ -118,13 +114,10 @@ def test_json_lines_under_the_ending_of_megatron(tmp_path: Path) -> None:
     (tmp_path / "loose.json.gz").write_bytes(gzip.compress(lines.encode()))
     (tmp_path / "package.json").write_text(package := '{\n "text": "x"\n}\n')
     (tmp_path / "other.json").write_text(other := '{"name": "x"}\n')
-    for name, expected in (
-        ("loose.json.gz", ["text 0", "text 1", "text 2"]),
-        ("package.json", [package]),
-        ("other.json", [other]),
-    ):
-        prepared(tmp_path / f"of_{name}", tmp_path / name)
-        assert documents_of(tmp_path / f"of_{name}") == expected
+    expected = {"loose": ["text 0", "text 1", "text 2"], "package": [package], "other": [other]}
+    for path in sorted(tmp_path.iterdir()):
+        prepared(tmp_path / "out", path, overwrite=True)
+        assert documents_of(tmp_path / "out") == expected[path.name.partition(".")[0]]
 
 
 def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> None:

@@ -59,10 +59,9 @@ def test_runs_of_other_seeds_and_names_are_one_group(runs: list[Run]) -> None:
         ("small (2 seeds)", ["small-1", "small-2"]),
         ("large", ["large"]),
     ]
-    assert seed_rows(groups)[0] == [
-        "small (2 seeds)", "2", "3.0000 ± 1.4142", "3.0000 ± 1.4142", "-", "2.00 ± 0.00",
-    ]  # fmt: skip
-    assert seed_rows(groups)[1] == ["large", "1", "2.0000", "2.0000", "-", "2.00"]
+    first, second = seed_rows(groups)
+    assert first == ["small (2 seeds)", "2", "3.0000 ± 1.4142", "3.0000 ± 1.4142", "-", "2.00 ± 0.00"]
+    assert second == ["large", "1", "2.0000", "2.0000", "-", "2.00"]
 
 
 @pytest.mark.parametrize(("values", "text"), [([1.0, math.nan], "nan"), ([math.inf, 1.0], "inf")])

@@ -36,20 +36,11 @@ LAYER: dict[str, Any] = {
 def results_of(steps: list[int], layers: list[str]) -> dict[str, Any]:
     analyses: dict[str, Any] = {name: {number: found for number in layers} for name, found in LAYER.items()}
     analyses["positive"] = {"experts": {number: None for number in layers}, "dense": {}}
-    rows = [
-        {
-            "run": "a$b_{",
-            "path": f"a$b_{{/step_{step}",
-            "step": step,
-            "lm_loss": 2.0,
-            "tokens": 8,
-            "analyses": copy.deepcopy(analyses),
-        }
-        for step in steps
-    ]
+    row = {"run": "a$b_{", "lm_loss": 2.0, "tokens": 8, "analyses": analyses}
+    rows = [copy.deepcopy(row | {"path": f"a$b_{{/step_{step}", "step": step}) for step in steps]
     change = {"earlier": "a", "later": "b", "earlier_step": 1, "later_step": 2}
     comparisons: dict[str, Any] = {
-        "fluctuation": [{**change, "layers": {n: {"first": 0.5, "chosen": 0.5} for n in layers}}],
+        "fluctuation": [{**change, "layers": {n: {"first": 0.5, "chosen": 0.5} for n in layers}}]
     }
     return {"thresholds": [0.9], "checkpoints": rows, "comparisons": comparisons}
 
