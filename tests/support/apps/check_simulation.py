@@ -2,54 +2,41 @@
 
 from megamoe.apps.plan import cuda_device
 
-cuda_device.load()
+if __name__ == "__main__":
+    cuda_device.load()
 
-import json  # noqa: E402
-import math  # noqa: E402
-import tempfile  # noqa: E402
-from collections.abc import Callable  # noqa: E402
-from contextlib import ExitStack  # noqa: E402
-from dataclasses import fields  # noqa: E402
-from pathlib import Path  # noqa: E402
-from typing import Any  # noqa: E402
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
-from torch import Tensor, nn  # noqa: E402
-from torch.nn import functional  # noqa: E402
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
 
-from megamoe.apps.plan.counter import (  # noqa: E402
-    WEIGHT_GRADIENTS,
-    CostCounter,
-    OperatorTotal,
-    Parts,
-)
-from megamoe.apps.plan.fake_cuda import (  # noqa: E402
-    fake_torch_cuda,
-    fused_operators,
-    join_fake_group,
-    modules_move_fakes,
-)
-from megamoe.apps.plan.figures import (  # noqa: E402
-    BACKWARD_VOCABULARY,
-    FORWARD_VOCABULARY,
-    Figures,
-)
-from megamoe.apps.plan.hardware import GPUS  # noqa: E402
-from megamoe.apps.plan.memory import ACTIVATIONS, PARAMETERS  # noqa: E402
-from megamoe.apps.plan.plan import Cluster, make_plan  # noqa: E402
-from megamoe.apps.plan.rank import StepCosts, fake_mode, simulate_step  # noqa: E402
-from megamoe.apps.plan.roofline import roofline  # noqa: E402
-from megamoe.apps.plan.stand_ins import evenly  # noqa: E402
-from megamoe.errors import UserError  # noqa: E402
-from megamoe.kernels.operators import kernel_operator  # noqa: E402
-from megamoe.model.size import model_size  # noqa: E402
-from megamoe.parallel.zero.costs import Share, state_bytes  # noqa: E402
-from tests.support.apps import check_command  # noqa: E402
-from tests.support.apps.check_plans import plan_of_example  # noqa: E402
-from tests.support.apps.planned_states import QUICK, planned  # noqa: E402
-from tests.support.in_subprocess import checks_of, run_checks  # noqa: E402
-from tests.support.tiny import VOCABULARY, tiny  # noqa: E402
+from megamoe.apps.plan.counter import WEIGHT_GRADIENTS, CostCounter, OperatorTotal, Parts
+from megamoe.apps.plan.fake_cuda import fake_torch_cuda, fused_operators, join_fake_group, modules_move_fakes
+from megamoe.apps.plan.figures import BACKWARD_VOCABULARY, FORWARD_VOCABULARY, Figures
+from megamoe.apps.plan.hardware import GPUS
+from megamoe.apps.plan.memory import ACTIVATIONS, PARAMETERS
+from megamoe.apps.plan.plan import Cluster, make_plan
+from megamoe.apps.plan.rank import StepCosts, fake_mode, simulate_step
+from megamoe.apps.plan.roofline import roofline
+from megamoe.apps.plan.stand_ins import evenly
+from megamoe.errors import UserError
+from megamoe.kernels.operators import kernel_operator
+from megamoe.model.size import model_size
+from megamoe.parallel.zero.costs import Share, state_bytes
+from tests.support.apps import check_command
+from tests.support.apps.check_plans import plan_of_example
+from tests.support.apps.planned_states import QUICK, planned
+from tests.support.in_subprocess import checks_of, run_checks
+from tests.support.tiny import VOCABULARY, tiny
 
 SMALL = (
     "parallel.deepspeed=ds_configs/zero1_bf16.json",
@@ -64,12 +51,9 @@ def counted(program: Callable[[], Any], model: nn.Module | None = None) -> CostC
     parts = Parts(model or nn.Module())
     counter = CostCounter(parts)
     with ExitStack() as stack:
-        for each in (
-            torch.autograd.set_multithreading_enabled(False),
-            fake_torch_cuda(),
-            modules_move_fakes(),
-        ):
-            stack.enter_context(each)
+        single = torch.autograd.set_multithreading_enabled(False)
+        for outer in (single, fake_torch_cuda(), modules_move_fakes()):
+            stack.enter_context(outer)
         for inner in (fused_operators(), fake_mode(), parts.followed(), counter):
             stack.enter_context(inner)
         program()
