@@ -241,7 +241,7 @@ def _write_in_parts(
         def advance(part: Part) -> None:
             bar.update(part.source_bytes)
 
-        _loaded.cache_clear()  # its file may be another one than that of an earlier preparation
+        loaded.cache_clear()  # its file may be another one than that of an earlier preparation
         # With fewer parts than workers, the workers share one part at a time.
         shared = len(missing) < preparation.workers
         write = partial(_write_part, silent, tokenizer.name, preparation.workers if shared else 1)
@@ -255,11 +255,11 @@ def _write_in_parts(
     return counts, join_parts(parts, new, token_dtype(tokenizer.vocab_size))
 
 
-_loaded = lru_cache(maxsize=1)(load_tokenizer)  # which a process loads once for all of its parts
+loaded = lru_cache(maxsize=1)(load_tokenizer)  # which a process loads once for all of its parts
 
 
 def _write_part(preparation: Preparation, reference: str, workers: int, part: Part) -> Record:
-    tokenizer = _loaded(reference)
+    tokenizer = loaded(reference)
     corpus = _Corpus(list(part.sources), preparation, "", preparation.selection(tokenizer))
     write_tokens(in_batches(corpus.documents()), tokenizer, part.files, workers)
     return asdict(corpus.counts)
