@@ -73,7 +73,7 @@ def test_truncated_data(refused_run: Refused, corpus: Path, tmp_path: Path, endi
 def test_a_vocabulary_that_does_not_fit_the_data(refused_run: Refused, corpus: Path, tmp_path: Path) -> None:
     data = ["data.mock=false", f"data.sources=[{corpus / 'train'}]"]
     line = refused_run(*data, "model.vocab_size=100")
-    assert "model.vocab_size 100 is smaller than the data's vocabulary, 257" in line
+    assert "model.vocab_size 100 is below the data's, 257" in line
     train_bpe(["to be or not to be"], 260, tmp_path / "other.json")
     line = refused_run(*data, "model.vocab_size=null", "data.tokenizer=other.json")
     assert "(vocabulary 260) is not the one of data" in line
@@ -210,7 +210,8 @@ def test_a_run_its_folder_and_its_checkpoint(
     metrics.write_bytes(b"nonsense\n" + whole)
     broken = contents(tmp_path / "runs")
     assert pretrain("--resume", "train.steps=2", aligned) == 2
-    assert "runs/a/metrics.jsonl: line 1 is no record: 'nonsense'" in reported(capsys)
+    told = "runs/a/metrics.jsonl: line 1 is no record (a JSON object with an integer `step`): 'nonsense'"
+    assert told in reported(capsys)
     assert contents(tmp_path / "runs") == broken
     metrics.write_bytes(whole + b'{"step": 2, "tr' + b"\0" * 100)  # as a power failure leaves it
     assert pretrain("--resume", "train.steps=2", aligned, "parallel.precision=bf16") == 0

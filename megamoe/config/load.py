@@ -335,8 +335,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         value = parse_yaml(text)
     except yaml.YAMLError as error:
         raise UserError(
-            f"override {shown(override)}: {shown(text)} is not a YAML value ({problem_of(error)[1]}); put it "
-            "in quotes"
+            f"override {shown(override)}: {shown(text)} is no YAML value ({problem_of(error)[1]}); quote it"
         ) from None
     node = tree
     for depth, key in enumerate(keys[:-1]):

@@ -60,8 +60,7 @@ def part_validator(kind: str) -> PlainValidator:
         name = options.pop("name", DEFAULTS.get(kind))
         if not isinstance(name, str):
             raise _problem(
-                f"expected the name of a {registry.label(kind)}, or a mapping with `name`, "
-                f"found {shown(value)}"
+                f"expected the name of a {registry.label(kind)}, or `{{name: ...}}`, found {shown(value)}"
             )
         return PartChoice(kind, name, _build_options(kind, name, options))
 

@@ -217,10 +217,7 @@ def check_files(prefix: str, card: DataCard | None) -> None:
     for path in (files.bin, files.idx):
         if size_of(path) is None:
             if Path(prefix + PAIRS).is_file():
-                raise UserError(
-                    f"data {prefix!r} is a dataset of pairs; name one side, {prefix}.source or "
-                    f"{prefix}.target"
-                )
+                raise UserError(f"data {prefix!r} is a dataset of pairs; name a side: {prefix}.source")
             raise UserError(f"data {prefix!r}: no file {str(path)!r}; prepare it with tools/prepare_data.py")
     header, expected = read_header(files.idx)
     sizes = [(files.bin, expected)]

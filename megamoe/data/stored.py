@@ -83,8 +83,7 @@ def local_copy(url: str, root: Path) -> Path:
     """
     if has_credentials(url) or "?" in url:
         raise UserError(
-            f"data {without_credentials(url)!r} holds credentials; give them by the environment or the "
-            "store's file"
+            f"data {without_credentials(url)!r} holds credentials; give them by the environment or a file"
         )
     if url.endswith(LABELLED):
         raise UserError(f"data {url!r}: examples with labels are read from a local disk; copy the file there")

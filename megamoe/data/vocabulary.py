@@ -97,8 +97,7 @@ def resolve_vocabulary(data: DataConfig, model_vocab_size: int | None) -> Vocabu
         raise UserError(f"data {paths[0]!r} has no data card; give data.tokenizer or model.vocab_size")
     if found is not None and model_vocab_size is not None and model_vocab_size < found.vocab_size:
         raise UserError(
-            f"model.vocab_size {model_vocab_size} is smaller than the data's vocabulary, {found.vocab_size}; "
-            "raise it or leave it out"
+            f"model.vocab_size {model_vocab_size} is below the data's, {found.vocab_size}; leave it out"
         )
     size = model_vocab_size or (found.vocab_size if found else 0)
     special = tokenizer.special if tokenizer else SpecialTokens(known[1].special if known else {})

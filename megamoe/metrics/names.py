@@ -54,8 +54,7 @@ MTP_LOSS = TRAINING.add(
 LOSS = TRAINING.add(
     "train/loss",
     "nats",
-    "`train/lm_loss` + the sum of all `train/<loss>/weighted` + `model.multi_token_prediction.weight` times "
-    f"the mean of `{MTP_LOSS}`",
+    f"`train/lm_loss` + all `train/<loss>/weighted` + `multi_token_prediction.weight` x mean of `{MTP_LOSS}`",
 )
 AUXILIARY_LOSS = TRAINING.add("train/<loss>", "1", "the loss unweighted, mean over layers and micro batches")
 WEIGHTED_LOSS = TRAINING.add(
@@ -138,8 +137,7 @@ RANK_IMBALANCE = LAYERS.add(
 RANK_OVERLOAD = LAYERS.add(
     "rank_overload",
     "1",
-    "the part of `rank_load` above its mean, summed over ranks / its sum: the share of pairs that an even "
-    "load would move",
+    "the sum of what ranks have above the mean of `rank_load` / its sum: what an even load would move",
     EXPERT_RANKS,
 )
 

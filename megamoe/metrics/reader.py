@@ -135,6 +135,5 @@ def _parse(text: bytes) -> dict[str, Any] | None:
 def _broken(path: Path, number: int, text: bytes) -> UserError:
     shown = text[:SHOWN].decode("utf-8", errors="backslashreplace")
     return UserError(
-        f"{path}: line {number} is no record: {shown!r}; expected a JSON object with an integer `step`; "
-        "remove the line"
+        f"{path}: line {number} is no record (a JSON object with an integer `step`): {shown!r}; remove it"
     )

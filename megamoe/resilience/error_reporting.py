@@ -56,8 +56,7 @@ def explain(error: BaseException) -> tuple[ExitCode, str | None]:
     if isinstance(error, SystemExit):
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return ExitCode.UNEXPECTED, (
-            f"{rank}sys.exit({text}) was called at line {frame.lineno} of {frame.filename}; a plugin must "
-            "raise an error instead"
+            f"{rank}sys.exit({text}) was called at line {frame.lineno} of {frame.filename}; raise an error"
         )
     if isinstance(error, KeyboardInterrupt):
         return ExitCode.INTERRUPTED, f"{rank}interrupted; go on from the last checkpoint with --resume"

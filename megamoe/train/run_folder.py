@@ -41,8 +41,7 @@ class RunFolder:
         """
         if newest_in(self.checkpoints) != self.newest:
             raise UserError(
-                f"run folder {self.path}: another launch has saved or deleted checkpoints while this one "
-                "started; start it again"
+                f"run folder {self.path}: another launch saves or deletes checkpoints in it; start again"
             )
 
     @property

@@ -4,8 +4,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +17,11 @@ from megamoe import object_storage
 from megamoe.checkpoint.remote import RemoteFolder
 from megamoe.errors import ExitCode, UserError
 from megamoe.train.loop import train
+from tests.distributed.faults.test_kills import RUN as KILLED_RUN
+from tests.distributed.faults.test_kills import train_to_the_end
 from tests.support.checkpoint_files import assert_same_bits, read_tensors
 from tests.support.fakes.s3 import BUCKET, Faults, s3_server
 from tests.support.ranks.pool import Pool, RankError
-from tests.support.ranks.runs import ds_config, small_run
 from tests.support.tiny import restored_process, tiny
 
 pytestmark = pytest.mark.full
@@ -39,9 +38,8 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> Iterator[Faults]:
 
 def run(output: Path, *overrides: str) -> list[dict[str, Any]]:
     with restored_process():
-        assert (
-            train(tiny(f"output={output}", *RUN, f"checkpoint.remote={URL}", *overrides)) == ExitCode.FINISHED
-        )
+        config = tiny(f"output={output}", *RUN, f"checkpoint.remote={URL}", *overrides)
+        assert train(config) == ExitCode.FINISHED
     return [json.loads(line) for line in (output / "a/metrics.jsonl").read_text().splitlines()]
 
 
@@ -95,31 +93,6 @@ def test_missing_credentials_are_one_line(
     assert "\n" not in str(error.value)
 
 
-def train_until(output: Path, steps: int, death: tuple[int, float] | None) -> None:
-    """Job: the run, or what is left of it. death: the rank that dies, and s after its first step."""
-    from megamoe.train import trainer
-
-    if death is not None and death[0] == int(os.environ["RANK"]):
-        step = trainer.train_step
-
-        def first_step(*args: Any, **kwargs: Any) -> Any:
-            trainer.train_step = step
-            threading.Timer(death[1], lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
-            return step(*args, **kwargs)
-
-        trainer.train_step = first_step
-    changes: dict[str, Any] = {
-        "parallel__expert": 2,
-        "parallel__deepspeed": ds_config("zero1_fp32"),
-        "model__hidden_dropout": 0.1,
-        "train__global_batch_size": 4,
-        "checkpoint": {"every": 4, "resume": "auto", "remote": URL},
-        "evaluation__batches": 0,
-        "log": {"report": False},
-    }
-    train(small_run(output, train__steps=steps, **changes))
-
-
 def test_a_run_that_is_killed_and_wiped_ends_as_one_that_is_not(
     pool: Pool, tmp_path: Path, faults: Faults
 ) -> None:
@@ -131,7 +104,7 @@ def test_a_run_that_is_killed_and_wiped_ends_as_one_that_is_not(
     faults.kind, faults.share = "busy", 0.05
     output = tmp_path / "killed"
     for _ in range(kills):
-        death = (generator.randrange(2), generator.uniform(0, 1.5))
+        death = (generator.randrange(2), generator.uniform(0, 1.5), None, 0, False)
         try:
             pool.run(with_environment, settings, output, steps, death, ranks=2)
         except RankError as error:
@@ -144,9 +117,8 @@ def test_a_run_that_is_killed_and_wiped_ends_as_one_that_is_not(
     assert_same_bits(read_tensors(output / last), read_tensors(tmp_path / "whole" / last))
 
 
-def with_environment(
-    settings: dict[str, str], output: Path, steps: int, death: tuple[int, float] | None
-) -> None:
-    """Job: `train_until` in ranks that were started before the server."""
+def with_environment(settings: dict[str, str], output: Path, steps: int, plan: Any) -> None:
+    """Job: `train_to_the_end` in ranks that were started before the server."""
     os.environ.update(settings)
-    train_until(output, steps, death)
+    remote = {"every": 4, "resume": "auto", "remote": URL}
+    train_to_the_end(output, {**KILLED_RUN, "checkpoint": remote}, steps, plan)

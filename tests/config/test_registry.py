@@ -41,9 +41,7 @@ def test_two_parts_of_one_name_are_refused() -> None:
     registry.register("score_function", "mine")(Part)
     registry.register("score_function", "mine")(Part)  # the same class again: a module that was imported anew
     other = type("Part", (Part,), {"__module__": "elsewhere"})
-    with pytest.raises(
-        ValueError, match=r"score function 'mine' is registered twice: .*Part and elsewhere\.Part; give"
-    ):
+    with pytest.raises(ValueError, match=r"function 'mine' is registered twice: .*Part and elsewhere\.Part;"):
         registry.register("score_function", "mine")(other)
     assert registry.get_part("score_function", "mine") is Part
 
@@ -68,9 +66,7 @@ def test_what_cannot_be_a_part(kind: str, part: Any, message: str) -> None:
 
 @pytest.mark.parametrize("name", ["lab.margin", "Margin", "2nd", "a b", "", "größe", "a\n", None])
 def test_names_are_lower_case_words(name: str) -> None:
-    with pytest.raises(
-        ValueError, match="^loss .*: expected a name of small letters, digits and _, a letter"
-    ):
+    with pytest.raises(ValueError, match="^loss .*: expected a name of small letters, digits and _, a le"):
         registry.register("loss", name)(Part)
     with pytest.raises(ValueError, match="^preset .*: expected a name of small letters"):
         registry.register_preset(name, {}, "here")
@@ -103,9 +99,7 @@ def test_a_presets_tree_is_valid_yaml_data(tree: Any, expected: str) -> None:
 
 
 def test_an_unknown_name_shows_the_nearest_and_all() -> None:
-    with pytest.raises(
-        UserError, match=r"^unknown score function 'sofmax'; did you mean 'softmax'\? \(known: .*sigmoid, "
-    ):
+    with pytest.raises(UserError, match=r"function 'sofmax'; did you mean 'softmax'\? \(known: .*sigmoid, "):
         registry.get_part("score_function", "sofmax")
     with pytest.raises(UserError, match=r"^unknown score function 'qqq' \(known: "):
         registry.get_part("score_function", "qqq")

@@ -121,10 +121,8 @@ def test_exit_without_close_does_not_hang() -> None:
         "batches = BatchStream(data, workers=2, **place)\n"
         "next(batches); print('read')\n"
     )
-    # On a busy machine the imports alone take half a minute.
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120
-    )
+    command = [sys.executable, "-c", script]  # on a busy machine the imports alone take half a minute
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "read\n"), done.stderr
 
 

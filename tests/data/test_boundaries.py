@@ -47,16 +47,10 @@ def test_documents_without_end_tokens(tmp_path: Path, order: str, verify: str, c
     if order == "samples":
         units = [[token for sequence in document for token in sequence] for document in documents]
     last = [unit[-1] for unit in units if unit]
-    data = config(
-        bare, ended, document_aware=True, order=order, verify=verify, tokenizer="bytes", sequence_length=16
-    )
-    train = build(data, train=24).train
-    assert (
-        capsys.readouterr().err.count(
-            f"bare': 21 of 21 documents do not end with the end-of-document token {EOD};"
-        )
-        == 1
-    )
+    how: dict[str, Any] = {"document_aware": True, "order": order, "verify": verify, "sequence_length": 16}
+    train = build(config(bare, ended, **how, tokenizer="bytes"), train=24).train
+    told = f"bare': 21 of 21 documents do not end with the end-of-document token {EOD};"
+    assert capsys.readouterr().err.count(told) == 1
     met = check_ends(train, 24, [*last, EOD])
     assert len(met) > 12 and EOD in met
 
@@ -77,9 +71,8 @@ def check_ends(dataset: Any, samples: int, last: list[int]) -> set[int]:
 def test_data_with_end_tokens_are_as_before(tmp_path: Path, order: str) -> None:
     """Also with several sequences in a document, of which the last alone ends with the token."""
     path = write(tmp_path / "a", counted(LENGTHS, ends=True))
-    check_ends(
-        build(config(path, document_aware=True, order=order, tokenizer="bytes"), train=20).train, 20, [EOD]
-    )
+    data = config(path, document_aware=True, order=order, tokenizer="bytes")
+    check_ends(build(data, train=20).train, 20, [EOD])
 
 
 def test_counts_by_hand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,8 +97,6 @@ def test_an_end_token_of_another_tokenizer(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr("megamoe.data.verify.SETTLED_S", 0)
     mixed = config(write(tmp_path / "mixed", [[[1, EOD]], [[3, 4]], [[5, 6, EOD]], [[7, 8]]]), **aware)
     assert check_ends(build(mixed).train, 10, [4, 8, EOD]) == {4, 8, EOD}
-    monkeypatch.delattr(
-        megamoe.data.boundaries, "count_ends"
-    )  # the counts are kept, as is what else is known
-    monkeypatch.delattr("megamoe.data.verify.scan")
+    for known in ("megamoe.data.boundaries.count_ends", "megamoe.data.verify.scan"):
+        monkeypatch.delattr(known)  # what is known is kept
     check_ends(build(mixed).train, 10, [4, 8, EOD])

@@ -412,10 +412,8 @@ def _read_all(corpus: str, cache: Path, log: str, seed: int) -> None:
 def test_two_processes_fill_one_cache(tmp_path: Path, corpus: str) -> None:
     fork = multiprocessing.get_context("fork")
     log = tmp_path / "requests"
-    jobs = [
-        fork.Process(target=_read_all, args=(corpus, tmp_path / "cache", str(log), seed))
-        for seed in (1, 2, 3)
-    ]
+    arguments = (corpus, tmp_path / "cache", str(log))
+    jobs = [fork.Process(target=_read_all, args=(*arguments, seed)) for seed in (1, 2, 3)]
     for job in jobs:
         job.start()
     for job in jobs:
@@ -501,10 +499,8 @@ def test_pairs(tmp_path: Path) -> None:
     assert vocabulary.tokenizer is not None
     verify_sources(sides, [source.path for source in sides.sources], vocabulary.size)
     options = PairOptions(direction="both")
-    found, expected = (
-        PairDataset(there, vocabulary, options),
-        PairDataset(f"{folder}/train", vocabulary, options),
-    )
+    prefixes = (there, f"{folder}/train")
+    found, expected = (PairDataset(prefix, vocabulary, options) for prefix in prefixes)
     assert len(found) == len(expected) > 0
     for number in range(len(expected)):
         assert all(bool((found[number][key] == value).all()) for key, value in expected[number].items())
@@ -515,9 +511,8 @@ def test_splits_beside_pairs_in_a_storage(tmp_path: Path) -> None:
     data = localized(remote(f"{folder}/train", cache=tmp_path / "cache"))
     there = data.sources[0].path
     prefix = beside(there, "test", data)
-    assert Path(prefix).is_relative_to(tmp_path / "cache") and load_pair_card(prefix) == load_pair_card(
-        f"{folder}/test"
-    )
+    assert Path(prefix).is_relative_to(tmp_path / "cache")
+    assert load_pair_card(prefix) == load_pair_card(f"{folder}/test")
     assert beside(f"{folder}/train", "valid", data) == f"{folder}/valid"
     with pytest.raises(UserError, match=r"there is no object file://.*/none\.idx"):
         beside(there, "none", data)
@@ -527,9 +522,8 @@ def test_no_object_of_a_tokenizer_is_written_outside_of_the_folder(
     tmp_path: Path, corpus: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Keys of a bucket may hold `..`, which in a path would lead to other files of the user."""
-    monkeypatch.setattr(
-        Storage, "find", lambda _, base: [f"{base}/a", f"{base}/../../../../../outside"], raising=False
-    )
+    names = ("a", "../../../../../outside")
+    monkeypatch.setattr(Storage, "find", lambda _, base: [f"{base}/{n}" for n in names], raising=False)
     taken: list[str] = []
     fetching = _Fetching(Storage(), "s3://b/c", "b/c", tmp_path / "s3/b/c/1", {})
 

@@ -21,10 +21,8 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     train_bpe(TEXTS, 300, folder / "tokenizer.json")
     from transformers import PreTrainedTokenizerFast  # takes two seconds
 
-    hugging_face = PreTrainedTokenizerFast(
-        tokenizer_file=str(folder / "tokenizer.json"), eos_token=END_OF_DOCUMENT
-    )
-    hugging_face.save_pretrained(folder / "hf")
+    file = str(folder / "tokenizer.json")
+    PreTrainedTokenizerFast(tokenizer_file=file, eos_token=END_OF_DOCUMENT).save_pretrained(folder / "hf")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter(["one two three four", "five six seven eight"] * 20),
         model_prefix=str(folder / "sp"),
@@ -152,9 +150,8 @@ def test_a_trained_tokenizer_splits_text_by_the_rule_of_gpt2(tmp_path: Path) -> 
     train_bpe(["a b"], 260, tmp_path / "tokenizer.json")
     rule = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
     split = pre_tokenizers.Split(Regex(rule), "isolated")
-    expected = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
+    bytes_of = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    expected = pre_tokenizers.Sequence([split, bytes_of])
     text = " \n \n\n \t\t a  b 🚀 (x)333 3.3 កាន់ 我想apple2天 -=-= нещо ''```\"\"!!?? I've 'RE we'Ll \u200d  "
     found = Backend.from_file(str(tmp_path / "tokenizer.json")).pre_tokenizer
     assert found is not None and found.pre_tokenize_str(text) == expected.pre_tokenize_str(text)

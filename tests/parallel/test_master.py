@@ -80,9 +80,7 @@ def test_a_program_that_is_silent_at_the_port(monkeypatch: pytest.MonkeyPatch) -
     with socket.create_server(("", 0)) as silent:
         port = silent.getsockname()[1]
         monkeypatch.setenv("MASTER_PORT", str(port))
-        with pytest.raises(
-            UserError, match=f"MASTER_PORT: 127.0.0.1:{port} accepts the connection of rank 1"
-        ):
+        with pytest.raises(UserError, match=f"MASTER_PORT: 127.0.0.1:{port} accepts the connection of rank "):
             open_store(WAITING, 1)
 
 

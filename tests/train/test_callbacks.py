@@ -102,7 +102,7 @@ def test_several_are_called_in_the_order_of_the_yaml(own_registry: None) -> None
         ("[minee]", r".*unknown callback 'minee'; did you mean 'mine'\?.*"),
         ("[{name: mine, evry: 2}]", r".*the callback 'mine' has no option 'evry'; did you mean 'every'\?.*"),
         ("[{name: mine, every: x}]", ".*every: expected a whole number, found 'x'.*"),
-        ("[{every: 2}]", ".*expected the name of a callback, or a mapping with `name`.*"),
+        ("[{every: 2}]", ".*expected the name of a callback, or `\{name: \.\.\.\}`.*"),
     ],
 )
 def test_options_are_checked_as_those_of_parts(own_registry: None, choice: str, line: str) -> None:
@@ -163,12 +163,8 @@ def test_none_is_no_callback() -> None:
 
 
 def test_the_example_writes_its_table(own_registry: None, tmp_path: Path, capsys: Any) -> None:
-    small = [
-        "train.steps=4",
-        "optimizer.warmup_steps=0",
-        "train.callbacks=[{name: router_norms, every: 2}]",
-        "train.micro_batch_size=1",
-    ]
+    small = ["train.steps=4", "optimizer.warmup_steps=0", "train.callbacks=[{name: router_norms, every: 2}]"]
+    small += ["train.micro_batch_size=1"]
     small += ["data.sequence_length=16", "model.hidden_size=16", "moe.expert_ffn_hidden_size=16"]
     small += [f"output={tmp_path}", "evaluation={every: 2, batches: 1}", "log.report=false"]
     small += [f"parallel.deepspeed={ROOT}/ds_configs/zero3_fp32.json"]

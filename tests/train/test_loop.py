@@ -174,7 +174,7 @@ def test_a_launch_does_not_go_back_behind_one_that_saved_while_it_started(tmp_pa
         (saved / "latest").write_text("step_00000002")
         record = (tmp_path / "a/metrics.jsonl").read_bytes()
         try:
-            with pytest.raises(UserError, match="another launch has saved or deleted checkpoints while"):
+            with pytest.raises(UserError, match="another launch saves or deletes checkpoints in it"):
                 Loop(late).run()
         finally:
             late.close()

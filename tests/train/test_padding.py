@@ -116,15 +116,11 @@ def test_full_sequences_take_the_same_way_as_padded_ones() -> None:
     """Ranks of ZeRO 3 must have the same autograd graph, whatever the lengths of their sequences."""
     context = StepContext()
     context.batch = micro_batch_of(pair_batch(PAIRS[:1], [0], start=0), 0)
-    assert (
-        context.batch.padding is not None
-        and context.batch.source is not None
-        and context.batch.source.padding is not None
-    )
+    assert context.batch.padding is not None
+    assert context.batch.source is not None and context.batch.source.padding is not None
     assert context.batch.padding.place_V.tolist() == [0, 1, 2]
-    context.batch = micro_batch_of(
-        replace(pair_batch(PAIRS[:1], [0], start=0), lengths_B=None, source_BL=None), 0
-    )
+    batch = replace(pair_batch(PAIRS[:1], [0], start=0), lengths_B=None, source_BL=None)
+    context.batch = micro_batch_of(batch, 0)
     assert context.batch.padding is None and context.batch.source is None
 
 

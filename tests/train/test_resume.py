@@ -22,9 +22,7 @@ from tests.support.tiny import VOCABULARY, tiny
 
 def checkpoint_of(tmp_path: Path, config: dict[str, Any], vocabulary: int = VOCABULARY) -> Path:
     """A checkpoint of such a run without tensors: its JSON is read before them."""
-    return write_checkpoint(
-        tmp_path / "elsewhere" / "step_00000001", {}, vocabulary=vocabulary, config=config
-    )
+    return write_checkpoint(tmp_path / "elsewhere/step_00000001", {}, vocabulary=vocabulary, config=config)
 
 
 @pytest.mark.parametrize("case", cases("resume"))

@@ -235,9 +235,8 @@ def test_evaluation_weights_tokens_not_batches(one_rank: None) -> None:
     model = engine.model
     before = [parameter.clone() for parameter in model.parameters()]
     losses_BS: list[Tensor] = [model(**model_inputs(batch)).detach() for batch in BATCHES]
-    counted = torch.cat(
-        [loss[batch.loss_mask_BS > 0] for loss, batch in zip(losses_BS, BATCHES, strict=True)]
-    )
+    pairs = zip(losses_BS, BATCHES, strict=True)
+    counted = torch.cat([loss[batch.loss_mask_BS > 0] for loss, batch in pairs])
     assert len(counted) == 15
     assert evaluate(engine, context, BATCHES) == pytest.approx({"lm_loss": float(counted.mean())}, rel=1e-6)
     assert model.training

@@ -30,9 +30,8 @@ def world(size: int = 1) -> World:
 def machine(folder: Path, available_kib: int, cgroup: str = "", files: dict[str, str] | None = None) -> Path:
     """A made-up /proc and, in `cgroups`, what is in /sys/fs/cgroup."""
     (folder / "proc/self").mkdir(parents=True)
-    (folder / "proc/meminfo").write_text(
-        f"MemTotal: 99 kB\nMemAvailable:  {available_kib} kB\nSwapFree: 24 kB\n"
-    )
+    text = f"MemTotal: 99 kB\nMemAvailable:  {available_kib} kB\nSwapFree: 24 kB\n"
+    (folder / "proc/meminfo").write_text(text)
     (folder / "proc/self/cgroup").write_text(cgroup)
     for name, text in (files or {}).items():
         (folder / "cgroups" / name).parent.mkdir(parents=True, exist_ok=True)
@@ -114,9 +113,7 @@ def test_the_limit_is_the_formulas(bytes_of: SimpleNamespace) -> None:
     bytes_of.host = least() + activations + batch
     check(tiny(), world())
     bytes_of.host -= 1
-    with pytest.raises(
-        UserError, match="^memory: a rank needs at least 125 KiB .* has 125 KiB available; make"
-    ):
+    with pytest.raises(UserError, match="^memory: a rank needs at least 125 KiB .* has 125 KiB available;"):
         check(tiny(), world())
 
 
@@ -155,9 +152,7 @@ def test_on_cuda_the_device_counts_and_host_holds_model_while_it_is_built(bytes_
     config = tiny(*LARGE)
     size = 4 * model_size(config, VOCABULARY).total
     bytes_of.host = size - 1
-    with pytest.raises(
-        UserError, match="weights in fp32 while the model is built .*fewer ranks on a machine"
-    ):
+    with pytest.raises(UserError, match="weights in fp32 while the model is built .*fewer ranks on a "):
         check(config, ON_CUDA)
     bytes_of.host = size
     check(config, ON_CUDA)

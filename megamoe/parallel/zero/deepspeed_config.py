@@ -113,14 +113,12 @@ def _check_stage_and_offload(where: str, section: dict[str, Any]) -> None:
             continue
         if not isinstance(offload, dict):
             raise UserError(
-                f"{where}: zero_optimization.{key} is {short(offload)}, expected an object, such as "
-                '{"device": "cpu"}'
+                f'{where}: zero_optimization.{key} is {short(offload)}, expected such as {{"device": "cpu"}}'
             )
         device = offload.get("device", "none")
         if device not in DEVICES:
             raise UserError(
-                f"{where}: zero_optimization.{key}.device is {short(device)}, expected "
-                "'none', 'cpu' or 'nvme'"
+                f"{where}: zero_optimization.{key}.device is {short(device)}, expected none, cpu or nvme"
             )
 
 

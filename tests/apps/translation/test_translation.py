@@ -185,7 +185,7 @@ def test_pairs_where_text_is_read(pairs: Path) -> None:
         UserError, match="'.*train' holds pairs of texts, which train.objective causal does not"
     ):
         resolve_run(config, 1)
-    with pytest.raises(UserError, match="is a dataset of pairs; name one side, .*train.source or .*target"):
+    with pytest.raises(UserError, match="is a dataset of pairs; name a side: .*train.source"):
         verify_in_full(str(pairs / "train"))
     one_side = tiny("data.mock=false", f"data.sources=[{pairs / 'train'}.target]", "model.vocab_size=null")
     assert build_objective(one_side, resolve_run(one_side, 1).vocabulary).datasets(4, 0)

@@ -26,9 +26,7 @@ def test_the_list_is_what_sha256sum_reads(folder: Path) -> None:
         META,
     ]
     if shutil.which("sha256sum"):
-        subprocess.run(
-            ["sha256sum", "--check", "--strict", SUMS], cwd=folder, check=True, capture_output=True
-        )
+        subprocess.run(["sha256sum", "-c", "--strict", SUMS], cwd=folder, check=True, capture_output=True)
 
 
 @pytest.mark.parametrize("size", [0, 1, 4096, (1 << 24) - 1, 1 << 24, (1 << 24) + 1])

@@ -78,9 +78,7 @@ def run_moves(pool: Pool, output: Path, moves: list[Move], run: dict[str, Any]) 
     went_on: dict[Place, dict[str, Any]] = {}
     for ranks in (1, 2, 4):
         sources = sorted({source for source, _ in moves if source.ranks == ranks}, key=str)
-        runs = [
-            {**run, **place.changes(output), "output": output, "name": name_of(place)} for place in sources
-        ]
+        runs = [{**run, **at.changes(output), "output": output, "name": name_of(at)} for at in sources]
         if not sources:
             continue
         went_on |= zip(sources, pool.run(save_and_go_on, runs, ranks=ranks, timeout_s=600)[0], strict=True)

@@ -123,10 +123,7 @@ def resume_all(folder: Path, unchecked: bool) -> list[str]:
     check = mock.patch.object(saver, "check_resume") if unchecked else nullcontext()
     try:
         with check:
-            return [
-                _resume(folder / str(place), after, str(place))
-                for place, (_, after, _) in enumerate(_cases())
-            ]
+            return [_resume(folder / str(n), after, str(n)) for n, (_, after, _) in enumerate(_cases())]
     finally:
         launch.stop()
 

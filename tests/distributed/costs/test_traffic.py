@@ -262,9 +262,8 @@ def rows_that_leave_a_node(keep: int) -> list[int]:
     masks = [{"name": "group_limit", "num_groups": 4, "keep": keep, "score": "sum"}]
     router = {"masks": masks if keep < 4 else [], "selector": {"name": "top_k", "k": 4}}
     config = small_run(moe__num_experts=16, moe__router=router, moe__num_shared_experts=0)
-    layer = MoELayer(
-        config.moe, LayerShape(HIDDEN, FFN, 1, "swiglu", 0.1, 0.1, seed=1), StepContext(), groups
-    )
+    shape = LayerShape(HIDDEN, FFN, 1, "swiglu", 0.1, 0.1, seed=1)
+    layer = MoELayer(config.moe, shape, StepContext(), groups)
     found, real = [], Transfer.begin
 
     def begin(self: Transfer, rows: Tensor, sent: list[int], received: list[int]) -> None:

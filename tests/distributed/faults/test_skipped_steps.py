@@ -114,10 +114,7 @@ def steps_around(breaks: dict[int, str], tried: bool, rank: int, **changes: Any)
 def each_around(runs: list[dict[str, Any]]) -> list[tuple[Found, Found]]:
     """Job: `steps_around` of several runs in one world, the broken steps first tried and then left out."""
     try:
-        return [
-            (steps_around(tried=True, **arguments), steps_around(tried=False, **arguments))
-            for arguments in runs
-        ]
+        return [(steps_around(tried=True, **run), steps_around(tried=False, **run)) for run in runs]
     finally:
         launch.stop()
 

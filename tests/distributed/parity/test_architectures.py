@@ -160,12 +160,9 @@ def test_resume_is_exact_and_checkpoints_move(pool: Pool, pairs: Path, tmp_path:
     assert_same_bits(*(read_tensors(tmp_path / kind / last) for kind in ("whole", "cut")))
     saved = str(tmp_path / "cut/small/checkpoints/step_00000002")
     further = {"checkpoint__resume": saved, "steps": 2, "model__hidden_dropout": 0.0}
-    (moved,) = pool.run(
-        ragged_runs, [{**model, **further, "output": tmp_path / "moved"}], ranks=1, timeout_s=300
-    )
-    cut_in_two = {**Place(2, tensor=2, expert=2, sequence=True).changes(tmp_path), **further}
-    (other, _) = pool.run(
-        ragged_runs, [{**model, **cut_in_two, "output": tmp_path / "other"}], ranks=2, timeout_s=300
-    )
+    run = {**model, **further, "output": tmp_path / "moved"}
+    (moved,) = pool.run(ragged_runs, [run], ranks=1, timeout_s=300)
+    run |= {**Place(2, tensor=2, expert=2, sequence=True).changes(tmp_path), "output": tmp_path / "other"}
+    (other, _) = pool.run(ragged_runs, [run], ranks=2, timeout_s=300)
     for word in ("lm_loss", "grad_norm"):
         assert other[0][word] == pytest.approx(moved[0][word], rel=1e-5), word

@@ -118,9 +118,8 @@ def layer_outcome(case: Case, layout: Layout, groups: Any, exchange: str) -> dic
         data_group=dist.group.WORLD, micro_batch=rank // layout.tensor,
     )  # fmt: skip
     layer = MoELayer(case.moe, shape, context, groups).to(case.dtype)
-    set_tokens(
-        context, num_rollouts=max((loss.num_rollouts for loss in layer.losses.objectives.values()), default=1)
-    )
+    rollouts = [loss.num_rollouts for loss in layer.losses.objectives.values()]
+    set_tokens(context, num_rollouts=max(rollouts, default=1))
     hidden_TH = torch.randn(own, HIDDEN, generator=generator).to(case.dtype).requires_grad_()
     upstream_TH = torch.randn(own, HIDDEN, generator=generator).to(case.dtype)
     output_TH = recomputed(layer, [layer], hidden_TH) if case.again == "moe_layer" else layer(hidden_TH)

@@ -59,9 +59,8 @@ def run(runs: list[dict[str, Any]], steps: int, saves: bool) -> list[dict[str, A
             trainer = Trainer(small_run(**changes))
         with trainer.engine.gathered(trainer.model.parameters()):
             start = {name: each.detach().clone() for name, each in trainer.model.named_parameters()}
-        found.append(
-            {"said": said.getvalue(), "start": start, **recorded_steps(trainer, steps), **trainer.evaluate()}
-        )
+        shown = {**recorded_steps(trainer, steps), **trainer.evaluate()}
+        found.append({"said": said.getvalue(), "start": start, **shown})
         if saves:
             trainer.save()
         trainer.saver.checkpoints.close()

@@ -85,6 +85,5 @@ def test_a_layer_is_the_same(pool: Pool) -> None:
 def test_what_it_cannot_do_is_refused(further: dict[str, Any], key: str, own_registry: None) -> None:
     choice = exchange_of("deepep")
     with pytest.raises(UserError, match=f"^{key}: .*legal: "):
-        registry.get_part("exchange", "deepep")(
-            choice.options, DispatchConfig(8, ParallelGroups(), **further)
-        )
+        options = DispatchConfig(8, ParallelGroups(), **further)
+        registry.get_part("exchange", "deepep")(choice.options, options)

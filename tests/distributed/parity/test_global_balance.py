@@ -27,9 +27,8 @@ def values_of_this_rank(running: bool, twice: bool) -> list[tuple[Tensor, Tensor
     loss = make_part("loss", "switch_balance", EXPERTS, scope="global_batch", running=running)
     found = []
     for number in range(MICRO_BATCHES):
-        context = make_context(
-            step=1, micro_batch=RANKS * number + dist.get_rank(), data_group=dist.group.WORLD
-        )
+        place = RANKS * number + dist.get_rank()
+        context = make_context(step=1, micro_batch=place, data_group=dist.group.WORLD)
         for _ in range(1 + twice):
             scores_TE = scores_of(dist.get_rank(), number).requires_grad_()
             routing = make_routing(scores_TE.topk(K).indices.tolist(), scores_TE, scores_TE.softmax(-1))
@@ -66,9 +65,8 @@ def test_the_mean_over_ranks_is_the_loss_of_the_whole(pool: Pool, running: bool,
         mean_E = torch.cat([scores_TE.softmax(-1) for scores_TE in whole]).mean(0)
         expected = EXPERTS * (f_E * mean_E).sum()
         values: list[Any] = [found[rank][number] for rank in range(RANKS)]
-        torch.testing.assert_close(
-            torch.stack([value for value, _ in values]).mean(), expected, check_dtype=False
-        )
+        mean = torch.stack([value for value, _ in values]).mean()
+        torch.testing.assert_close(mean, expected, check_dtype=False)
         for (_, gradient_TE), expected_TE in zip(values, torch.autograd.grad(expected, whole), strict=True):
             torch.testing.assert_close(gradient_TE / RANKS, expected_TE)
 

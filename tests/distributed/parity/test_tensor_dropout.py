@@ -84,10 +84,8 @@ def ranks(pool: Pool) -> list[dict[str, Found]]:
 def test_tensor_ranks_stay_in_step(ranks: list[dict[str, Found]], variant: str) -> None:
     found = [rank[variant] for rank in ranks]
     names = set(found[0]["whole"])
-    assert any("router" in name for name in names) and any("shared" in name for name in names)
-    assert any("layernorm.bias" in name for name in names) and any(
-        "linear_proj.bias" in name for name in names
-    )
+    for part in ("router", "shared", "layernorm.bias", "linear_proj.bias"):
+        assert any(part in name for name in names), part
     for one in found[1:]:
         assert one["losses"] == found[0]["losses"] and one["norms"] == found[0]["norms"]
         for name in names:
@@ -120,10 +118,8 @@ def test_what_is_computed_again_draws_the_same(ranks: list[dict[str, Found]], va
         assert again["losses"] == pytest.approx(once["losses"], rel=1e-5)
         assert again["norms"] == pytest.approx(once["norms"], rel=1e-5)
         assert again["masks"].keys() == once["masks"].keys()
-        # The embedding's alone is drawn once.
-        assert sorted(again["masks"].values()) == [1] * (len(once["masks"]) // 5) + [2] * (
-            len(once["masks"]) // 5 * 4
-        )
+        count = len(once["masks"]) // 5  # the embedding's alone is drawn once
+        assert sorted(again["masks"].values()) == [1] * count + [2] * 4 * count
         assert torch.equal(again["state"], once["state"])
 
 

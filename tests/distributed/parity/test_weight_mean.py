@@ -62,9 +62,8 @@ def test_at_every_stage(pool: Pool, tmp_path: Path) -> None:
         runs.append({**at_layout, "name": f"whole_{number}", "save_at": [HALF, STEPS]})
         for source, name in ((f"whole_{number}", "resumed"), ("alone", "moved")):
             resume = str(checkpoint(tmp_path, source, HALF))
-            runs.append(
-                {**at_layout, "name": f"{name}_{number}", "checkpoint__resume": resume, "save_at": [STEPS]}
-            )
+            more = {"name": f"{name}_{number}", "checkpoint__resume": resume, "save_at": [STEPS]}
+            runs.append({**at_layout, **more})
     pool.run(train_each, runs, ranks=2, timeout_s=1200)
     for step in (HALF, STEPS):
         expected = means(tmp_path, "alone", step)
