@@ -130,6 +130,13 @@ def test_logits_are_those_of_the_predicted_places() -> None:
     assert found == pytest.approx(2 * 8 * 4 * (2 * 16 + 0.15 * 48))
 
 
+def test_two_in_flight_need_twice_the_activations() -> None:
+    base = ("train.global_batch_size=8", "model.num_layers=4")
+    one, two = tiny(*base), tiny(*base, "train.in_flight=2")
+    needed = [_least_activations(each, resolve_parallel(each, 1), 100) for each in (one, two)]
+    assert needed[1] == 2 * needed[0] > 0
+
+
 def test_ranks_share_a_machine_and_parallelism_divides_the_need(
     monkeypatch: pytest.MonkeyPatch, bytes_of: SimpleNamespace
 ) -> None:

@@ -76,12 +76,7 @@ def counted_bytes() -> Iterator[Counter[str]]:
 
 
 def _all_to_all(
-    output: Tensor,
-    rows: Tensor,
-    received: Any = None,
-    sent: Any = None,
-    group: Any = None,
-    async_op: bool = False,
+    _: Tensor, rows: Tensor, got: Any = None, sent: Any = None, group: Any = None, **more: Any
 ) -> int:
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     home = len(rows) // size if sent is None else sent[rank]
@@ -120,9 +115,8 @@ def send_evenly(
         layer = MoELayer(config.moe, shape, StepContext(), groups).to(dtype)
         layer.router.scorer.weight.data = torch.eye(EXPERTS, HIDDEN, dtype=dtype)
         first_T = torch.arange(TOKENS // layout.batch_ranks) % EXPERTS
-        hidden_TH = (2 * torch.eye(EXPERTS, HIDDEN)[first_T] + torch.eye(EXPERTS, HIDDEN)[first_T - 1]).to(
-            dtype
-        )
+        axes = torch.eye(EXPERTS, HIDDEN, dtype=dtype)
+        hidden_TH = 2 * axes[first_T] + axes[first_T - 1]
         with counted_bytes() as sent:
             layer(hidden_TH.requires_grad_()).sum().backward()
         assert layer.observation is not None
@@ -181,13 +175,15 @@ def sent_in_attention(context: int, tensor: int, groups_of_queries: int) -> floa
     return sent[1] - sent[0]
 
 
-@pytest.mark.parametrize(("context", "tensor", "groups"), [(2, 1, 8), (4, 1, 4), (2, 2, 8), (4, 1, 2)])
+FULL = [pytest.param(*sizes, marks=pytest.mark.full) for sizes in ((2, 1, 8), (4, 1, 4))]
+
+
+@pytest.mark.parametrize(("context", "tensor", "groups"), [(2, 2, 8), (4, 1, 2), *FULL])
 def test_an_attention_with_parts_of_sequences(pool: Pool, context: int, tensor: int, groups: int) -> None:
     """Keys and values are sent for at least as many heads as there are ranks."""
     layout, head = Layout(context * tensor, tensor, context=context), 32 // 8
-    expected = context_traffic(
-        layout, tokens=TOKENS, query_size=32, key_size=max(groups, context) * head, width=4
-    )
+    key_size = max(groups, context) * head
+    expected = context_traffic(layout, tokens=TOKENS, query_size=32, key_size=key_size, width=4)
     for found in pool.run(sent_in_attention, context, tensor, groups, ranks=context * tensor):
         assert found == expected
 
@@ -204,12 +200,8 @@ def sent_to_stages(sequence: bool) -> int:
 
     StageLinks._send = counting  # type: ignore[method-assign]
     tensor = 2 if sequence else 1
-    layout: dict[str, Any] = {
-        "parallel__pipeline": 2,
-        "parallel__tensor": tensor,
-        "parallel__sequence": sequence,
-    }
-    trainer = Trainer(small_run(model__num_layers=2, train__global_batch_size=2, **layout))
+    layout = {"pipeline": 2, "tensor": tensor, "sequence": sequence}
+    trainer = Trainer(small_run(model__num_layers=2, train__global_batch_size=2, parallel=layout))
     trainer.step()
     trainer.release()
     return sent
@@ -217,8 +209,8 @@ def sent_to_stages(sequence: bool) -> int:
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_pipeline_stages(pool: Pool, sequence: bool) -> None:
-    tensor = 2 if sequence else 1
     """The hidden states, or their gradient, of both micro batches."""
+    tensor = 2 if sequence else 1
     expected = 2 * 32 * 32 * 4 // (tensor if sequence else 1)
     assert pool.run(sent_to_stages, sequence, ranks=2 * tensor) == [expected] * (2 * tensor)
 
@@ -229,9 +221,7 @@ def send_dense(tensor: int) -> list[float]:
     for sequence in (False, True):
         sent = []
         for blocks in (1, 2):
-            config = small_run(
-                model__num_layers=blocks, model__num_attention_heads=4, moe={}, parallel__tensor=tensor
-            )
+            config = small_run(model__num_layers=blocks, model__num_attention_heads=4, moe={})
             config.parallel = ParallelConfig(tensor=tensor, sequence=sequence)
             launch.start(launch.find_world(), timeout_minutes=1)
             start_groups(Layout(tensor, tensor), timeout_minutes=1)
