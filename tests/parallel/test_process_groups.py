@@ -66,10 +66,8 @@ def test_a_group_for_each_set_of_ranks(made: list[tuple[int, ...]], layout: Layo
     holders, copies = deepspeed_compat.expert_groups(expert_group_name(layout))
     assert [ranks_of(holders)] == [ranks for ranks in layout.expert_holder_groups() if last in ranks]
     assert [ranks_of(copies)] == [ranks for ranks in layout.expert_copy_groups() if last in ranks]
-    data, tensor = (
-        parallel_state.get_data_parallel_group(),
-        parallel_state.get_tensor_model_parallel_group(),
-    )
+    data = parallel_state.get_data_parallel_group()
+    tensor = parallel_state.get_tensor_model_parallel_group()
     assert ranks_of(data) == list(range(layout.tensor_rank(last), layout.ranks, layout.tensor))
     assert ranks_of(tensor) == list(range(last - layout.tensor + 1, last + 1))
     assert not {id(group) for group in exchange if group} & {id(data), id(tensor), id(copies)}

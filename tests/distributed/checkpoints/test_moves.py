@@ -86,15 +86,8 @@ def run_moves(pool: Pool, output: Path, moves: list[Move], run: dict[str, Any]) 
         mine = [move for move in moves if move[1].ranks == ranks]
         if not mine:
             continue
-        runs = [
-            {
-                **run,
-                **target.changes(output),
-                "steps": AFTER,
-                "checkpoint__resume": checkpoint(source, output),
-            }
-            for source, target in mine
-        ]
+        resumes = [{"steps": AFTER, "checkpoint__resume": checkpoint(source, output)} for source, _ in mine]
+        runs = [{**run, **to.changes(output), **how} for (_, to), how in zip(mine, resumes, strict=True)]
         for rank in pool.run(run_each, runs, ranks=ranks, timeout_s=3600):
             for (source, target), found in zip(mine, rank, strict=True):
                 for word in WORDS:

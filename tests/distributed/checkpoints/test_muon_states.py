@@ -42,14 +42,8 @@ def test_states_move_between_layouts(pool: Pool, tmp_path: Path, moves: list[Mov
 def goes_on_bit_for_bit(pool: Pool, folder: Path, places: list[Place], precision: str) -> None:
     files = [ds_file(folder, f"zero{place.zero}_{precision}") for place in places]
     runs = [
-        {
-            **MUON,
-            **place.changes(folder),
-            "parallel__deepspeed": file,
-            "output": folder,
-            "name": name_of(place),
-        }
-        for place, file in zip(places, files, strict=True)
+        {**MUON, **at.changes(folder), "parallel__deepspeed": file, "output": folder, "name": name_of(at)}
+        for at, file in zip(places, files, strict=True)
     ]
     ranks = places[0].ranks
     went_on = pool.run(save_and_go_on, runs, ranks=ranks, timeout_s=600)

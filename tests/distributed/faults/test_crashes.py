@@ -68,9 +68,7 @@ def test_an_exception_has_its_traceback_on_its_rank_alone(pool: Pool, tmp_path: 
 def test_a_killed_loader_process_is_replaced(pool: Pool, tmp_path: Path) -> None:
     found = run_entry_script(pool, tmp_path, LOADER, fault=kill_the_loader_of_rank_1)
     assert found.codes == [0, 0]
-    message = (
-        "warning: rank 1: a loader process died (data.workers), another goes on in its place: DataLoader "
-    )
+    message = "warning: rank 1: a loader process died (data.workers), another goes on in its place: Data"
     assert message not in found.outputs[0] and found.outputs[1].count(message) == 1
 
 

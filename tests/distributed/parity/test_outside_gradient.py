@@ -15,7 +15,7 @@ from megamoe.parallel.zero.engine import Engine
 from megamoe.train.trainer import Trainer
 from megamoe.zoo.scorers.stable import StableScorer
 from tests.support.ranks.pool import Pool
-from tests.support.ranks.runs import CUT_ALL, ds_config, ds_variant, small_run
+from tests.support.ranks.runs import ds_file, small_run
 
 RANKS = 2
 FILES = [f"zero{stage}_{precision}" for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
@@ -122,11 +122,7 @@ def found(
     """The results of each rank, by DeepSpeed file: those that are asked for."""
     asked = [file for file in FILES if any(f"[{file}]" in item.name for item in request.session.items)]
     folder = tmp_path_factory.mktemp("ds")
-    paths = [
-        ds_variant(folder, file, zero_optimization=CUT_ALL) if "zero3" in file else ds_config(file)
-        for file in asked
-    ]
-    ranks = pool.run(all_runs, paths, ranks=RANKS)
+    ranks = pool.run(all_runs, [ds_file(folder, file) for file in asked], ranks=RANKS)
     return {file: [rank[place] for rank in ranks] for place, file in enumerate(asked)}
 
 

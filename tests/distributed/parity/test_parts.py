@@ -17,20 +17,11 @@ from tests.support.ranks.runs import assert_as_alone, ds_config, recorded_steps,
 STEPS = 2
 STEPS_BEFORE_SAVE = 3  # the scorer `stable` is then in its second phase
 
+ZERO_1, ZERO_3 = ({"deepspeed": ds_config(f"zero{stage}_fp32")} for stage in (1, 3))
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "EP 4, ZeRO 1": {"expert": 4, "deepspeed": ds_config("zero1_fp32")},
-    "TP 2, SP, EP 4, ZeRO 1": {
-        "tensor": 2,
-        "sequence": True,
-        "expert": 4,
-        "deepspeed": ds_config("zero1_fp32"),
-    },
-    "TP 2, EP 2, expert TP 2, ZeRO 3": {
-        "tensor": 2,
-        "expert": 2,
-        "expert_tensor": 2,
-        "deepspeed": ds_config("zero3_fp32"),
-    },
+    "EP 4, ZeRO 1": {"expert": 4, **ZERO_1},
+    "TP 2, SP, EP 4, ZeRO 1": {"tensor": 2, "sequence": True, "expert": 4, **ZERO_1},
+    "TP 2, EP 2, expert TP 2, ZeRO 3": {"tensor": 2, "expert": 2, "expert_tensor": 2, **ZERO_3},
 }
 RANKS = dict.fromkeys(LAYOUTS, 4)
 QUICK = "TP 2, SP, EP 2, ZeRO 1"

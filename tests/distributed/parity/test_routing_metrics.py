@@ -22,8 +22,8 @@ MODEL: dict[str, Any] = {
     "optimizer__eps": 1e-4,  # else the sign of a gradient of nearly 0 moves a weight by the learning rate
     "log": {"dead_window": 1},
 }
-LAYOUTS = [Place(4, tensor=2, expert=2, zero=1, sequence=True, recompute="full")]
-FURTHER = [
+QUICK = [Place(4, tensor=2, expert=2, zero=1, sequence=True, recompute="full")]
+OTHERS = [
     Place(4, expert=4, zero=3),
     Place(4, zero=3),
     Place(4, tensor=2, zero=1),
@@ -83,17 +83,9 @@ def test_the_case_has_every_metric(alone: Rows) -> None:
     assert 0 < alone[-1]["moe/dropped"] < 1
 
 
-@pytest.fixture(scope="module")
-def few(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> dict[Place, list[Rows]]:
-    return metrics_at(pool, LAYOUTS, tmp_path_factory.mktemp("few"))
-
-
-@pytest.mark.parametrize("place", LAYOUTS, ids=str)
-def test_metrics_are_the_same_on_four_ranks(few: dict[Place, list[Rows]], alone: Rows, place: Place) -> None:
-    assert_same(few[place], alone, expert_parallel=True)
-
-
-@pytest.mark.full
-def test_metrics_are_the_same_under_further_layouts(pool: Pool, alone: Rows, tmp_path: Path) -> None:
-    for place, ranks in metrics_at(pool, FURTHER, tmp_path).items():
+@pytest.mark.parametrize(
+    "places", [pytest.param(QUICK, id="quick"), pytest.param(OTHERS, id="others", marks=pytest.mark.full)]
+)
+def test_metrics_are_the_same_on_four_ranks(pool: Pool, alone: Rows, tmp_path: Path, places: Any) -> None:
+    for place, ranks in metrics_at(pool, places, tmp_path).items():
         assert_same(ranks, alone, expert_parallel=place.expert > 1)

@@ -220,9 +220,7 @@ class Marked(nn.Module):
     def forward(self, factor: float) -> Tensor:
         # The first is used twice: what is summed is the sum of both.
         first, second, alone, frozen = self.weights
-        return (
-            factor * (first.sum() + 2 * first.sum() + 4 * second.sum() + alone.sum() + frozen.sum())
-        ).sum()
+        return factor * (first.sum() + 2 * first.sum() + 4 * second.sum() + alone.sum() + frozen.sum())
 
 
 def summed(place: int, group: Any, accumulation: int, dtype: torch.dtype) -> Found:
