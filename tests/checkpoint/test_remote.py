@@ -109,9 +109,7 @@ def fetched(folder: Path, storage: Path, told: list[str], is_first: bool = True)
     return (folder / "checkpoints/latest").read_text()
 
 
-def test_what_is_fetched_beside_local_checkpoints(
-    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_fetched_beside_local_checkpoints(tmp_path: Path, storage: Path, monkeypatch: Any) -> None:
     first, told = tmp_path / "first/a", list[str]()
     run(tmp_path / "first", storage, "train.steps=6", "checkpoint={every: 2, keep: 9}")
     local, latest = first / "checkpoints", storage / "a/step_00000006-4f2a91c0"
@@ -361,9 +359,7 @@ def test_output_that_cannot_be_written_does_not_end_the_uploads(
     assert uploads.close() is None and steps(storage) == ["step_00000004"]
 
 
-def test_of_those_that_wait_the_newest_is_uploaded(
-    tmp_path: Path, storage: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_of_those_that_wait_the_newest_is_uploaded(tmp_path: Path, storage: Path, monkeypatch: Any) -> None:
     place, told = RemoteFolder(f"file://{storage}", "a"), list[str]()
     uploads = Uploads(place, tmp_path, 5, told.append)
     uploads.take_over()

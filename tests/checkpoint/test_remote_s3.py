@@ -82,9 +82,7 @@ def test_a_full_bucket_is_one_line_and_checkpoints_stay(tmp_path: Path, faults: 
     assert URL in config and "testing" not in config
 
 
-def test_missing_credentials_are_one_line(
-    tmp_path: Path, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_credentials_are_one_line(tmp_path: Path, faults: Faults, monkeypatch: Any) -> None:
     monkeypatch.delenv("AWS_ACCESS_KEY_ID")
     monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")

@@ -44,9 +44,7 @@ def test_a_writer_starts_at_idle_priority(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a thread's own scheduling is Linux's")
-def test_a_writer_that_is_waited_for_has_ordinary_priority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_writer_that_is_waited_for_has_ordinary_priority(tmp_path: Path, monkeypatch: Any) -> None:
     """Else a save at a run's end, or before a job's time limit, would wait for an idle core."""
     began, policies = threading.Event(), list[int]()
 
@@ -104,9 +102,7 @@ def test_a_file_of_its_final_size_still_grows(tmp_path: Path) -> None:
     assert path.stat().st_size == 8 << 20 and save._bytes_written() > before
 
 
-def test_a_rank_that_waits_for_another_tells_its_watchdog(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_that_waits_for_another_tells_its_watchdog(tmp_path: Path, monkeypatch: Any) -> None:
     """It has written; another rank writes for four rounds, and its files grow in two of them."""
     others = iter([[1.0, 1.0], [1.0, 0.0], [1.0, 1.0], [0.0, 0.0]])
     told = list[int]()

@@ -108,9 +108,7 @@ def restore(whole: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 260), marks=pytest.mark.full)])
-def test_no_damage_changes_the_batches_unseen(
-    prepared: Path, seeds: range, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_no_damage_changes_the_batches_unseen(prepared: Path, seeds: range, capsys: Any) -> None:
     data = blend(prepared)
     expected = batches(data)
     assert batches(data) == expected
@@ -174,9 +172,7 @@ def test_data_that_is_verified_is_not_read_again(prepared: Path, monkeypatch: py
         batches(data)
 
 
-def test_facts_of_a_file_that_has_just_changed_are_not_kept(
-    prepared: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_facts_of_a_file_that_has_just_changed_are_not_kept(prepared: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(verify, "SETTLED_S", 3600.0)
     batches(blend(prepared))
     assert not list(prepared.glob("cache/verified/*"))
@@ -260,9 +256,7 @@ def test_a_damaged_card(tmp_path: Path, change: Callable[[str], str], message: s
 # The cache
 
 
-def test_a_pickle_in_the_caches_place_does_not_run(
-    prepared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pickle_in_the_caches_place_does_not_run(prepared: Path, capsys: Any) -> None:
     data = blend(prepared)
     expected = batches(data)
     for path in prepared.glob("cache/*.npy"):

@@ -57,9 +57,7 @@ MAKERS: dict[str, Callable[[], Backend]] = {
 @pytest.fixture(
     scope="module", params=[(name, kind) for name in MAKERS for kind in ("json", "folder")], ids=str
 )
-def made(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Backend, Tokenizer]:
+def made(request: pytest.FixtureRequest, tmp_path_factory: Any) -> tuple[Backend, Tokenizer]:
     """Return the library's tokenizer and ours of the same file or folder."""
     name, kind = request.param
     folder, backend = tmp_path_factory.mktemp("plain"), MAKERS[name]()

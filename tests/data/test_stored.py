@@ -137,9 +137,7 @@ def test_data_without_a_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [pytest.param("documents", marks=pytest.mark.full), "samples"])
-def test_a_run_and_its_resume(
-    tmp_path: Path, corpus: str, order: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_and_its_resume(tmp_path: Path, corpus: str, order: str, monkeypatch: Any) -> None:
     """Losses and the last checkpoint are those of the disk, with one request in 20 failing."""
     monkeypatch.setattr(blocks, "WAITS_S", (0.0,) * 9)
     fails = random.Random(5)
@@ -240,9 +238,7 @@ def test_a_block_of_the_right_length_is_compared_when_it_is_first_read(
     assert file.read(0, len(content)) == content
 
 
-def test_a_block_is_compared_once(
-    tmp_path: Path, corpus: str, no_filling: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_block_is_compared_once(tmp_path: Path, corpus: str, no_filling: None, monkeypatch: Any) -> None:
     opened(corpus, tmp_path / "cache").read(0, BLOCK)
     (block,), hashed = kept(tmp_path / "cache"), list[int]()
     os.utime(block, (1e9, 1e9))  # so that each use is noted
@@ -320,9 +316,7 @@ def test_a_network_that_comes_back_and_one_that_does_not(
     assert not any(word in str(error.value) for word in ("secret", "hidden", "\n"))
 
 
-def test_a_damaged_object(
-    tmp_path: Path, corpus: str, no_filling: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_object(tmp_path: Path, corpus: str, no_filling: None, monkeypatch: Any) -> None:
     file, content = opened(corpus, tmp_path / "cache"), bytearray(Path(corpus + ".bin").read_bytes())
     once = Storage(lambda count: bytes(BLOCK) if count == 1 else None)
     with pytest.MonkeyPatch.context() as patch:  # damaged on the way alone

@@ -116,9 +116,7 @@ def test_ranks_and_their_loaders_share_cache(pool: Pool, tmp_path: Path, faults:
     assert_same_bits(read_tensors(tmp_path / "there" / last), read_tensors(tmp_path / "disk" / last))
 
 
-def test_faults_that_stay_are_one_line(
-    tmp_path: Path, faults: Faults, corpus: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_that_stay_are_one_line(tmp_path: Path, faults: Faults, corpus: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(blocks.StoredBytes, "_fill", lambda self: None)
     cache, content = tmp_path / "cache", Path(corpus + ".bin").read_bytes()
     BlockCache(cache).limit(10**9)

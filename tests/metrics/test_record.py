@@ -113,9 +113,7 @@ def test_of_a_long_record_the_end_is_read(tmp_path: Path, monkeypatch: pytest.Mo
     assert len(parsed) < 2000 if case == "NULs at the end" else len(parsed) < 100
 
 
-def test_a_broken_line_at_the_end_of_a_long_record_has_its_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_broken_line_at_the_end_of_a_long_record_has_its_number(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(reader, "TAIL_BYTES", 40)
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(EARLIER + b'{"step": 1}\nbroken\n{"step": 2}\n')

@@ -67,9 +67,7 @@ def test_auto_is_online_only_with_a_login(nobody_is_logged_in: Path, monkeypatch
     assert choose_mode("auto") == "offline", "a login for another server does not count"
 
 
-def test_an_offline_run_is_recorded_without_network_and_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_offline_run_is_recorded_without_network_and_secrets(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setenv("SLURM_JOB_ID", "7")
     monkeypatch.setenv("SLURM_JWT", "eyJ_hidden")
     monkeypatch.setattr("sys.argv", ["train", "s3.secret=hidden"])
@@ -95,9 +93,7 @@ def test_a_load_becomes_summaries_and_a_histogram(tmp_path: Path, run: FakeRun) 
     assert run.inits[0]["config"] == {"seed": 7}
 
 
-def test_a_resumed_run_continues_the_same_wandb_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run: FakeRun
-) -> None:
+def test_a_resumed_run_continues_the_same_wandb_run(tmp_path: Path, monkeypatch: Any, run: FakeRun) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "made-up")
     for resumed_step in (None, 1, None):
         open_recorder(tmp_path, resumed_step).close()

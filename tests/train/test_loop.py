@@ -142,9 +142,7 @@ def test_a_stopped_run_resumes_as_if_it_had_not_stopped(
     assert without_times(rows) == without_times(whole[1])
 
 
-def test_after_a_signal_a_due_evaluation_does_not_delay_the_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_a_signal_a_due_evaluation_does_not_delay_the_save(tmp_path: Path, monkeypatch: Any) -> None:
     """torchrun kills the ranks 30 s after a signal. The last step's evaluation is the run's result."""
     monkeypatch.setattr(Trainer, "step", step_with_a_signal(1, 3))
     common = ["name=a", "evaluation={every: 1, batches: 1}", "checkpoint.resume=auto"]

@@ -2,7 +2,6 @@
 
 import functools
 import operator
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +25,7 @@ def checkpoint_of(tmp_path: Path, config: dict[str, Any], vocabulary: int = VOCA
 
 
 @pytest.mark.parametrize("case", cases("resume"))
-def test_what_goes_on_from_a_checkpoint(
-    tmp_path: Path, case: Case, expect_message: Callable[..., None]
-) -> None:
+def test_what_goes_on_from_a_checkpoint(tmp_path: Path, case: Case, expect_message: Any) -> None:
     """Of a run `saved`, whose configuration was `without` some keys yet; `start`: from its weights alone."""
     row = case.row
     config = to_dict(tiny(*row.get("saved", ())))
@@ -94,9 +91,7 @@ def test_each_change_is_told(routed: Path) -> None:
     assert check_resume(tiny(), VOCABULARY, routed) == []
 
 
-def test_a_changed_plugin_is_told(
-    tmp_path: Path, own_registry: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_plugin_is_told(tmp_path: Path, own_registry: None, monkeypatch: Any) -> None:
     """A file is known by its name, wherever it lies. Of a package each file counts."""
     monkeypatch.syspath_prepend(str(tmp_path))
     package, moved = tmp_path / "parts_that_change", tmp_path / "moved"

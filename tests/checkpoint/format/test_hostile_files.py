@@ -2,7 +2,6 @@
 Nothing of them is run or waited for."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +68,7 @@ def a_folder(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("put", [linked, piped, device, a_folder])
 @pytest.mark.parametrize("name", [META, INDEX, SHARD, SUMS])
-def test_what_is_no_plain_file_is_refused_unread(
-    folder: Path, put: Callable[[Path, str], None], name: str
-) -> None:
+def test_what_is_no_plain_file_is_refused_unread(folder: Path, put: Any, name: str) -> None:
     put(folder, name)
     assert "not a plain file" in assert_refused(folder) or put is a_folder
     with pytest.raises(UserError), CheckpointReader(folder) as reader:  # whoever has asked for no checksums

@@ -41,9 +41,7 @@ def planned_on_cuda(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, 
 
 
 @pytest.fixture(scope="module")
-def planned_on_cpu(
-    real: list[dict[str, Any]], tmp_path_factory: pytest.TempPathFactory
-) -> list[dict[str, Any]]:
+def planned_on_cpu(real: list[dict[str, Any]], tmp_path_factory: Any) -> list[dict[str, Any]]:
     """With the operators of a CPU, and the load of the experts that the real ranks had."""
     folder = tmp_path_factory.mktemp("cpu")
     counts = {number: found["counts"] for number, found in enumerate(real)}

@@ -73,9 +73,7 @@ def labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def alone(
-    pool: Pool, labels: Path, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, dict[str, Any], Any]:
+def alone(pool: Pool, labels: Path, tmp_path_factory: Any) -> tuple[Path, dict[str, Any], Any]:
     """A folder with `masked` and `tuned`, and what both runs showed on one rank."""
     folder = tmp_path_factory.mktemp("alone")
     masked = {**PRETRAINED, "output": folder / "masked"}

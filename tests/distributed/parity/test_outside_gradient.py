@@ -116,9 +116,7 @@ def _light_routers(trainer: Trainer) -> list[dict[str, Tensor]]:
 
 
 @pytest.fixture(scope="module")
-def found(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[str, list[Found]]:
+def found(pool: Pool, tmp_path_factory: Any, request: pytest.FixtureRequest) -> dict[str, list[Found]]:
     """The results of each rank, by DeepSpeed file: those that are asked for."""
     asked = [file for file in FILES if any(f"[{file}]" in item.name for item in request.session.items)]
     folder = tmp_path_factory.mktemp("ds")

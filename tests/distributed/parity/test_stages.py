@@ -42,9 +42,7 @@ def trained(pool: Pool, runs: list[dict[str, Any]], ranks: int) -> list[Found]:
 
 
 @pytest.fixture(scope="module")
-def found(
-    pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> dict[Case, Found]:
+def found(pool: Pool, tmp_path_factory: Any, request: pytest.FixtureRequest) -> dict[Case, Found]:
     """Of the selected cases and their plain runs."""
     selected = {item.name for item in request.session.items}
     cases = [case for case in (*FEW, *MORE) if any(f"[{name(case)}]" in item for item in selected)]
