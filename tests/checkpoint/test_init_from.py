@@ -63,9 +63,7 @@ def losses(model: GPT) -> Tensor:
 
 
 @pytest.mark.parametrize("counts", [(), (2,), (4, 3), (2, 5, 3)], ids=str)
-def test_the_same_model_is_bit_equal_whatever_chunks_it_was_saved_in(
-    tmp_path: Path, counts: tuple[int, ...]
-) -> None:
+def test_the_same_model_is_bit_equal_whatever_its_chunks_are(tmp_path: Path, counts: tuple[int, ...]) -> None:
     config = tiny("moe.num_shared_experts=1", "moe.router.score_function={name: sigmoid, bias_update: 0.1}")
     expected = tensors(save(tmp_path / "step", config, *counts))
     assert len(list((tmp_path / "step").glob("shard_*"))) == math.prod(counts)

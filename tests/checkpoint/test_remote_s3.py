@@ -91,9 +91,7 @@ def test_missing_credentials_are_one_line(tmp_path: Path, faults: Faults, monkey
     assert "\n" not in str(error.value)
 
 
-def test_a_run_that_is_killed_and_wiped_ends_as_one_that_is_not(
-    pool: Pool, tmp_path: Path, faults: Faults
-) -> None:
+def test_a_killed_and_wiped_run_ends_as_one_that_is_not(pool: Pool, tmp_path: Path, faults: Faults) -> None:
     """Twenty kills, after each of which the disk is empty; one request in 20 fails."""
     steps, kills, generator, killed = 120, 20, random.Random(7), 0
     settings = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}

@@ -88,9 +88,7 @@ def test_parts_keep_the_options_of_the_base_or_are_replaced(
         ("{preset: own_plugin, selector: {scale: 2.0}}", "{name: top_k, k: 3}", {"k": 3}),
     ],
 )
-def test_the_name_of_the_default_part_keeps_its_options(
-    router: str, text: str, expected: dict[str, object]
-) -> None:
+def test_the_name_of_a_default_keeps_its_options(router: str, text: str, expected: dict[str, object]) -> None:
     """Options without a name are those of the preset's part, or of the default one. Presets of plugins are
     not known here: what the base says of their part is replaced.
     """

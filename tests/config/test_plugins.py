@@ -154,9 +154,7 @@ def test_a_file_is_found_beside_the_yaml_and_in_the_working_folder(
         load("plugins: [here.py]")
 
 
-def test_a_saved_configuration_finds_its_plugins(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_saved_file_finds_its_plugins(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The YAML that names a plugin may be a base in another folder; the saved one lies in a third."""
     for folder in ("mine", "other"):
         (tmp_path / folder).mkdir()
@@ -177,9 +175,7 @@ def test_a_saved_configuration_finds_its_plugins(
         load_config(tmp_path / "other/saved.yaml")
 
 
-def test_two_plugins_with_one_name_are_refused(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_plugins_of_one_name_refused(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("first", "second"):
         (tmp_path / f"{name}.py").write_text(GATE.format(name="same"))
@@ -266,9 +262,7 @@ def test_a_module_by_its_name(load: Load, tmp_path: Path, monkeypatch: pytest.Mo
         load("plugins: [my_broken]")
 
 
-def test_an_entry_point_of_an_installed_package(
-    load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_entry_point_of_a_package(load: Load, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
     info = tmp_path / "their_router-1.0.dist-info"
     info.mkdir()

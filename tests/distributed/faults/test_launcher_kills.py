@@ -64,9 +64,7 @@ def assert_all_end(mark: str, launched: Launched) -> None:
 
 
 @pytest.mark.parametrize(("launcher", "delay_s"), CASES, ids=[f"{name}-{s:.1f}s" for name, s in CASES])
-def test_no_rank_outlives_a_launcher_that_is_killed(
-    tmp_path: Path, mark: str, launcher: str, delay_s: float
-) -> None:
+def test_no_rank_outlives_a_killed_launcher(tmp_path: Path, mark: str, launcher: str, delay_s: float) -> None:
     launched = Launched(tmp_path, TORCHRUN if launcher == "torchrun" else DEEPSPEED)
     time.sleep(delay_s)
     launched.send(signal.SIGKILL, "launcher")

@@ -36,9 +36,7 @@ def held_after_forward(**changes: Any) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=pytest.mark.full)])
-def test_weights_are_whole_only_while_their_module_computes(
-    pool: Pool, tmp_path: Path, recompute: str
-) -> None:
+def test_weights_are_whole_while_their_module_computes(pool: Pool, tmp_path: Path, recompute: str) -> None:
     path = ds_variant(tmp_path, "zero3_fp32", zero_optimization=CUT_ALL)
     layers = {"at": [1, 2]}
     for held in pool.run(
