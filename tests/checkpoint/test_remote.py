@@ -17,6 +17,7 @@ from megamoe.checkpoint.format.folder import inode_of
 from megamoe.checkpoint.remote import RemoteFolder, fetch_newest, replace_damaged
 from megamoe.checkpoint.uploads import Uploads, open_uploads
 from megamoe.errors import ExitCode, UserError
+from megamoe.object_storage import RemoteError
 from megamoe.train.loop import train
 from tests.support.checkpoint_files import assert_same_bits, read_tensors
 from tests.support.tiny import restored_process, tiny
@@ -145,7 +146,7 @@ def test_a_storage_that_is_away_ends_the_first_rank_alone(
     """The others may lack the way to it, as long as their machine has a checkpoint."""
 
     def away(*unused: object, **also_unused: object) -> None:
-        raise object_storage.RemoteError("away")
+        raise RemoteError("away")
 
     run(tmp_path / "first", storage, "train.steps=2")
     monkeypatch.setattr(RemoteFolder, "read", away)
@@ -234,7 +235,7 @@ def test_of_the_processes_of_a_machine_one_replaces_a_damaged_checkpoint(
     assert [each.name for each in path.parent.glob("*.before-*")] == ["step_00000004.before-1"]
 
     def away(*unused: object, **also_unused: object) -> None:
-        raise object_storage.RemoteError("away")
+        raise RemoteError("away")
 
     monkeypatch.setattr(RemoteFolder, "read", away)
     assert not replace_damaged(place, told.append, path, inode_of(path))
@@ -391,7 +392,7 @@ def test_a_failed_upload_is_one_line_and_training_goes_on(
     def fails(self: RemoteFolder, local: Path, *names: str) -> None:
         calls.append(names[0])
         if names[0].startswith("step_00000002"):
-            raise object_storage.RemoteError("the bucket is full: https://user:word@host")
+            raise RemoteError("the bucket is full: https://user:word@host")
         put(self, local, *names)
 
     monkeypatch.setattr(RemoteFolder, "put", fails)
@@ -420,7 +421,7 @@ def test_after_a_failed_file_the_others_are_not_tried(
     def fails(self: RemoteFolder, local: Path, *parts: str) -> None:
         tried.append(parts[-1])
         time.sleep(0.01)
-        raise object_storage.RemoteError("away")
+        raise RemoteError("away")
 
     monkeypatch.setattr(RemoteFolder, "put", fails)
     uploads.add(checkpoint)

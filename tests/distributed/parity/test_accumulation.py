@@ -105,12 +105,12 @@ def test_gradients_accumulate_in_fp32(pool: Pool, tmp_path: Path, file: str) -> 
     if "fp16" in file:
         sections["fp16"] = {"initial_scale_power": 8}
     path = ds_variant(tmp_path, file, **sections)
-    run = {"train__global_batch_size": MICRO_BATCHES, "parallel__deepspeed": path}
+    run: dict[str, Any] = {"train__global_batch_size": MICRO_BATCHES, "parallel__deepspeed": path}
     assert pool.run(accumulated, **run, ranks=1)[0] < 1e-5
 
 
 def test_that_test_can_fail(pool: Pool, tmp_path: Path) -> None:
     low = {"grad_accum_dtype": "bf16"}
     path = ds_variant(tmp_path, "zero3_bf16", zero_optimization=CUT_ALL, data_types=low)
-    run = {"train__global_batch_size": MICRO_BATCHES, "parallel__deepspeed": path}
+    run: dict[str, Any] = {"train__global_batch_size": MICRO_BATCHES, "parallel__deepspeed": path}
     assert pool.run(accumulated, **run, ranks=1)[0] > 1e-4

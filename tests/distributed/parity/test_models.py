@@ -109,17 +109,17 @@ LAYOUTS = [
     Place(4, tensor=2, expert=2, zero=3, sequence=True),
 ]
 QUICK = Place(2, expert=2, zero=1, recompute="full")
-Models = Shown = dict[str, dict[str, Any]]
+Models = dict[str, dict[str, Any]]
 
 
-def assert_trained_as_alone(pool: Pool, models: Models, place: Place, alone: Shown, folder: Path) -> None:
+def assert_trained_as_alone(pool: Pool, models: Models, place: Place, alone: Models, folder: Path) -> None:
     """Check that the ranks of `place` show what one rank showed (`alone`) of each model."""
     ranks = trained(pool, models, place, folder)
     for name in models:
         assert_as_alone([shown[name] for shown in ranks], alone[name], name)
 
 
-def trained(pool: Pool, models: Models, place: Place, folder: Path) -> list[Shown]:
+def trained(pool: Pool, models: Models, place: Place, folder: Path) -> list[Models]:
     """Return what the steps of each model showed, by rank."""
     runs = [{"steps": STEPS, **SIZES, **model, **place.changes(folder)} for model in models.values()]
     found = pool.run(run_each, runs, ranks=place.ranks, timeout_s=600)
@@ -142,7 +142,7 @@ def test_a_collective_of_a_loss_is_recomputed_in_its_order(pool: Pool, tmp_path:
 
 
 @pytest.fixture(scope="module")
-def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Shown:
+def alone(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Models:
     (found,) = trained(pool, MODELS, Place(), tmp_path_factory.mktemp("alone"))
     assert all(shown["lm_loss"][-1] < shown["lm_loss"][0] for shown in found.values())
     return found
