@@ -87,8 +87,7 @@ def register(kind: str, name: str) -> Callable[[PartClass], PartClass]:
         known = _parts[kind].get(name)
         if known is not None and _full_name(known) != _full_name(part):
             raise ValueError(
-                f"{label(kind)} {name!r} is registered twice: {_full_name(known)} and {_full_name(part)}; "
-                "give one of them another name"
+                f"{label(kind)} {name!r} is registered twice: {_full_name(known)} and {_full_name(part)}"
             )
         fields = getattr(getattr(part, "Config", None), "__dataclass_fields__", None)
         if fields is None:

@@ -176,10 +176,7 @@ def _check_kind(reader: CheckpointReader, is_moe: bool, experts: str) -> None:
     elif experts == "same" and was_moe and not is_moe:
         problem = "of an MoE model, this one is dense (moe.layers)"
     elif experts != "same" and was_moe:
-        problem = (
-            f"of an MoE model, which has no dense FFN to {experts}; say checkpoint.init.experts=same, or "
-            "name a dense model's checkpoint"
-        )
+        problem = f"of an MoE model, which has no dense FFN to {experts}; say checkpoint.init.experts=same"
     else:
         return
     raise UserError(f"{reader.path}: the checkpoint is {problem}")

@@ -91,10 +91,7 @@ def local_copy(url: str, root: Path) -> Path:
         system, path = open_system(url)
         objects = _objects(system, path)
     if not objects:
-        raise UserError(
-            f"data {url!r}: there is no object {url}.idx; upload all files of a prepared dataset under this "
-            "name"
-        )
+        raise UserError(f"data {url!r}: there is no object {url}.idx; upload all files of a prepared dataset")
     scheme, name = url.partition("://")[0].lower(), PurePosixPath(path).name
     parts = [part for part in PurePosixPath(path).parts if part not in ("/", "..")]
     states = sorted((ending, state_of(info)) for ending, info in objects.items())

@@ -394,8 +394,7 @@ def _port() -> int:
     port = int(text) if text.isascii() and text.isdecimal() and len(text) < 8 else 0
     if not 0 < port < 1 << 16:
         raise UserError(
-            f"environment: MASTER_PORT is {text[:40]!r}, expected a number from 1 to 65535; for one process "
-            "it may be unset"
+            f"environment: MASTER_PORT is {text[:40]!r}, expected 1 to 65535; one process may unset it"
         )
     return port
 
