@@ -150,8 +150,7 @@ def check_split(data: DataConfig) -> list[float]:
     """
     if len(data.split) != len(SPLIT_NAMES) or data.split[0] <= 0:
         raise UserError(
-            f"data.split {data.split}: expected three shares, of train (more than 0), valid and test, "
-            "such as [0.98, 0.02, 0.0]"
+            f"data.split {data.split}: expected three shares, train's above 0, such as [0.98, 0.02, 0.0]"
         )
     return [share / sum(data.split) for share in data.split]
 

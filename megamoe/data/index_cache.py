@@ -66,8 +66,7 @@ class IndexCache:
         problem = self._problem(record, key, paths)
         if problem and not self._builds:
             raise UserError(
-                f"data.cache: {problem}, as rank {rank()} sees it; rank 0 has just verified it, so name a "
-                "folder that all machines share"
+                f"data.cache: {problem}, as rank {rank()} sees it; name a folder that all machines share"
             )
         if problem:
             if record.exists() or any(path.exists() for path in paths.values()):
