@@ -100,27 +100,6 @@ def _assert_same_state(one: Path, other: Path, ranks: int) -> None:
     }
 
 
-def test_auto_starts_from_step_0_without_a_checkpoint_and_saving_changes_no_result(
-    pool: Pool, tmp_path: Path
-) -> None:
-    auto: dict[str, Any] = {"checkpoint__resume": "auto", "output": tmp_path}
-    plain = pool.run(run_steps, 2, ranks=1)
-    saved = pool.run(run_steps, 2, True, **auto, ranks=1)
-    assert saved[0]["lm_loss"] == plain[0]["lm_loss"]
-    assert saved[0]["samples"] == plain[0]["samples"] == [[[n + 8 * k] for n in range(8)] for k in (0, 1)]
-
-
-def test_the_newest_are_kept_and_a_path_resumes_an_older_one(pool: Pool, tmp_path: Path) -> None:
-    changes: dict[str, Any] = {"output": tmp_path, "checkpoint__keep": 2, "checkpoint__resume": "auto"}
-    losses = [pool.run(run_steps, 1, True, **changes, ranks=1)[0]["lm_loss"] for _ in range(4)]
-    folder = tmp_path / "small" / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000003", "step_00000004"]
-    assert (folder / "latest").read_text() == "step_00000004"
-    older: dict[str, Any] = {"output": tmp_path, "checkpoint__resume": str(folder / "step_00000003")}
-    (again,) = pool.run(run_steps, 1, **older, ranks=1)
-    assert again["lm_loss"] == losses[3]
-
-
 def run_without_pickle(**changes: Any) -> dict[str, list[Any]]:
     """Job: one step of a resumed run in which whoever unpickles a file fails."""
 
