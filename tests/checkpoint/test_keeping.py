@@ -1,4 +1,4 @@
-"""Which checkpoints a run keeps when it publishes another one."""
+"""Which checkpoints a run keeps when it publishes another one, and what it deletes before."""
 
 import os
 from pathlib import Path
@@ -26,3 +26,12 @@ def test_a_renamed_checkpoint_stays_and_does_not_count(tmp_path: Path) -> None:
     checkpoints.close()
     kept = ["step_00000002", "step_00000002_best", "step_00000003"]
     assert sorted(path.name for path in tmp_path.glob("step_*")) == kept
+
+
+def test_what_killed_saves_left_goes_with_the_next_save(tmp_path: Path) -> None:
+    """But for a checkpoint whose replacement never got its place."""
+    for name in (".saving_step_00000002", ".deleting_replaced_step_00000009", ".replaced_step_00000004"):
+        (tmp_path / name).mkdir()
+    Checkpoints(tmp_path, keep=2)._make_folder(tmp_path / ".saving_step_00000003")
+    left = [".replaced_step_00000004", ".saving_step_00000003"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == left

@@ -133,27 +133,6 @@ def test_a_rank_that_cannot_write_ends_the_run_and_the_last_checkpoint_stays(
     assert sorted(path.name for path in folder.iterdir()) == ["latest", "step_00000002"]
 
 
-def folder_with_what_others_left(**changes: Any) -> list[list[str]]:
-    """Job: what the folder holds after each of two saves, of which one checkpoint stays."""
-    trainer = Trainer(small_run(**changes, checkpoint={"keep": 1}))
-    (trainer.folder.checkpoints / ".deleting_replaced_step_00000009").mkdir(parents=True)
-    shown = []
-    for _ in range(2):
-        trainer.step()
-        first = trainer.save()
-        trainer.saver.checkpoints.close()
-        shown.append(_names(trainer))
-        if len(shown) == 1:
-            shutil.copytree(first, first.with_name(f"{first.name}_best"))
-    trainer.close()
-    return shown
-
-
-def test_a_renamed_copy_stays_and_what_a_killed_deletion_left_goes(pool: Pool, tmp_path: Path) -> None:
-    (shown,) = pool.run(folder_with_what_others_left, output=tmp_path, ranks=1)
-    assert shown == [["latest", "step_00000001"], ["latest", "step_00000001_best", "step_00000002"]]
-
-
 def two_saves_of_each(names: list[str], **changes: Any) -> None:
     """Job: runs that save after their first and second step."""
     for name in names:
