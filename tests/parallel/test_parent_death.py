@@ -17,21 +17,14 @@ ROOT = Path(__file__).parents[2]
 linux = pytest.mark.skipif(sys.platform != "linux", reason="prctl and /proc are Linux's")
 OF_LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "MASTER_", "SLURM_", "TORCHELASTIC_", "CROSS_")
 BY_HAND = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-TORCHRUN = {
-    **BY_HAND,
-    "GROUP_RANK": "0",
-    "TORCHELASTIC_RUN_ID": "none",
-    "TORCHELASTIC_USE_AGENT_STORE": "True",
-}
+ELASTIC = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+TORCHRUN = {**BY_HAND, "GROUP_RANK": "0", **ELASTIC}
 DEEPSPEED = {**BY_HAND, "CROSS_RANK": "0"}
 ENTRY = [sys.executable, str(ROOT / "pretrain_gpt_moe.py"), "--config", "run.yaml"]
 # Lives for a second and says so.
-SHORT = [
-    sys.executable,
-    "-c",
-    "import time; from megamoe.parallel.parent_death import end_with_launcher; end_with_launcher()\n"
-    "time.sleep(1); open('survived', 'w').close()",
-]
+LIVES = """import time; from megamoe.parallel.parent_death import end_with_launcher; end_with_launcher()
+time.sleep(1); open('survived', 'w').close()"""
+SHORT = [sys.executable, "-c", LIVES]
 # What a shell does that is the child's parent, and is then killed.
 DIES_FIRST = '(sleep 0.3; exec "$@") & echo $!; kill -9 $$'
 DIES_DURING_THE_IMPORTS = '"$@" & echo $!; sleep 0.7; kill -9 $$'

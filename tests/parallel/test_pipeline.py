@@ -24,11 +24,8 @@ def of_torch(stages: int, chunks: int, micro_batches: int) -> dict[int, list[Pas
         order = schedule._get_pipeline_order()
     else:
         schedule = schedules.ScheduleInterleaved1F1B.__new__(schedules.ScheduleInterleaved1F1B)
-        schedule.pp_group_size, schedule.n_local_stages, schedule._n_microbatches = (
-            stages,
-            chunks,
-            micro_batches,
-        )
+        schedule.pp_group_size, schedule.n_local_stages = stages, chunks
+        schedule._n_microbatches = micro_batches
         schedule.number_of_rounds = max(1, micro_batches // stages)
         schedule.microbatches_per_round = micro_batches // schedule.number_of_rounds
         schedule._num_stages, schedule.rank = stages * chunks, 0
@@ -66,9 +63,8 @@ def test_at_most_as_many_micro_batches_are_alive_as_stages_follow(stages: int, m
     for stage in range(stages):
         order = training_order(stage, stages, 1, micro_batches)
         assert alive(order) == min(micro_batches, stages - stage)
-        assert sorted((each.forward, each.micro_batch) for each in order) == [
-            (forward, place) for forward in (False, True) for place in range(micro_batches)
-        ]
+        passes = sorted((each.forward, each.micro_batch) for each in order)
+        assert passes == list(product((False, True), range(micro_batches)))
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [size for size in SIZES if size[1] >= size[0]])

@@ -25,9 +25,7 @@ def test_a_second_launch_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdout is not None and other.stdout.readline() == "in\n"
         try:
-            refusal = (
-                rf"run folder {folder} is in use \(.*pid {other.pid}\): .*remove {tmp_path}/runs/\.a\.lock$"
-            )
+            refusal = rf"folder {folder} is in use \(.*pid {other.pid}\): .*remove {tmp_path}/runs/\.a\.lock$"
             with pytest.raises(UserError, match=refusal), locked(folder):
                 pass
         finally:
@@ -39,8 +37,6 @@ def test_a_second_launch_is_refused_until_the_first_is_gone(tmp_path: Path) -> N
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
-    with (
-        pytest.raises(UserError, match="output: cannot write the run folder .*/runs/a: "),
-        locked(tmp_path / "runs/a"),
-    ):
+    refused = pytest.raises(UserError, match="output: cannot write the run folder .*/runs/a: ")
+    with refused, locked(tmp_path / "runs/a"):
         pass

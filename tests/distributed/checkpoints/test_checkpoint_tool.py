@@ -78,9 +78,8 @@ def test_the_weights_of_one_file_are_the_models(trained: tuple[Path, list[Tensor
     consolidate(path, tmp_path / "weights")
     found = load_file(tmp_path / "weights" / "model.safetensors")
     about = json.loads((tmp_path / "weights" / "model.json").read_text())
-    assert about["parameters"]["total"] == sum(
-        tensor.numel() * (2 if ".experts." in name else 1) for name, tensor in first.items()
-    )
+    sizes = (tensor.numel() * (2 if ".experts." in name else 1) for name, tensor in first.items())
+    assert about["parameters"]["total"] == sum(sizes)
     for name, tensor in first.items():
         whole = torch.cat([tensor, second[name]]) if ".experts." in name else tensor
         assert torch.equal(found[name], whole), name
