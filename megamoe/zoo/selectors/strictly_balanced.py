@@ -86,16 +86,16 @@ class StrictlyBalanced(Selector):
 
     def forward(self, scored: Scored, context: StepContext) -> Pairs:
         """Return the pairs of both masks, weighted by G; adds the extra threshold_E, fp32 with gradient."""
-        threshold_E = scored.extras["threshold_E"] = self.threshold.float().clone()  # ZeRO 3 frees the weight
+        threshold_E = scored.extras["threshold_E"] = self.threshold.float().clone()
         value_TE = scored.across_tokens_TE(scored.probs_TE)
         chosen_TE = self._batchwise_TE(value_TE, context) if self.training else value_TE > threshold_E
         expert_TE = value_TE.masked_fill(~chosen_TE, -1.0).argsort(dim=-1, descending=True, stable=True)
         pairs = first_choices(expert_TE, chosen_TE.sum(dim=-1), scored.probs_TE)
-        log_TE, cells = scored.small_slope() * scored.scores_TE, (pairs.token_N, pairs.expert_N)
-        weight_N = shares_N(
-            pairs.weight_N, lambda: probs_N(log_TE, *cells), pairs.token_N, scored.num_tokens, 1.0
-        )
-        return replace(pairs, weight_N=weight_N)
+        log_TE = (scored.small_slope() or 1.0) * scored.scores_TE
+        cells, sizes = (pairs.token_N, pairs.expert_N), (pairs.token_N, scored.num_tokens, 1.0)
+        weight_N = shares_N(pairs.weight_N, lambda: probs_N(log_TE, *cells), *sizes)
+        # Adds 0: ZeRO 3 gathers a weight in the backward pass of what its module returns, not of an extra.
+        return replace(pairs, weight_N=weight_N + 0 * threshold_E.sum())
 
     def _batchwise_TE(self, value_TE: Tensor, context: StepContext) -> Tensor:
         """Return the mask of training, bool [T, E]; all ranks of the data group must call it."""

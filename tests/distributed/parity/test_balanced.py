@@ -1,5 +1,7 @@
 """balanced and strictly_balanced over ranks: one problem over the tokens of all, whoever holds which."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,7 +13,7 @@ from tests.support.moe.build import make_context, make_part, make_scored
 from tests.support.ranks.pool import Pool
 
 TOKENS, EXPERTS = 24, 4
-Part = tuple[str, dict[str, int]]  # of a selector: its name and options
+Part = tuple[str, dict[str, Any]]  # of a selector: its name and options
 
 
 def experts_of(part: Part, holders: list[list[int]]) -> list[list[int]]:
