@@ -9,8 +9,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megamoe.config.layer_kinds import kinds
 from megamoe.config.schema import OptimizerConfig, RunConfig
 from megamoe.errors import Problem
+from megamoe.moe.capabilities import provides
 from megamoe.optim.schedule import BatchSchedule
 from megamoe.parallel.zero import deepspeed_config
 from megamoe.parallel.zero.deepspeed_config import OFFLOADS, ParallelPlan, offload_device, short
@@ -89,6 +91,9 @@ def _reasons(config: RunConfig, plan: ParallelPlan, content: dict[str, Any]) -> 
             yield f"remove {name!r}; megamoe does not support it"
     if plan.precision == "fp16":
         yield from _of_fp16(plan.stage)
+    selectors = [kind.moe.router.selector for kind in kinds(config) if kind.layers]
+    if plan.stage == 3 and any(provides("threshold_E", selector) for selector in selectors):
+        yield "zero_optimization.stage 3 cuts the thresholds of selector strictly_balanced; set 1 or 2"
 
 
 def _of_zero(section: dict[str, Any]) -> Iterator[str]:

@@ -30,7 +30,8 @@ class StrictlyBalanced(Selector):
     Source: Shazeer et al. 2017 (SGMoE), appendix F. It leaves open how m is rounded, the start of t, and how
     two levels of experts are balanced; this gate has one.
 
-    In training the choice depends on all tokens of the batch, including later ones.
+    In training the choice depends on all tokens of the batch, including later ones. ZeRO 3 is refused: the
+    backward pass of the loss would find t cut over the ranks.
     """
 
     experts_alike = True
@@ -94,8 +95,7 @@ class StrictlyBalanced(Selector):
         log_TE = (scored.small_slope() or 1.0) * scored.scores_TE
         cells, sizes = (pairs.token_N, pairs.expert_N), (pairs.token_N, scored.num_tokens, 1.0)
         weight_N = shares_N(pairs.weight_N, lambda: probs_N(log_TE, *cells), *sizes)
-        # Adds 0: ZeRO 3 gathers a weight in the backward pass of what its module returns, not of an extra.
-        return replace(pairs, weight_N=weight_N + 0 * threshold_E.sum())
+        return replace(pairs, weight_N=weight_N)
 
     def _batchwise_TE(self, value_TE: Tensor, context: StepContext) -> Tensor:
         """Return the mask of training, bool [T, E]; all ranks of the data group must call it."""

@@ -63,6 +63,7 @@ def _by_run() -> dict[str, list[tuple[str, str]]]:
 
 
 DISTINCT = _by_run()
+NOT_AT_ZERO_3 = ("strictly_balanced", "batchwise_threshold")  # which is refused
 
 
 @pytest.fixture(
@@ -77,19 +78,23 @@ def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, An
     size: dict[str, Any] = {"train__global_batch_size": data}  # each data-parallel rank has one micro batch
     if request.param == QUICK:
         size |= {"model__num_layers": 1, "moe__layers": {"at": [1]}}
-    one = [{"steps": STEPS, **on_one_rank(*parts[0], data), **size} for parts in DISTINCT.values()]
-    many = [run_of(*parts[0], steps=STEPS, parallel=layout, **size) for parts in DISTINCT.values()]
+    left_out = NOT_AT_ZERO_3 if "ZeRO 3" in request.param else ()
+    runs = [parts for parts in DISTINCT.values() if parts[0][1] not in left_out]
+    one = [{"steps": STEPS, **on_one_rank(*parts[0], data), **size} for parts in runs]
+    many = [run_of(*parts[0], steps=STEPS, parallel=layout, **size) for parts in runs]
     (alone,) = pool.run(run_each, one, ranks=1, timeout_s=900)
     ranks = pool.run(run_each, many, ranks=num_ranks, timeout_s=900)
     return {
         f"{kind}-{name}": (alone[place], [rank[place] for rank in ranks])
-        for place, parts in enumerate(DISTINCT.values())
+        for place, parts in enumerate(runs)
         for kind, name in parts
     }
 
 
 @pytest.mark.parametrize("part", PART_IDS)
 def test_a_part_trains_alike_on_one_rank_and_at_a_layout(found: dict[str, Any], part: str) -> None:
+    if part not in found:
+        pytest.skip("refused at this layout")
     alone, ranks = found[part]
     assert_as_alone(ranks, alone)
 
