@@ -30,7 +30,7 @@ import yaml
 from megamoe.apps.verify.compare import Result, differences, first_of
 from megamoe.apps.verify.layouts import Variant
 from megamoe.apps.verify.ranks import Worlds
-from megamoe.apps.verify.session import FP32, Session
+from megamoe.apps.verify.session import FP32, NOISE, Session
 from megamoe.apps.verify.small import ON_ONE_RANK, TRAINING, Changes, Tree, changed, problems
 from megamoe.apps.verify.train_run import train_each
 from megamoe.config import parse_config, to_dict
@@ -282,29 +282,29 @@ def judge(case: Case, folder: Path, worlds: Worlds) -> str:
 
 
 def suspects(cases: list[Case], folder: Path, worlds: Worlds, resume: bool) -> list[Case]:
-    """Train the runs in one world of one rank and the cases in one of their ranks; return those that may
-    differ.
+    """Train the runs in one world of one rank, also with weights that are rounded otherwise, and the cases in
+    one of their ranks; return those that may differ.
     """
-    alone = {case.number // LAYOUTS: replace(case, variant=Variant(1, {})) for case in cases}
-    found: dict[int, Result] = {}
-    for several in ([*alone.values()], cases):
-        ranks = several[0].variant.ranks
-        paths = [folder / f"{ranks}_{case.number}" for case in several]
+    alone = [replace(case, variant=Variant(1, {})) for case in cases[::LAYOUTS]]
+    found: list[list[Result]] = []
+    for several, resumed, noise in ((alone, False, (0.0, NOISE)), (cases, resume, (0.0,))):
+        sessions = [Session(case.tree, folder / f"{len(found)}_{case.number}", worlds, 0) for case in several]
         places = [
-            Session(case.tree, path, worlds, 0).prepared(case.variant)
-            for case, path in zip(several, paths, strict=True)
+            session.prepared(case.variant)
+            for session, case in zip(sessions, several, strict=True)
+            for _ in noise
         ]
-        runs = [(tree, resume and ranks > 1, 0.0) for _, tree in places]
-        metrics, problem = worlds.run(train_each, ranks, runs, log=folder / "log")
+        runs = [(tree, resumed, noise[n % len(noise)]) for n, (_, tree) in enumerate(places)]
+        metrics, problem = worlds.run(train_each, several[0].variant.ranks, runs, log=folder / "log")
         if problem:
             return cases
-        results = [Result(each, place) for each, (place, _) in zip(metrics, places, strict=True)]
-        found |= dict(zip(map(id, several), results, strict=True))
-    return [case for case in cases if _differs(found[id(case)], found[id(alone[case.number // LAYOUTS])])]
-
-
-def _differs(several: Result, alone: Result) -> bool:
-    return bool(differences(several, alone, None, *FP32)[0] or several.other_choices(alone))
+        found.append([Result(each, place) for each, (place, _) in zip(metrics, places, strict=True)])
+    differ = []
+    for number, (case, result) in enumerate(zip(cases, found[1], strict=True)):
+        one, rounded = found[0][number // LAYOUTS * 2 : number // LAYOUTS * 2 + 2]
+        if differences(result, one, rounded, *FP32)[0] or result.other_choices(one):
+            differ.append(case)
+    return differ
 
 
 def smallest(case: Case, folder: Path, worlds: Worlds) -> Case:

@@ -67,7 +67,7 @@ CAPABILITIES = {
     "fixed_count": Capability("gives every token the same number of experts"),
     "drawn": Capability("draws the experts", "selector: sample"),
     "assigned": Capability("solves an assignment of tokens to experts"),
-    "over_all_ranks": Capability("chooses for the micro batches of all data-parallel ranks together"),
+    "over_all_ranks": Capability("takes the micro batches of all data-parallel ranks together"),
     "over_tokens": Capability("lets a token's experts depend on other tokens, in evaluation too"),
     "sees_later_tokens": Capability(
         "lets a token's experts depend on later tokens, without allow_non_causal"

@@ -339,7 +339,7 @@ def fix_order_of_additions() -> None:
     os.environ.setdefault("NCCL_ALGO", "^NVLS")  # a switch that adds has no fixed order
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would only cost time
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
 
 
 def at_stop(forget: Callable[[], None]) -> None:

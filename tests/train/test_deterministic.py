@@ -47,7 +47,7 @@ class AnyOrder(TorchDispatchMode):
 def own_mode() -> Any:
     yield
     torch.use_deterministic_algorithms(False)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
 
 
 def run(deterministic: bool, folder: Path) -> RunConfig:

@@ -1,12 +1,16 @@
 """The layouts and features under which a run is compared with one rank."""
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megamoe.apps.verify.small import Changes, Tree, changed, value_at
 from megamoe.config import PartChoice, RunConfig, parse_config
+from megamoe.config.layer_kinds import kinds
+from megamoe.moe.capabilities import provides
+from megamoe.moe.validation import chosen_parts
 from megamoe.parallel.layout import fewest_ranks
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan, resolve_parallel
 
@@ -80,6 +84,20 @@ class Variant:
         """fp32 or bf16."""
         return str(self.changes.get("precision", "fp32"))
 
+    def alone(self, tree: Tree) -> "Variant":
+        """Return one rank with the same precision. Where a part takes the micro batches of all data-parallel
+        ranks together, its micro batch is as large.
+        """
+        parallel = parse_config(changed(tree, self.parallel)).parallel
+        data = self.ranks // (parallel.pipeline * parallel.context * parallel.tensor)
+        wide = {"train.micro_batch_size": data} if data > 1 and any(_together(parse_config(tree))) else {}
+        return Variant(1, {key: self.changes[key] for key in ("precision",) if key in self.changes} | wide)
+
+    @property
+    def parallel(self) -> Changes:
+        """The changes of the section `parallel`."""
+        return {key: value for key, value in self.changes.items() if key.startswith("parallel.")}
+
     def simpler(self) -> list["Variant"]:
         """Return this one with one thing less each, those with fewer ranks first."""
         less = [{key: value for key, value in self.changes.items() if key != gone} for gone in self.changes]
@@ -108,10 +126,15 @@ def own_variant(config: RunConfig, stage: int, tree: Tree) -> Variant:
         "train.in_flight": config.train.in_flight,
     }
     changes |= {key: value for key, value in kept.items() if value != value_at(tree, key)}
-    changes |= {"zero": stage} if stage else {}
-    parallel = {key: value for key, value in changes.items() if key.startswith("parallel.")}
-    fewest = fewest_ranks(parse_config(changed(tree, parallel)).parallel)
-    return Variant(max(2, fewest), changes)
+    own = Variant(2, changes | ({"zero": stage} if stage else {}))
+    fewest = fewest_ranks(parse_config(changed(tree, own.parallel)).parallel)
+    return replace(own, ranks=max(2, fewest))
+
+
+def _together(config: RunConfig) -> Iterator[bool]:
+    for kind in kinds(config):
+        for _, choice in chosen_parts(kind.config.moe):
+            yield provides("over_all_ranks", choice)
 
 
 def plan_of(config: RunConfig) -> ParallelPlan:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from megamoe.apps.verify.compare import Difference, Result, differences, first_of
@@ -30,16 +31,15 @@ class Session:
         record = {"log.routing": str(folder / "record")}
         self.records = bool(moe_layer_numbers(parse_config(tree))) and not problems(changed(tree, record), 1)
 
-    def reference(self, precision: str = "fp32", noise: float = 0.0, replay: Path | None = None) -> Result:
-        """Return the run on one rank, trained at the first call.
+    def reference(self, alone: Variant, noise: float = 0.0, replay: Path | None = None) -> Result:
+        """Return a run on one rank, trained at the first call.
 
         Raises:
             UserError: if it fails.
         """
-        key = (precision, noise, replay)
+        key = (str(alone), noise, replay)
         if key not in self.references:
-            variant = Variant(1, {} if precision == "fp32" else {"precision": precision})
-            found, problem = self._train(variant, resumes=False, noise=noise, replay=replay)
+            found, problem = self._train(alone, resumes=False, noise=noise, replay=replay)
             if found is None:
                 raise UserError(f"the small run on one rank fails: {problem}")
             self.references[key] = found
@@ -100,22 +100,23 @@ class Session:
         the reference. In bf16 it has them from the start, as does the run in fp32 that shows what rounding
         makes: the choices are compared in fp32.
         """
-        alone = self.reference(variant.precision)
-        in_bf16 = variant.precision == "bf16"
+        one_rank = variant.alone(self.tree)
+        alone, in_bf16 = self.reference(one_rank), variant.precision == "bf16"
         replay = alone.record if in_bf16 and self.records else None
         found, problem = self._train(variant, replay=replay)
         if found is None:
             return [], {}, problem
         other = found.other_choices(alone)
         near_ties = {}
-        if other and other <= self.reference(noise=NEAR_TIES).other_choices(alone):
+        if other and other <= self.reference(one_rank, NEAR_TIES).other_choices(alone):
             near_ties = {"near ties": float(len(other))}
             found, problem = self._train(variant, replay=alone.record)
             if found is None:
                 return [], {}, problem
         wrong, largest = differences(found, alone, None, *(BF16 if in_bf16 else FP32))
         if wrong:  # by more than rounding always makes
-            rounded = self.reference(replay=replay) if in_bf16 else self.reference(noise=NOISE)
+            in_fp32 = replace(one_rank, changes=one_rank.changes | {"precision": "fp32"})
+            rounded = self.reference(*((in_fp32, 0.0, replay) if in_bf16 else (one_rank, NOISE)))
             wrong, largest = differences(found, alone, rounded, *(BF16 if in_bf16 else FP32))
         if other and not near_ties:
             step, layer, token = min(other)

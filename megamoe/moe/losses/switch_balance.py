@@ -76,6 +76,10 @@ class SwitchBalance(Part):
                 raise ValueError("probs: first_choice is not defined for scope: sequence; set probs: all")
 
     @classmethod
+    def provides(cls, options: Config) -> set[str]:
+        return {"over_all_ranks"} if options.scope == "global_batch" else set()
+
+    @classmethod
     def requires(cls, options: Config) -> dict[str, str]:
         return {} if options.sum_of_f == 1 else {"fixed_count": "so that there is a k that f sums to"}
 

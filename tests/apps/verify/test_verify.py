@@ -6,6 +6,7 @@ import pytest
 
 from megamoe.apps.verify import command
 from megamoe.apps.verify.layouts import Variant, own_variant, variants_of
+from megamoe.apps.verify.mock_data import mock_data
 from megamoe.apps.verify.small import shrunk
 from megamoe.config import load_config, parse_config
 from tests.support.ranks.runs import ROOT
@@ -65,6 +66,24 @@ def test_a_run_in_bf16_is_compared_in_both_precisions() -> None:
     ]
 
 
+@pytest.mark.parametrize("name", ["presets/base", "recipes/qwen3_30b_a3b"])
+def test_parts_over_all_ranks_are_compared_with_as_large_a_micro_batch(name: str) -> None:
+    """An assignment of the tokens of all ranks, and a balance loss over the global batch."""
+    tree, _ = shrunk(load_config(EXAMPLES / f"{name}.yaml"))
+    alone = [Variant(4, changes).alone(tree) for changes in ({}, {"parallel.tensor": 4})]
+    assert alone == [Variant(1, {"train.micro_batch_size": 4}), Variant(1, {})]
+
+
+@pytest.mark.parametrize(
+    "name", ["catalogues/translation_small_moec", "chat_small", "catalogues/labels_small_dense"]
+)
+def test_tasks_get_small_data_of_their_kind(name: str, tmp_path: Path) -> None:
+    config = load_config(EXAMPLES / f"{name}.yaml", command.WITHOUT_DATA)
+    tree, lines = shrunk(config, mock_data(config, tmp_path))
+    assert "data: short texts of its kind" in lines
+    assert parse_config(tree).train.objective.name == config.train.objective.name
+
+
 def test_each_simpler_layout_has_one_thing_less() -> None:
     simpler = Variant(4, {"parallel.pipeline": 2, "zero": 1}).simpler()
     assert list(map(str, simpler)) == ["2 ranks, PP 2, ZeRO 1", "4 ranks, ZeRO 1", "4 ranks, PP 2"]
@@ -108,7 +127,13 @@ def test_a_faulty_part_is_named_with_the_smallest_layout(
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", ["demo", "own_parts", "presets/xmoe_threshold", "recipes/deepseek_v3", "t5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("demo", "own_parts", "presets/xmoe_threshold", "presets/base", "recipes/deepseek_v3", "t5"),
+        *("chat_small", "catalogues/translation_small_moec"),
+    ],
+)
 def test_all_layouts_are_equal(capsys: pytest.CaptureFixture[str], name: str) -> None:
     code, lines = verified(capsys, EXAMPLES / f"{name}.yaml")
     assert (code, lines[-1]) == (0, "all layouts are equal to one rank")
