@@ -183,21 +183,9 @@ class Findings:
         for line in refused:
             key = re.split(r"[\s:,\[]", line.removeprefix("configuration: "), maxsplit=1)[0]
             self.refused[key] += 1
-            if not _is_key(key):
+            if key.partition(".")[0] not in SCHEMA["properties"]:
                 self.say(f"NO KEY in what refuses {what}: {line}")
         return not refused
-
-
-def _is_key(dotted: str) -> bool:
-    node: Any = SCHEMA
-    for word in dotted.split("."):
-        node = SCHEMA["$defs"].get(node["$ref"].rsplit("/", 1)[1]) if "$ref" in node else node
-        if "properties" not in node:
-            return True  # an option of a part, or a name of a user's
-        if word not in node["properties"]:
-            return False
-        node = node["properties"][word]
-    return True
 
 
 def draw_part(rng: random.Random) -> Changes:
@@ -218,8 +206,11 @@ def draw_keys(rng: random.Random) -> Changes:
     return {key: draw(rng, some[key]) for key in rng.sample(sorted(some), rng.choice((1, 1, 2)))}
 
 
-def draw_run(seed: int, number: int, length: Changes, findings: Findings) -> tuple[Changes, ...]:
-    """Return the features of a run that is legal on one rank. length: its steps and sequences."""
+def draw_run(seed: int, number: int, ranks: int, length: Changes, findings: Findings) -> tuple[Changes, ...]:
+    """Return the features of a run that is legal on one rank, and with that many data-parallel ones.
+
+    length: its steps and sequences.
+    """
     rng = random.Random(f"{seed}/run {number}")
     steps = [draw_part(rng)] if rng.random() < 0.6 else []
     steps += [draw_keys(rng) for _ in range(rng.randint(3, 12))]
@@ -231,7 +222,7 @@ def draw_run(seed: int, number: int, length: Changes, findings: Findings) -> tup
             more = changed(tree, step)
         except (KeyError, TypeError):  # a key of a section that is null or a word
             continue
-        if findings.legal(more, 1, step):
+        if all(findings.legal(_laid_out(more, Variant(n, {})), n, step) for n in (1, ranks)):
             features, tree = (*features, step), to_dict(parse_config(more))
     return features
 
@@ -258,7 +249,7 @@ def draw_cases(seed: int, batch: int, findings: Findings) -> list[Case]:
     length = {"train.global_batch_size": max(4, ranks), "train.steps": 2 if resumes(batch) else 1}
     cases = []
     for run in range(batch * RUNS, (batch + 1) * RUNS):
-        features = draw_run(seed, run, length, findings)
+        features = draw_run(seed, run, ranks, length, findings)
         tree = Case(run, features, Variant(1, {})).tree
         for number in range(run * LAYOUTS, (run + 1) * LAYOUTS):
             cases.append(Case(number, features, draw_layout(seed, number, tree, ranks, findings)))

@@ -110,6 +110,17 @@ def assert_on_device(condition: Tensor, message: str) -> None:
     torch._assert_async(condition, message)
 
 
+def leave_new_memory_as_it_is() -> None:
+    """Let PyTorch's deterministic algorithms write nothing into new tensors, which all are written later.
+
+    Reason: they fill every new tensor with NaN, to show a use of what was never written.
+    Seen with: torch 2.13.
+    Without it: `train.deterministic` writes the memory of new tensors twice, on a CPU too.
+    Canary: test_torch.py::test_deterministic_algorithms_fill_new_memory
+    """
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+
+
 def seed_torch(number: int) -> None:
     """Seed PyTorch's generators of the CPU and of CUDA, as `torch.manual_seed` does.
 

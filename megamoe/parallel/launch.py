@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
 
+from megamoe.compat.torch_compat import leave_new_memory_as_it_is
 from megamoe.errors import UserError
 from megamoe.parallel.parent_death import end_with_launcher
 
@@ -339,7 +340,7 @@ def fix_order_of_additions() -> None:
     os.environ.setdefault("NCCL_ALGO", "^NVLS")  # a switch that adds has no fixed order
     os.environ["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # Transformer Engine's attention
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs time
+    leave_new_memory_as_it_is()
 
 
 def at_stop(forget: Callable[[], None]) -> None:

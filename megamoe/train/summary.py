@@ -179,18 +179,17 @@ def _rank_rows(run: ResolvedRun, world: World) -> list[tuple[str, object]]:
     return [
         ("world", _world(plan.layout, config.parallel.sequence)),
         ("device", f"{world.device.type}, {world.backend}, {plan.precision}, ZeRO {plan.stage}"),
-        *([("order of additions", _order(world))] if config.train.deterministic else []),
+        *_order_rows(config, world),
         *_exchange_rows(config, plan.layout),
         *_stage_rows(config, run.vocabulary.size, run.schedule.accumulation_at(0)),
         ("memory per rank", f"{of_states}{elsewhere}, and the activations"),
     ]
 
 
-def _order(world: World) -> str:
-    """What train.deterministic costs."""
-    if world.device.type == "cpu":
-        return "fixed, which costs nothing on a CPU"
-    return "fixed: attention's backward pass and sums by index take longer"
+def _order_rows(config: RunConfig, world: World) -> list[tuple[str, object]]:
+    """Return the row that says what train.deterministic costs."""
+    costs = {"cpu": "nothing on a CPU"}.get(world.device.type, "time in sums by index and attention")
+    return [("order of additions", f"fixed, which costs {costs}")] if config.train.deterministic else []
 
 
 def _exchange_rows(config: RunConfig, layout: Layout) -> list[tuple[str, object]]:

@@ -130,6 +130,14 @@ def test_numbers_of_nodes() -> None:
     assert order_of_backward(0, 0, 0)[:2] in (["first", "second"], ["second", "first"])
 
 
+def test_deterministic_algorithms_fill_new_memory() -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.empty(3).isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_functions_of_the_vendors_do_not_import_inductor(pool: Pool) -> None:
     assert pool.run(imports_of_inductor, ranks=1) == [(False, True)]
 

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -77,8 +77,8 @@ def test_two_runs_are_the_same_to_the_bit(
 
 def test_blocks_and_summary_know(one_rank: None, own_mode: None, tmp_path: Path) -> None:
     trainer = Trainer(run(True, tmp_path))
-    blocks = next(module.config for module in trainer.model.modules() if hasattr(module, "config"))
-    assert blocks.deterministic_mode
+    [blocks, *_] = [module.config for module in trainer.model.modules() if hasattr(module, "config")]
+    assert cast(Any, blocks).deterministic_mode
     rows = dict(summary_rows(trainer.run, trainer.world, 0, 0)["ranks"])
     assert rows["order of additions"] == "fixed, which costs nothing on a CPU"
     trainer.release()

@@ -44,6 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _verify(options: argparse.Namespace) -> bool:
+    import torch
+
     from megamoe.apps.command import check_positive
     from megamoe.apps.verify.layouts import variants_of
     from megamoe.apps.verify.mock_data import mock_data
@@ -54,7 +56,9 @@ def _verify(options: argparse.Namespace) -> bool:
     from megamoe.errors import UserError
 
     check_positive("--ranks", options.ranks)
-    most_ranks = _most_ranks(options.ranks, options.device)
+    most_ranks = options.ranks if options.device == "cpu" else min(options.ranks, torch.cuda.device_count())
+    if most_ranks == 0:
+        raise UserError("--device: found cuda, but PyTorch sees no GPU here; expected cpu")
     with tempfile.TemporaryDirectory(prefix="megamoe_verify_") as scratch:
         folder = options.keep or Path(scratch)
         try:  # the data may be on another machine
@@ -72,19 +76,6 @@ def _verify(options: argparse.Namespace) -> bool:
         print("\n".join(["smaller than the run:", *(f"  {line}" for line in lines)]), flush=True)
         session = Session(tree, folder, worlds, MOST_TRIES)
         return session.compare_all(variants, most_ranks, lambda line: print(line, flush=True))
-
-
-def _most_ranks(wanted: int, device: str) -> int:
-    """Return the most ranks of a layout: on GPUs one each."""
-    import torch
-
-    from megamoe.errors import UserError
-
-    if device == "cpu":
-        return wanted
-    if not torch.cuda.is_available():
-        raise UserError("--device: found cuda, but PyTorch sees no GPU here; expected cpu")
-    return min(wanted, torch.cuda.device_count())
 
 
 if __name__ == "__main__":

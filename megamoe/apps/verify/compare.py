@@ -19,6 +19,7 @@ KINDS = {
     f"{MUON_MOMENT}/": "gradients",
     f"{MOMENTS[1]}/": "squared gradients",
 }
+OF_METRICS = 0.05  # a smaller metric is judged as if it were this: an entropy near 0 is a sum of terms near 1
 SHOWN = 2  # differences of each kind
 
 
@@ -28,11 +29,6 @@ class Result:
 
     metrics: Metrics
     folder: Path
-
-    @property
-    def steps(self) -> int:
-        """The optimiser steps."""
-        return len(self.metrics) - 1
 
     def tensors(self, step: int) -> dict[str, Tensor]:
         """Return the floating-point tensors of a checkpoint, by name."""
@@ -51,7 +47,7 @@ class Result:
         if not self.record.exists():
             return set()
         layers = len(read_json(self.record / META, 1 << 24)["moe.layers"])
-        for step in range(1, self.steps + 1):
+        for step in range(1, len(self.metrics)):  # the last are of an evaluation
             both = (read_rows(result.record, step, "train", layers) for result in (self, other))
             for layer, (one, two) in enumerate(zip(*both, strict=True), 1):
                 found |= {(step, layer, token) for token in _other_tokens(one, two)}
@@ -98,8 +94,9 @@ def differences(
         if one is None or other is None or one.shape != other.shape:
             wrong.append(Difference(step, kind, f"{name} (missing or of another shape)", float("inf"), 0.0))
             return
-        size = _distance(one, other)
-        allowed = floor if noise is None else max(floor, times * _distance(noise, other))
+        least = OF_METRICS if kind == "metrics" else 1e-30
+        size = _distance(one, other, least)
+        allowed = floor if noise is None else max(floor, times * _distance(noise, other, least))
         largest[kind] = max(largest.get(kind, 0.0), size)
         if not size <= allowed:
             wrong.append(Difference(step, kind, name, size, allowed))
@@ -109,7 +106,7 @@ def differences(
         tables = [{name: torch.tensor(value).double() for name, value in run.items()} for run in runs]
         for name in sorted({*tables[0], *tables[1]}):
             judge(step, "metrics", name, *(table.get(name) for table in tables))
-        if step in (1, found.steps):
+        if step in (1, len(found.metrics) - 1):
             tables = [result.tensors(step) for result in results]
             for name in sorted({*tables[0], *tables[1]}):
                 judge(step, _kind(name), name.partition("/")[2], *(table.get(name) for table in tables))
@@ -131,7 +128,7 @@ def _kind(name: str) -> str:
     return next(kind for prefix, kind in KINDS.items() if name.startswith(prefix))
 
 
-def _distance(one: Tensor, other: Tensor) -> float:
+def _distance(one: Tensor, other: Tensor, least: float) -> float:
     if torch.equal(one, other):
         return 0.0
-    return float((one - other).norm() / other.norm().clamp_min(1e-30))
+    return float((one - other).norm() / other.norm().clamp_min(least))

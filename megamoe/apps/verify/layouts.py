@@ -1,7 +1,6 @@
 """The layouts and features under which a run is compared with one rank."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from megamoe.config.layer_kinds import kinds
 from megamoe.moe.capabilities import provides
 from megamoe.moe.validation import chosen_parts
 from megamoe.parallel.layout import fewest_ranks
-from megamoe.parallel.zero.deepspeed_config import ParallelPlan, resolve_parallel
+from megamoe.parallel.zero.deepspeed_config import resolve_parallel
 
 # Megatron-Core's and DeepSpeed's names of the sizes.
 SHORT = {
@@ -90,8 +89,10 @@ class Variant:
         """
         parallel = parse_config(changed(tree, self.parallel)).parallel
         data = self.ranks // (parallel.pipeline * parallel.context * parallel.tensor)
-        wide = {"train.micro_batch_size": data} if data > 1 and any(_together(parse_config(tree))) else {}
-        return Variant(1, {key: self.changes[key] for key in ("precision",) if key in self.changes} | wide)
+        parts = [part for kind in kinds(parse_config(tree)) for _, part in chosen_parts(kind.config.moe)]
+        together = any(provides("over_all_ranks", part) for part in parts)
+        wide = {"train.micro_batch_size": data} if data > 1 and together else {}
+        return Variant(1, {"precision": self.precision, **wide} if self.precision != "fp32" else wide)
 
     @property
     def parallel(self) -> Changes:
@@ -131,20 +132,9 @@ def own_variant(config: RunConfig, stage: int, tree: Tree) -> Variant:
     return replace(own, ranks=max(2, fewest))
 
 
-def _together(config: RunConfig) -> Iterator[bool]:
-    for kind in kinds(config):
-        for _, choice in chosen_parts(kind.config.moe):
-            yield provides("over_all_ranks", choice)
-
-
-def plan_of(config: RunConfig) -> ParallelPlan:
-    """Return the run's ZeRO stage and precision, among others."""
-    return resolve_parallel(config, fewest_ranks(config.parallel))
-
-
 def variants_of(config: RunConfig, tree: Tree) -> list[Variant]:
     """Return the run's own layout, in fp32 and in the run's bf16, and the others. tree: see `own_variant`."""
-    plan = plan_of(config)
+    plan = resolve_parallel(config, fewest_ranks(config.parallel))
     own = own_variant(config, plan.stage, tree)
     in_bf16 = [Variant(own.ranks, {**own.changes, "precision": "bf16"})] if plan.precision == "bf16" else []
     every = [own, *in_bf16, *(Variant(*each) for each in ALWAYS)]

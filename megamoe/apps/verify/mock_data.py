@@ -1,6 +1,7 @@
 """Small prepared data in place of a run's own, for objectives that read more than text."""
 
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,8 +14,6 @@ from megamoe.objectives.objective import objective_class
 TEXTS = 64  # of each kind
 COMMON: Changes = {
     "data.mock": False,
-    "data.validation": {},
-    "data.sampling_exponent": None,
     "data.sequence_length": 64,
     "data.split": [0.8, 0.2, 0.0],
     "model.vocab_size": None,
@@ -26,25 +25,24 @@ def mock_data(config: RunConfig, folder: Path) -> Changes | None:
 
     Returns: the keys that name them; None for an objective that reads text, or labels that are no words.
     """
-    objective, name = config.train.objective.to_dict(), config.train.objective.name
-    reads = objective_class(config).reads
-    folder.mkdir(parents=True, exist_ok=True)
-    if reads == "pairs":
+    objective, part = config.train.objective.to_dict(), objective_class(config)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    if part.reads == "pairs":
         languages = objective.get("languages") or ["de"]
         lines = "".join(f"{n} {'s' * (n % 9)}\t{'t' * (n % 12 + 1)} {n}\n" for n in range(TEXTS))
         (folder / "pairs.tsv").write_text(lines)
-        files = [[language, str(folder / "pairs.tsv")] for language in languages]
-        prepared = PairPreparation(str(folder / "out"), tsv=files, tokenizer="bytes", split=[0.7, 0.3, 0.0])
-        prepare_pairs(prepared)
-        source = folder / "out" / "pairs" / "train"
+        files, output = [[language, str(folder / "pairs.tsv")] for language in languages], folder / "out"
+        prepare_pairs(PairPreparation(str(output), tsv=files, tokenizer="bytes", split=[0.7, 0.3, 0.0]))
+        source = output / "pairs" / "train"
         objective |= {"bucket": 4, "validate": []}
-    elif name == "chat":
+    elif part.reads == "text" and part.pads:
         turns = (("user", "say {0}"), ("assistant", "it is {0}"))
         talks = [[{"role": r, "content": text.format(n)} for r, text in turns] for n in range(TEXTS)]
         _write_lines(folder / "chat.jsonl", [{"messages": messages} for messages in talks])
         source = folder / "chat"
         prepare_chat(ChatPreparation(str(source), [str(folder / "chat.jsonl")], "bytes", template="plain"))
-    elif name == "classification":
+    elif part.predicts == "label":
         labels = [f"label {n}" for n in range(config.model.num_labels or 2)]
         (folder / "labels.json").write_text(json.dumps({"labels": labels}))
         rows = [{"text": "x" * (n % 9 + 1) + str(n), "label": labels[n % len(labels)]} for n in range(TEXTS)]
@@ -55,7 +53,7 @@ def mock_data(config: RunConfig, folder: Path) -> Changes | None:
     else:
         return None
     sources = [{"path": str(source), "weight": 1.0}]
-    tokenizer = "bytes" if reads == "labels" else None  # other data name their own
+    tokenizer = "bytes" if part.reads == "labels" else None  # other data name their own
     return {**COMMON, "data.sources": sources, "data.tokenizer": tokenizer, "train.objective": objective}
 
 

@@ -122,11 +122,8 @@ def changed(tree: Tree, changes: Changes) -> Tree:
     """Return a copy with the values of dotted keys replaced."""
     tree = copy.deepcopy(tree)
     for dotted, value in changes.items():
-        *sections, key = dotted.split(".")
-        node: Any = tree
-        for section in sections:
-            node = node[int(section) if isinstance(node, list) else section]
-        node[key] = value
+        section, _, key = dotted.rpartition(".")
+        (value_at(tree, section) if section else tree)[key] = value
     return tree
 
 
