@@ -112,6 +112,7 @@ RULES = [
     Rule(r"make test-quick", "tests/test_touched.py"),
     Rule(r"python benchmarks/(moe_layer)\.py", "tests/benchmarks/test_moe_layer.py"),
     Rule(r"python benchmarks/train_step\.py", "tests/benchmarks/test_train_step.py"),
+    Rule(r"make fuzz .*", "tests/test_fuzz.py"),
     Rule(r"make gpu-check", "tests/benchmarks/test_gpu_check.py"),
     # Not run.
     Rule(
