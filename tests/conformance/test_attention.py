@@ -60,8 +60,7 @@ def test_a_window_counts_the_querys_own_position() -> None:
     Reported: huggingface/transformers#39408, sgl-project/sglang#26147
     """
     query, key, value = (heads(number) for number in range(3))
-    options = {"variant": Variant(window=3), "kernels": DEFAULT_KERNELS}
-    found = plain_causal_attention(query, key, value, **options)
+    found = plain_causal_attention(query, key, value, variant=Variant(window=3), kernels=DEFAULT_KERNELS)
     last = plain_causal_attention(query[3:], key[3:], value[3:], kernels=DEFAULT_KERNELS)
     torch.testing.assert_close(found[-1], last[-1])
 
@@ -75,9 +74,9 @@ def test_attention_from_a_cache_has_the_sinks() -> None:
     query, key, value = (heads(number) for number in range(3))
     variant = Variant(sinks_N=torch.tensor([1.0, -1.0]))
     whole_SBH = plain_causal_attention(query, key, value, variant=variant, kernels=DEFAULT_KERNELS)
-    sides = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+    query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
     visible = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
-    cached = masked_attention(*sides, visible, None, variant)
+    cached = masked_attention(query, key, value, visible, None, variant)
     torch.testing.assert_close(cached.permute(2, 0, 1, 3).flatten(2), whole_SBH)
 
 
@@ -108,9 +107,8 @@ def test_the_recorded_loss_of_a_depth_is_a_mean_over_tokens(one_rank: None) -> N
     Reported: NVIDIA/Megatron-LM#4896
     """
     both, _ = one_step(TWO_DEPTHS)
-    each = [one_step(TWO_DEPTHS, batches=[batch])[0].mtp for batch in BATCHES]
-    counts = [
-        prediction_masks(batch.loss_mask_BS, batch.position_ids_BS, 2)[1:].sum((1, 2)) for batch in BATCHES
-    ]
-    expected = sum(torch.tensor(mtp) * count for mtp, count in zip(each, counts, strict=True)) / sum(counts)
-    assert both.mtp == pytest.approx(expected.tolist(), rel=1e-4)
+    means_ND = torch.tensor([one_step(TWO_DEPTHS, batches=[batch])[0].mtp for batch in BATCHES])
+    masks = (prediction_masks(batch.loss_mask_BS, batch.position_ids_BS, 2) for batch in BATCHES)
+    counts_ND = torch.stack([mask[1:].sum((1, 2)) for mask in masks])
+    expected_D = (means_ND * counts_ND).sum(0) / counts_ND.sum(0)
+    assert both.mtp == pytest.approx(expected_D.tolist(), rel=1e-4)

@@ -163,6 +163,7 @@ def test_muon_takes_each_expert_by_itself() -> None:
     torch.testing.assert_close(orthogonalise(stack_EMN, rows), torch.stack(each), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.full
 @fails_with(Edit(BIAS, "num_experts, dtype=torch.float32)", "num_experts), persistent=False"))
 def test_a_resumed_run_has_its_biases(tmp_path: Path) -> None:
     """A checkpoint has no balancing biases, or zeros, and a resumed run begins to balance anew.
@@ -189,7 +190,7 @@ def test_an_export_has_the_biases(tmp_path: Path) -> None:
     """
     run(tmp_path, "name=a", "train.steps=1", "evaluation.batches=0", "model.tie_embeddings=false", BIASED)
     export_run(tmp_path / "a", tmp_path / "hf", report=lambda line: None)
-    exported = {}
+    exported: dict[str, torch.Tensor] = {}
     for path in (tmp_path / "hf").glob("*.safetensors"):
         exported |= load_file(path)
     biases = [tensor for name, tensor in exported.items() if name.endswith("e_score_correction_bias")]
