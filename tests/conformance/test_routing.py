@@ -23,12 +23,11 @@ from tests.support.moe.build import (
     moe_config,
     route_scores,
     routed,
-    select,
 )
 from tests.support.tiny import check_on, tiny
 from tests.train.test_loop import run, without_times
 
-ROUTER, TOP_K = "megamoe.moe.router", "megamoe.moe.selectors.top_k"
+ROUTER = "megamoe.moe.router"
 DISPATCH, SWITCH = "megamoe.moe.dispatch.dispatcher", "megamoe.moe.losses.switch_balance"
 BIAS, EXPORT = "megamoe.moe.score_functions.expert_bias", "megamoe.apps.hf.export_run"
 HIDDEN = "replace(wanted, weight_N=wanted.weight_N - (wanted.weight_N * ~kept).detach())"
@@ -56,37 +55,6 @@ def test_an_expert_outside_the_groups_is_never_chosen() -> None:
     routing = route_scores(router, scores(16))
     assert routing.candidates_TE is not None
     assert bool(routing.candidates_TE[routing.pairs.token_N, routing.pairs.expert_N].all())
-
-
-@fails_with(Edit(TOP_K, "only_valid(scored.probs_TE.gather", "only_valid(scored.ranking_TE.gather"))
-def test_the_bias_is_not_in_the_weights() -> None:
-    """The balancing bias, which is for the choice alone, enters the weights of the experts' outputs.
-
-    Reported: vllm-project/vllm#12002, MetaX-MACA/vLLM-metax#284
-    """
-    router = make_router(
-        8,
-        score_function={"name": "sigmoid", "bias_update": 0.01},
-        selector={"name": "top_k", "k": 2, "weights": "raw"},
-    )
-    assert isinstance(router.score_function.bias_E, torch.Tensor)
-    router.score_function.bias_E.copy_(torch.linspace(-0.3, 0.3, 8))
-    pairs = route_scores(router, scores(16)).pairs
-    expected_N = scores(16).sigmoid()[pairs.token_N, pairs.expert_N]
-    torch.testing.assert_close(pairs.weight_N, expected_N)
-
-
-@fails_with(Edit(TOP_K, "return weight_TK * self.config.scale", "return weight_TK"))
-def test_the_scale_of_the_weights_does_not_need_renormalised_ones() -> None:
-    """The constant factor on the routed experts' weights is left out if they are not renormalised.
-
-    Reported: sgl-project/sglang-jax#1282, sgl-project/sglang#31449
-    """
-    for weights in ("raw", "renormalised"):
-        plain, scaled = (
-            select("top_k", make_scored(scores(8)), k=2, weights=weights, scale=scale) for scale in (1, 2.5)
-        )
-        torch.testing.assert_close(scaled.weight_N, 2.5 * plain.weight_N)
 
 
 @fails_with(Edit(ROUTER, "self.selector.after_drops(wanted.keep(kept))", HIDDEN))
