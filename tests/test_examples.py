@@ -13,7 +13,7 @@ from megamoe.model.size import model_size
 from megamoe.objectives.objective import TokenShares
 from megamoe.train import resolved
 from megamoe.train.command import main
-from megamoe.validation import memory
+from megamoe.validation import early, memory
 
 ROOT = Path(__file__).parents[1]
 NO_RUNS = ("kubernetes", "wandb", "tasks", "shared", "lm_eval", "studies")  # folders of other YAML files
@@ -28,6 +28,7 @@ def test_every_example_passes_the_check(
     monkeypatch.chdir(ROOT)
     without_data(monkeypatch)
     made = SimpleNamespace(samples_per_epoch=lambda: 10**9)
+    monkeypatch.setattr(early, "check_files", lambda path, card: None)
     monkeypatch.setattr(resolved, "source_problems", lambda config: [])
     monkeypatch.setattr(resolved, "data_vocabulary", lambda config: Vocabulary(DEMO_VOCABULARY, 0, None))
     monkeypatch.setattr(resolved, "num_added_ids", lambda config, vocabulary: 0)

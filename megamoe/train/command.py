@@ -44,13 +44,17 @@ def main(arguments: list[str] | None = None) -> int:
         from megamoe.validation.early import early_problems, shorter_warmup
 
         overrides += (shorter := shorter_warmup(options.config, overrides))
-        if (options.check or _has_one_node()) and (problems := early_problems(options.config, overrides)):
-            return _told(problems) if options.check else report_error(UserError(problems[0]))
+        of_one_node = options.check or _has_one_node()
+        problems, ends = early_problems(options.config, overrides) if of_one_node else ([], False)
+        if problems and not options.check:
+            return report_error(UserError(problems[0]))
+        if _told(problems) and ends:
+            return ExitCode.MISTAKE
         if shorter and (os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0") == "0":
             print(f"note: {shorter[0]}, as the command line's train.steps is less", file=sys.stderr)
         configure_libraries()
         if options.check or options.ranks is not None:
-            return _check(options, overrides)
+            return _check(options, overrides, problems)
         from megamoe.parallel.rank_consistency import raise_on_all_ranks
 
         with raise_on_all_ranks({}), importing():
@@ -62,8 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
         return report_error(error)
 
 
-def _check(options: argparse.Namespace, overrides: list[str]) -> int:
-    """Print every problem of the run, or one line that it is valid; return the exit code.
+def _check(options: argparse.Namespace, overrides: list[str], told: list[str]) -> int:
+    """Print every problem of the run but those `told`, or one line that it is valid; return the exit code.
 
     Nothing is built and no rank is started. Without --ranks the number is the launcher's, or without a
     launcher the fewest that the layout needs.
@@ -90,7 +94,8 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> int:
         raise UserError(f"--ranks: found {size:,}, expected 1 to {MOST_RANKS:,}")
     problems, run = examine(config, size, replace(world, size=size))
     if run is None or problems:
-        return _told(problems)
+        _told([problem for problem in problems if str(problem) not in told])
+        return ExitCode.MISTAKE
     layout, plan = run.plan.layout, run.plan
     sizes = f"data {layout.data}, tensor {layout.tensor}, expert {layout.expert} x {layout.expert_tensor}"
     staged = {"pipeline": layout.pipeline, "context": layout.context}
@@ -111,10 +116,10 @@ def _has_one_node() -> bool:
 
 
 def _told(problems: Sequence[object]) -> int:
-    """Print problems, a line each; return the exit code of a mistake."""
+    """Print problems, a line each; return the exit code: of a mistake if there is one."""
     for problem in problems:
-        print(f"error: {printable(problem, LONGEST_LINE)}", file=sys.stderr)
-    return ExitCode.MISTAKE
+        print(f"error: {printable(problem, LONGEST_LINE)}", file=sys.stderr, flush=True)
+    return ExitCode.MISTAKE if problems else ExitCode.FINISHED
 
 
 def run() -> None:

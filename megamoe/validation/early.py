@@ -26,8 +26,11 @@ from megamoe.validation.schedule import schedule_problems
 OF_PLUGINS = ("plugins", "moe", "train.objective", "train.callbacks", "parallel.exchange")
 
 
-def early_problems(path: str, overrides: Sequence[str]) -> list[str]:
-    """Return the problems of a run's YAML with overrides, each as the later checks would tell it."""
+def early_problems(path: str, overrides: Sequence[str]) -> tuple[list[str], bool]:
+    """Return the problems of a run's YAML with overrides, each as the later checks would tell it.
+
+    And whether the schema does not hold, so that nothing further can be checked.
+    """
     try:
         tree = _tree(path, overrides)
         for key in OF_PLUGINS if tree.get("plugins") else ():
@@ -35,10 +38,10 @@ def early_problems(path: str, overrides: Sequence[str]) -> list[str]:
         with registry.names_only():
             config = parse_config(tree, path, overrides)
     except ConfigError as error:
-        return list(map(str, error.args))
+        return list(map(str, error.args)), True
     except UserError as error:
-        return [str(error)]
-    return list(map(str, _problems(config)))
+        return [str(error)], True
+    return list(map(str, _problems(config))), False
 
 
 def shorter_warmup(path: str, overrides: Sequence[str]) -> list[str]:

@@ -115,7 +115,7 @@ def test_weights_inside_experts_with_biases_are_refused() -> None:
     try:
         check_on(tiny("moe.weights_in_activation=true", "moe.expert_bias=true"), 1)
     except UserError as error:
-        refused = "not a multiple of its activation" in str(error)
+        refused = "no multiple of its activation" in str(error)
     assert refused
 
 

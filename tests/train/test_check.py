@@ -43,16 +43,9 @@ def test_problems_of_all_topics_are_told_at_once(
         json.dumps({"zero_optimization": {"stage": 1}, "gradient_clipping": 9, "optimizer": {}})
     )
     found = keys(*WRONG)
-    assert found == [
-        "model.attention.sinks",
-        "parallel.expert",
-        "moe.router.selector",
-        "optimizer.min_lr",
-        "model.gpu_kernels",
-        "ds.json",
-        "ds.json",
-        "data 'nowhere/text'",
-    ]
+    at_once = ["optimizer.min_lr", "data 'nowhere/text'"]  # without torch
+    later = ["model.attention.sinks", "parallel.expert", "moe.router.selector", "model.gpu_kernels"]
+    assert found == [*at_once, *later, "ds.json", "ds.json"]
     assert pretrain(*WRONG) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"error: {found[0]}: ")
