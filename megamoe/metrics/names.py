@@ -40,7 +40,11 @@ TRAINING = Table()
 STEP = TRAINING.add("step", "steps", "optimiser steps since the run's start")
 TOKENS = TRAINING.add("tokens", "tokens", "global batch x sequence length, summed since the run's start")
 TIME = TRAINING.add("time", "s", "seconds since the epoch")
-LM_LOSS = TRAINING.add("train/lm_loss", "nats", "mean cross entropy of the unmasked tokens, with smoothing")
+LM_LOSS = TRAINING.add(
+    "train/lm_loss",
+    "nats",
+    "mean cross entropy of the unmasked tokens; smoothed with `train.label_smoothing`",
+)
 MTP_LOSS = TRAINING.add(
     "train/lm_loss/mtp_<k>",
     "nats",
@@ -50,18 +54,25 @@ MTP_LOSS = TRAINING.add(
 LOSS = TRAINING.add(
     "train/loss",
     "nats",
-    f"`train/lm_loss` + all `train/<loss>/weighted` + `multi_token_prediction.weight` x mean of `{MTP_LOSS}`",
+    "`train/lm_loss` + the sum of all `train/<loss>/weighted` + `model.multi_token_prediction.weight` times "
+    f"the mean of `{MTP_LOSS}`",
 )
 AUXILIARY_LOSS = TRAINING.add("train/<loss>", "1", "the loss unweighted, mean over layers and micro batches")
 WEIGHTED_LOSS = TRAINING.add(
-    "train/<loss>/weighted", "nats", "weight x the auxiliary loss, mean over micro batches, sum over layers"
+    "train/<loss>/weighted",
+    "nats",
+    "weight x the auxiliary loss, mean over micro batches, summed over layers",
 )
 GRAD_NORM = TRAINING.add("train/grad_norm", "1", "L2 norm of the gradient before clipping")
 LR = TRAINING.add("train/lr", "1", "learning rate of the step")
 BATCH_SIZE = TRAINING.add("train/batch_size", "sequences", "sequences of the global batch")
 LOSS_SCALE = TRAINING.add("train/loss_scale", "1", "the loss scale of the step", "fp16")
-SKIPPED_STEPS = TRAINING.add("train/skipped_steps", "steps", "steps not applied so far", "fp16, or above 0")
-VAL_LM_LOSS = TRAINING.add("val/lm_loss", "nats", "cross entropy of validation data, unsmoothed", EVALUATION)
+SKIPPED_STEPS = TRAINING.add(
+    "train/skipped_steps", "steps", "steps not applied since the run's start", "fp16, or after the first one"
+)
+VAL_LM_LOSS = TRAINING.add(
+    "val/lm_loss", "nats", "mean cross entropy of validation data, unsmoothed", EVALUATION
+)
 SET_LM_LOSS = TRAINING.add("val/<set>/lm_loss", "nats", "loss of each further validation set", EVALUATION)
 TEST_LM_LOSS = TRAINING.add("test/lm_loss", "nats", "loss of the third share of `data.split`", "the end")
 for _of_set, _when in (("val", EVALUATION), ("val/<set>", EVALUATION), ("test", "the end")):
@@ -88,7 +99,9 @@ STAGES = {  # of the MoE layers, by their names in `moe/timers.py`
     "experts": SPEED.add("perf/experts_s", "s", "the routed experts", TIMERS),
     "combine": SPEED.add("perf/combine_s", "s", "rows sent back and summed", TIMERS),
 }
-OWN_S = SPEED.add("perf/own_s", "s", "median over ranks and steps of [own time](#stragglers)", RANKS)
+OWN_S = SPEED.add(
+    "perf/own_s", "s", "median over ranks and steps of a rank's own time ([stragglers](#stragglers))", RANKS
+)
 SLOWEST_OWN_S = SPEED.add("perf/slowest_own_s", "s", "`perf/own_s` of the slowest rank", RANKS)
 SLOWEST_RANK = SPEED.add("perf/slowest_rank", "rank", "the rank with the largest median", RANKS)
 STRAGGLERS = SPEED.add("perf/stragglers", "ranks", "the number of ranks that are named as stragglers", RANKS)
@@ -97,12 +110,18 @@ LAYERS = Table()  # names within a layer: `of_layer` and `over_layers` make keys
 LOAD = LAYERS.add("load", "pairs", "n_i, a list over the experts")
 IMBALANCE = LAYERS.add("imbalance", "1", "max_i n_i / mean_i n_i; 0 without any pair")
 MAX_VIO = LAYERS.add("max_vio", "1", "max_i n_i / mean_i n_i - 1 (Wang et al. 2024, 2408.15664, eq. 4)")
-MAX_VIO_RUN = LAYERS.add("max_vio_run", "1", "`max_vio` of all applied steps of the run together")
+MAX_VIO_RUN = LAYERS.add(
+    "max_vio_run", "1", "`max_vio` of all applied steps of the run together; kept in checkpoints"
+)
 LOAD_CV = LAYERS.add("load_cv", "1", "standard deviation / mean of n_i, over the experts")
 DEAD = LAYERS.add("dead", "experts", "experts without a pair in the last `log.dead_window` applied steps")
 DROPPED = LAYERS.add("dropped", "1", "1 - pairs computed / pairs chosen by the selector")
-EXPERTS_PER_TOKEN = LAYERS.add("experts_per_token", "experts", "mean number of experts that compute a token")
-WIDTH_HISTOGRAM = LAYERS.add("width_histogram", "tokens", "a list: tokens computed by 0, 1, 2, ... experts")
+EXPERTS_PER_TOKEN = LAYERS.add(
+    "experts_per_token", "experts", "mean over tokens of the number of experts that compute the token"
+)
+WIDTH_HISTOGRAM = LAYERS.add(
+    "width_histogram", "tokens", "tokens computed by 0, 1, 2, ... experts, a list without zeros at its end"
+)
 GATE_ENTROPY = LAYERS.add(
     "gate_entropy", "nats", "mean over tokens of -sum_i q_i ln q_i, q_i = p_i / sum_j p_j over candidates"
 )
@@ -113,11 +132,14 @@ RANK_LOAD = LAYERS.add(
     "a list over the expert-parallel ranks of the sum of n_i over a rank's experts, over all of their copies",
     EXPERT_RANKS,
 )
-RANK_IMBALANCE = LAYERS.add("rank_imbalance", "1", "max / mean of `rank_load`", EXPERT_RANKS)
+RANK_IMBALANCE = LAYERS.add(
+    "rank_imbalance", "1", "max / mean of `rank_load`: the imbalance of the all-to-all", EXPERT_RANKS
+)
 RANK_OVERLOAD = LAYERS.add(
     "rank_overload",
     "1",
-    "the sum of what ranks have above the mean of `rank_load` / its sum: what an even load would move",
+    "the part of `rank_load` above its mean, summed over ranks / its sum: the share of pairs that an even "
+    "load would move",
     EXPERT_RANKS,
 )
 
@@ -125,7 +147,9 @@ PARTS = Table()  # of each layer alone, without a mean over layers
 LAYER_LOSS = PARTS.add("loss/<loss>", "1", "the layer's auxiliary loss, unweighted, mean over micro batches")
 PARTS.add("scorer/temperature", "1", "tau of `cosine` at the step's forward pass")
 PARTS.add("scorer/embedding_norm", "1", "mean L2 norm of the experts' rows in the scorer's weight")
-PARTS.add("residual/norm", "1", "mean L2 norm of the rows of the residual's weight", "`residual: gating`")
+PARTS.add(
+    "residual/norm", "1", "mean L2 norm of the experts' rows in the residual's weight", "`residual: gating`"
+)
 PARTS.add("score_function/bias_range", "1", "max_i b_i - min_i b_i", "`bias_update`")
 PARTS.add("<part>/<number>", "the part's unit", "what a part of your own returns in `metrics()`")
 
@@ -136,9 +160,15 @@ OVER_LAYERS = SHOWN.add(
     "`min`, `p25`, `median`, `p75` and `max` over layers; of names with a slash `min`, `median` and `max`, "
     "and of the first 16 such names in alphabetical order",
 )
-LOAD_HISTOGRAM = SHOWN.add("load/histogram", "experts", "experts by load / mean: 32 bins up to 4 and above")
-LOAD_QUANTILE = SHOWN.add("load/<quantile>", "1", "quantiles over experts of load / mean load of their layer")
-WIDTHS = SHOWN.add("experts_per_token", "tokens", "the sum of `width_histogram` over layers")
+LOAD_HISTOGRAM = SHOWN.add(
+    "load/histogram", "experts", "experts by load / mean, in 32 bins up to 4; the last has all above"
+)
+LOAD_QUANTILE = SHOWN.add(
+    "load/<quantile>", "1", "quantiles over all experts of all layers of load / mean load of the layer"
+)
+WIDTHS = SHOWN.add(
+    "experts_per_token", "tokens", "the sum of `width_histogram` over layers, up to 32 experts or more"
+)
 
 TABLES = (TRAINING, SPEED, LAYERS, PARTS, SHOWN)  # in the order of the page
 IN_LAYER = re.compile("moe/([^/]+)/(.+)")  # a layer's name in keys, such as `layer_02`, and the metric's

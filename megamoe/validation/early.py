@@ -86,11 +86,11 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
     yield from size_problems(config.model)
     yield from schedule_problems(config)
     files: list[Callable[[], object]] = [lambda: read_deepspeed_config(config.parallel.deepspeed)]
+    if (remote := config.checkpoint.remote) is not None:
+        files.append(partial(check_folder, "checkpoint.remote", remote))
     if not config.data.mock and config.train.objective.name == DEFAULTS["objective"]:
         paths = (source.path for source in config.data.sources if not is_url(source.path))
         files += [partial(check_files, path, None) for path in paths]
-    if (remote := config.checkpoint.remote) is not None:
-        files.append(partial(check_folder, "checkpoint.remote", remote))
     for check in files:
         try:
             check()

@@ -56,7 +56,7 @@ MISTAKES = {
     "checkpoint.remote=s3://key:word@bucket/a": "checkpoint.remote",
     "seed=none": "seed: expected a whole number",
     "steps": "override 'steps': expected section.key=value",
-    "model.hidden_size=[": "is not a YAML value",
+    "model.hidden_size=[": "is no YAML value",
 }
 IN_A_NEW_PROCESS = """
 import contextlib, io, json, sys, time

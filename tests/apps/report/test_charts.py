@@ -55,7 +55,7 @@ def test_every_panel_says_what_its_metrics_are(tmp_path: Path) -> None:
 
 def test_a_definition_is_text_with_code_and_without_links() -> None:
     told = definition(Panel("Own time", "t (s)", keys=(names.OWN_S,)), "x")
-    assert "of own time" in told and "](#" not in told
+    assert "own time (stragglers)" in told and "](#" not in told
     told = definition(Panel("L", "l (nats)", keys=(names.LM_LOSS,)), "Loss: L")
     assert "<code>train.label_smoothing</code>" in told and "<code>train/lm_loss</code> (nats)" in told
     assert "n_i is the load" in definition(Panel("i", "i (1)", keys=("moe/<layer>/imbalance",)), "x")
