@@ -91,7 +91,10 @@ def plan_command(name: str) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("name", sorted(PUBLISHED))
 def test_a_recipe_fits_on_its_cluster(name: str, tmp_path: Path) -> None:
-    """Planned by its own command, in 60 s of CPU time, within 8 GiB."""
+    """Planned by its own command, within 8 GiB and 60 s of CPU time: 300 s with Muon or attention sinks.
+
+    With Muon the whole model is simulated, and sinks have thousands of operators.
+    """
     arguments = [*plan_command(name), "--json", str(tmp_path / "plan.json")]
     process = subprocess.Popen(
         [sys.executable, "-W", "ignore", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL
@@ -101,8 +104,10 @@ def test_a_recipe_fits_on_its_cluster(name: str, tmp_path: Path) -> None:
     assert process.returncode == 0
     plan = json.loads((tmp_path / "plan.json").read_text())
     assert plan["fits"]
-    assert plan["differences"] == load_config(RECIPES / f"{name}.yaml").differences
-    assert used.ru_utime + used.ru_stime < 60
+    config = load_config(RECIPES / f"{name}.yaml")
+    assert plan["differences"] == config.differences
+    is_long = config.optimizer.name == "muon" or config.model.attention.sinks
+    assert used.ru_utime + used.ru_stime < (300 if is_long else 60)
     assert used.ru_maxrss < 8 << 20  # KiB
 
 
