@@ -96,16 +96,13 @@ def test_a_recipe_fits_on_its_cluster(name: str, tmp_path: Path) -> None:
     With Muon the whole model is simulated, and sinks have thousands of operators.
     """
     arguments = [*plan_command(name), "--json", str(tmp_path / "plan.json")]
-    process = subprocess.Popen(
-        [sys.executable, "-W", "ignore", *arguments], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
+    command = [sys.executable, "-W", "ignore", *arguments]
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL)
     _, status, used = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     assert process.returncode == 0
-    plan = json.loads((tmp_path / "plan.json").read_text())
-    assert plan["fits"]
-    config = load_config(RECIPES / f"{name}.yaml")
-    assert plan["differences"] == config.differences
+    plan, config = json.loads((tmp_path / "plan.json").read_text()), load_config(RECIPES / f"{name}.yaml")
+    assert plan["fits"] and plan["differences"] == config.differences
     is_long = config.optimizer.name == "muon" or config.model.attention.sinks
     assert used.ru_utime + used.ru_stime < (300 if is_long else 60)
     assert used.ru_maxrss < 8 << 20  # KiB
