@@ -93,7 +93,7 @@ def _check(options: argparse.Namespace, overrides: list[str], told: list[str]) -
     if not 0 < size <= MOST_RANKS:
         raise UserError(f"--ranks: found {size:,}, expected 1 to {MOST_RANKS:,}")
     problems, run = examine(config, size, replace(world, size=size))
-    if run is None or problems:
+    if run is None or problems or told:
         _told([problem for problem in problems if str(problem) not in told])
         return ExitCode.MISTAKE
     layout, plan = run.plan.layout, run.plan

@@ -15,15 +15,16 @@ from megamoe.config import RunConfig
 from megamoe.config.files import read_run
 from megamoe.config.load import apply_override, parse_config
 from megamoe.config.parts import DEFAULTS
-from megamoe.data.card import check_files
-from megamoe.errors import ConfigError, Problem, UserError
+from megamoe.data.card import LABELLED, check_files, is_pairs
+from megamoe.errors import Problem, UserError
 from megamoe.object_storage import check_folder, is_url
 from megamoe.parallel.zero.deepspeed_config import read_deepspeed_config
 from megamoe.validation.architecture import size_problems
 from megamoe.validation.schedule import schedule_problems
 
-# What a plugin may define.
+# What a plugin may define, and what says how the schedule fits the steps.
 OF_PLUGINS = ("plugins", "moe", "train.objective", "train.callbacks", "parallel.exchange")
+OF_SCHEDULE = {f"optimizer{key}" for key in ("", ".warmup_steps", ".warmup_share", ".decay_steps")}
 
 
 def early_problems(path: str, overrides: Sequence[str]) -> tuple[list[str], bool]:
@@ -37,10 +38,8 @@ def early_problems(path: str, overrides: Sequence[str]) -> tuple[list[str], bool
             _leave_out(tree, key)
         with registry.names_only():
             config = parse_config(tree, path, overrides)
-    except ConfigError as error:
+    except UserError as error:  # a ConfigError has all problems
         return list(map(str, error.args)), True
-    except UserError as error:
-        return [str(error)], True
     return list(map(str, _problems(config))), False
 
 
@@ -52,9 +51,8 @@ def shorter_warmup(path: str, overrides: Sequence[str]) -> list[str]:
     Raises:
         UserError: for a file that cannot be read, or an override of another form.
     """
-    if "train.steps" not in (keys := {override.partition("=")[0] for override in overrides}):
-        return []
-    if keys & {"optimizer", "optimizer.warmup_steps", "optimizer.warmup_share", "optimizer.decay_steps"}:
+    keys = {override.partition("=")[0] for override in overrides}
+    if "train.steps" not in keys or keys & OF_SCHEDULE:
         return []
     tree = _tree(path, overrides)
     train, optimizer = (tree.get(name) or {} for name in ("train", "optimizer"))
@@ -89,8 +87,9 @@ def _problems(config: RunConfig) -> Iterator[Problem]:
     if (remote := config.checkpoint.remote) is not None:
         files.append(partial(check_folder, "checkpoint.remote", remote))
     if not config.data.mock and config.train.objective.name == DEFAULTS["objective"]:
-        paths = (source.path for source in config.data.sources if not is_url(source.path))
-        files += [partial(check_files, path, None) for path in paths]
+        for path in (source.path for source in config.data.sources):
+            if not (is_url(path) or is_pairs(path) or path.endswith(LABELLED)):  # which later checks tell
+                files.append(partial(check_files, path, None))
     for check in files:
         try:
             check()

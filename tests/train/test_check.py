@@ -59,6 +59,10 @@ def test_a_file_that_cannot_be_read_hides_no_other_problem(keys: Callable[..., l
     ]
 
 
+def test_a_problem_that_the_first_look_alone_tells(keys: Callable[..., list[str]]) -> None:
+    assert keys("checkpoint.remote=s3:/bucket") == ["checkpoint.remote"]
+
+
 def test_the_memory_is_computed_for_what_is_right_otherwise(keys: Callable[..., list[str]]) -> None:
     large = ("model.hidden_size=65536", "model.num_layers=1000")
     assert keys(*large) == ["memory"]

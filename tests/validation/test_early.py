@@ -17,7 +17,6 @@ MISTAKES = {
     "model.hidden_sise=128": "model: unknown key 'hidden_sise'; did you mean 'hidden_size'?",
     "modle.hidden_size=128": "unknown key 'modle'; did you mean 'model'?",
     "model.hidden_size=big": "model.hidden_size: expected a whole number, found 'big'",
-    "model.hidden_size=-1": "model.hidden_size: expected",
     "model.num_attention_heads=7": "model.hidden_size: 256 does not divide by model.num_attention_heads 7",
     "model.num_query_groups=7": "does not divide by model.num_query_groups 7",
     "model.activation=gelo": "model.activation: expected 'swiglu'",
