@@ -282,9 +282,11 @@ class TrainConfig(Section):
     `classification`, `regression`, `tagging`, `span`, or a plugin's; see docs/models/tune.md
     """
     steps: PositiveInt | None = None
-    """optimiser steps of the whole run; default: 100, if `epochs` is not set"""
+    """optimiser steps of the whole run; default: 100, if neither `epochs` nor `tokens` is set"""
     epochs: PositiveFloat | None = None
     """instead of steps: passes over the training data, in whole batches"""
+    tokens: PositiveInt | None = None
+    """instead of steps: tokens of the whole run, in whole batches; a sequence counts `data.sequence_length`"""
     micro_batch_size: Size = 1
     """sequences for each data-parallel rank and forward pass"""
     global_batch_size: PositiveInt | None = None
@@ -314,7 +316,7 @@ class TrainConfig(Section):
     """callbacks of plugins in the training loop, in this order, or `none`; see docs/run/runs.md#callbacks"""
 
     def __post_init__(self) -> None:
-        if self.steps is None and self.epochs is None:
+        if self.steps is None and self.epochs is None and self.tokens is None:
             self.steps = DEFAULT_STEPS
 
 

@@ -125,7 +125,7 @@ def run_steps(
     step: int = 0,
     consumed: int = 0,
 ) -> int:
-    """Return `train.steps`, or the number of whole batches in `train.epochs` of the training data.
+    """Return `train.steps`, or the number of whole batches in `train.tokens`, or in `train.epochs` of the data.
 
     All epochs form one stream, so less than one batch is left out at the end. An epoch of a blend has as many
     samples as all its sources together; the weights decide how often each source occurs in it.
@@ -136,16 +136,20 @@ def run_steps(
     Raises:
         UserError: if there are fewer samples than one batch.
     """
-    if config.train.epochs is None:
-        assert config.train.steps is not None
+    if config.train.steps is not None:
         return config.train.steps
-    epochs, per_epoch = config.train.epochs, samples_per_epoch()
-    samples = math.floor(round(epochs * per_epoch, 6))  # rounded first: 0.29 * 100 is under 29 in binary
+    if config.train.tokens is not None:
+        key, unit = "tokens", f"{config.train.tokens:,} / data.sequence_length {config.data.sequence_length}"
+        samples = config.train.tokens // config.data.sequence_length
+    else:
+        assert config.train.epochs is not None
+        epochs, per_epoch = config.train.epochs, samples_per_epoch()
+        key, unit = "epochs", f"{epochs:g} of {per_epoch} training samples"
+        samples = math.floor(round(epochs * per_epoch, 6))  # rounded first: 0.29 * 100 is under 29 in binary
     steps = step + schedule.whole_steps(samples, consumed)
     if steps == 0:
         raise UserError(
-            f"train.epochs: {epochs:g} of {per_epoch} training samples are {samples}, fewer than the first "
-            f"batch of {schedule.size_at(0)} (train.global_batch_size); raise train.epochs, or lower the "
-            "batch size"
+            f"train.{key}: {unit} are {samples}, fewer than the first batch of {schedule.size_at(0)} "
+            f"(train.global_batch_size); raise train.{key}, or lower the batch size"
         )
     return steps

@@ -44,11 +44,13 @@ def batch_problems(config: RunConfig, data_parallel: int) -> Iterator[Problem]:
 def schedule_problems(config: RunConfig) -> Iterator[Problem]:
     """Yield lengths, warm-ups and rates that exclude each other."""
     optimizer = config.optimizer
-    if config.train.steps is not None and config.train.epochs is not None:
+    lengths = {key: getattr(config.train, key) for key in ("steps", "epochs", "tokens")}
+    (first, length), *others = ((key, length) for key, length in lengths.items() if length is not None)
+    for other, found in others:
         yield Problem(
-            "train.steps",
-            f"found {config.train.steps} beside train.epochs {config.train.epochs:g}; leave one out (on the "
-            "command line: train.steps=null)",
+            f"train.{first}",
+            f"found {length} beside train.{other} {found}; leave one out (on the command line: "
+            f"train.{first}=null)",
         )
     if config.train.epochs is not None and config.data.mock:
         yield Problem("train.epochs", "data.mock has no end, so no epochs; set train.steps instead")
@@ -57,7 +59,7 @@ def schedule_problems(config: RunConfig) -> Iterator[Problem]:
             "optimizer.warmup_share",
             f"found {optimizer.warmup_share:g} beside warmup_steps {optimizer.warmup_steps}; leave one out",
         )
-    elif config.train.steps is not None and config.train.epochs is None:  # else when the data is read
+    elif config.train.steps is not None and not others:  # else when the data is read
         yield from warmup_problems(config, config.train.steps)
     if config.train.loss_spike.action == "stop" and config.train.loss_spike.sigmas is None:
         yield Problem(

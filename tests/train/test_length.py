@@ -44,6 +44,7 @@ def test_as_many_steps_as_whole_batches_fit(tmp_path: Path, epochs: float, batch
 def test_steps_with_a_growing_batch_and_as_configured(tmp_path: Path) -> None:
     grows = ("train.global_batch_size=6", "train.batch_rampup={start: 2, increment: 2, samples: 8}")
     assert steps_of(run_of(tmp_path, "train.epochs=1", *grows)) == 3  # 2, 2, 4; then 6 do not fit
+    assert steps_of(run_of(tmp_path, "train.tokens=79", *grows)) == 3  # 9 samples of 8 tokens
     assert steps_of(tiny("train.steps=7")) == 7
     assert steps_of(tiny("train.steps=null")) == 100
 
@@ -51,6 +52,8 @@ def test_steps_with_a_growing_batch_and_as_configured(tmp_path: Path) -> None:
 def test_what_does_not_fit_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="^train.epochs: 0.1 of 12 training samples are 1, fewer than the"):
         steps_of(run_of(tmp_path, "train.epochs=0.1"))
+    with pytest.raises(UserError, match="^train.tokens: 15 / data.sequence_length 8 are 1, fewer than the"):
+        steps_of(run_of(tmp_path, "train.tokens=15"))
     with pytest.raises(UserError, match="^optimizer.warmup_steps: 7 is more than .*warmup_steps=6 or less$"):
         steps_of(run_of(tmp_path, "train.epochs=1", "optimizer.warmup_steps=7"))
 

@@ -27,6 +27,7 @@ TRAINING: Changes = {
     "optimizer.wsd_decay_steps": None,
     "train.steps": STEPS,
     "train.epochs": None,
+    "train.tokens": None,
     "train.micro_batch_size": 1,
     "train.global_batch_size": GLOBAL_BATCH,
     "train.batch_rampup": None,
