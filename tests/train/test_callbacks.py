@@ -1,15 +1,18 @@
 """Callbacks: called in the loop's order on every rank; a mistake in one ends the run with its line."""
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 
 from megamoe.config import load_config
 from megamoe.errors import ExitCode, UserError
+from megamoe.parallel.launch import free_port
 from megamoe.registry import register
 from megamoe.train.callbacks import Callback, Callbacks, TrainingRun
 from megamoe.train.loop import train
@@ -176,3 +179,38 @@ def test_the_example_writes_its_table(own_registry: None, tmp_path: Path, capsys
     assert "step 2: {'val/lm_loss':" in capsys.readouterr().out
     with pytest.raises(UserError, match="every is 0, expected at least 1"):
         load_config(ROOT / "examples/own_callback.yaml", ["train.callbacks=[{name: router_norms, every: 0}]"])
+
+
+def test_the_example_of_monitoring_serves_metrics_and_names_stages(
+    own_registry: None, tmp_path: Path
+) -> None:
+    """What Prometheus reads at the end of the run, and the stages in the trace of torch.profiler."""
+    pages, port = [], free_port()
+
+    @register("callback", "scrape")
+    class Scrape(Callback):
+        def on_train_end(self, trainer: TrainingRun) -> None:
+            with urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                pages.append(answer.read().decode())
+
+    small = [f"train.callbacks=[scrape, {{name: prometheus, port: {port}}}, ranges]", "train.steps=2"]
+    small += ["optimizer.warmup_steps=0", "train.micro_batch_size=1", "data.sequence_length=16"]
+    small += [
+        "model.hidden_size=16",
+        "moe.expert_ffn_hidden_size=16",
+        f"output={tmp_path}",
+        "log.report=false",
+    ]
+    small += ["train.profiler={start_step: 2, num_steps: 1}", "log.every=1"]
+    with restored_process():
+        train(load_config(ROOT / "examples/monitoring/monitored.yaml", small))
+    metrics = json.loads((tmp_path / "monitored/metrics.jsonl").read_text().splitlines()[-1])
+    loss, imbalance = metrics["train/lm_loss"], metrics["moe/layer_02/imbalance"]
+    assert f'megamoe_train_lm_loss{{layer="",run="monitored"}} {loss}' in pages[0]
+    assert f'megamoe_moe_layer_imbalance{{layer="02",run="monitored"}} {imbalance}' in pages[0]
+    trace = (tmp_path / "monitored/profile/rank_00000.json").read_text()
+    assert all(f'"name": "moe 2{stage}"' in trace for stage in ("", " router.scorer", " losses", " experts"))
+    shown = json.loads((ROOT / "examples/monitoring/grafana.json").read_text())["panels"]
+    drawn = {re.split("[{]", target["expr"])[0] for panel in shown for target in panel["targets"]}
+    of_several_ranks = {"megamoe_perf_slowest_own_s", "megamoe_train_skipped_steps", "megamoe_perf_mfu"}
+    assert all(f"{name}{{" in pages[0] for name in drawn - of_several_ranks)
