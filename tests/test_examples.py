@@ -11,7 +11,7 @@ from megamoe.config.shapes import moe_layer_numbers
 from megamoe.data.vocabulary import Vocabulary
 from megamoe.model.size import model_size
 from megamoe.objectives.objective import TokenShares
-from megamoe.train import resolved
+from megamoe.train import resolved, saver
 from megamoe.train.command import main
 from megamoe.validation import early, memory
 
@@ -34,6 +34,7 @@ def test_every_example_passes_the_check(
     monkeypatch.setattr(resolved, "num_added_ids", lambda config, vocabulary: 0)
     monkeypatch.setattr(resolved, "build_objective", lambda *unused: made)
     monkeypatch.setattr(memory, "available_bytes", lambda: None)
+    monkeypatch.setattr(saver, "check_init", lambda *unused: None)
     of_cards = SimpleNamespace(shares=lambda *unused: TokenShares())
     monkeypatch.setattr(memory, "objective_class", lambda config: of_cards)
     codes = {path.stem: main(["--config", str(path), "--check"]) for path in EXAMPLES}

@@ -80,6 +80,8 @@ def _check(options: argparse.Namespace, overrides: list[str], told: list[str]) -
         from megamoe.parallel.launch import find_world
         from megamoe.parallel.layout import fewest_ranks
         from megamoe.train.resolved import examine
+        from megamoe.train.run_folder import choose_run_folder
+        from megamoe.train.saver import check_start
 
     if not options.check:
         raise UserError(f"--ranks: found {options.ranks}, which is for --check alone; leave it out")
@@ -96,13 +98,16 @@ def _check(options: argparse.Namespace, overrides: list[str], told: list[str]) -
     if run is None or problems or told:
         _told([problem for problem in problems if str(problem) not in told])
         return ExitCode.MISTAKE
+    changes = check_start(
+        run.config, run.vocabulary.size, choose_run_folder(replace(run.config, overwrite=True))
+    )
     layout, plan = run.plan.layout, run.plan
     sizes = f"data {layout.data}, tensor {layout.tensor}, expert {layout.expert} x {layout.expert_tensor}"
     staged = {"pipeline": layout.pipeline, "context": layout.context}
     sizes = "".join(f"{name} {of}, " for name, of in staged.items() if of > 1) + sizes
     kind = f"ZeRO {plan.stage}, {plan.precision}, {run.steps:,} steps"
     print(f"valid: {options.config} on {size} rank{'s' * (size > 1)} ({sizes}), {kind}")
-    for line in differences_told(config.differences):
+    for line in [*differences_told(config.differences), *changes]:
         print(line)
     return ExitCode.FINISHED
 

@@ -25,6 +25,19 @@ UPLOAD_POLL_S = 1.0
 UPLOAD_AFTER_SIGNAL_S = 300.0  # half of what the sbatch files leave a job after a signal
 
 
+def check_start(config: RunConfig, vocabulary: int, folder: RunFolder) -> list[str]:
+    """Check the checkpoint that the run goes on from or takes its weights from, if any; return its changes.
+
+    Raises:
+        UserError: if it does not fit the run.
+    """
+    if folder.resume_from is not None:
+        return check_resume(config, vocabulary, folder.resume_from)
+    if config.checkpoint.init.path is not None:
+        check_init(config, vocabulary, folder.path)
+    return []
+
+
 class Saver:
     """Saves the run and chooses the checkpoint that it goes on from.
 
@@ -49,11 +62,7 @@ class Saver:
         remote.prepare(config, world.say, world.is_first)
         self.folder: RunFolder = choose_run_folder(config)
         self.resume_from = self.folder.resume_from
-        self.changes: list[str] = []
-        if self.resume_from is not None:
-            self.changes = check_resume(config, vocabulary, self.resume_from)
-        elif config.checkpoint.init.path is not None:
-            check_init(config, vocabulary, self.folder.path)
+        self.changes = check_start(config, vocabulary, self.folder)
         self.last: Path | None = None
         self.saved_step = 0
         self._uploads: Uploads | None = None

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from megamoe.config import to_dict
 from megamoe.train.command import main
-from tests.support.tiny import ROOT
+from tests.support.checkpoint_files import write_checkpoint
+from tests.support.tiny import ROOT, VOCABULARY, tiny
 
 Tool = Callable[..., int]
 WRONG = (
@@ -90,6 +92,21 @@ def test_a_run_that_can_start(
     assert pretrain("--check", *arguments) == 0
     assert capsys.readouterr().out == f"valid: run.yaml {expected}\n"
     assert sorted(tmp_path.iterdir()) == before
+
+
+@pytest.mark.parametrize("start", ["checkpoint.resume", "checkpoint.init.path"])
+def test_another_models_checkpoint_is_told(
+    pretrain: Tool, capsys: pytest.CaptureFixture[str], tmp_path: Path, start: str
+) -> None:
+    """And what a resume would change."""
+    config = to_dict(tiny("moe.layers=none"))
+    saved = write_checkpoint(tmp_path / "other/step_1", {}, vocabulary=VOCABULARY, config=config)
+    arguments = ["--check", f"{start}={saved}", "moe.layers=none"]
+    assert pretrain(*arguments, "model.logit_scale=2") == 2
+    assert f"error: {saved}: saved with model.logit_scale 1.0, " in capsys.readouterr().err
+    if start == "checkpoint.resume":
+        assert pretrain(*arguments, "optimizer.lr=1") == 0
+        assert "changed since the checkpoint: optimizer.lr" in capsys.readouterr().out
 
 
 def test_differences_are_told(pretrain: Tool, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
