@@ -42,9 +42,8 @@ def test_top_k(shape: tuple[int, int], count: int, compiled: bool) -> None:
     ranking = draw(*shape)
     found = top_k(ranking, count)
     assert found.dtype == torch.int64
-    assert found.tolist() == [
-        sorted(range(shape[1]), key=row.__getitem__)[: -count - 1 : -1] for row in ranking
-    ]
+    rows = ranking.tolist()
+    assert found.tolist() == [sorted(range(shape[1]), key=row.__getitem__)[: -count - 1 : -1] for row in rows]
 
 
 def test_equal_numbers_infinities_and_nan(library: Library) -> None:

@@ -29,6 +29,13 @@ CASES = {
     "gelu": ["model.activation=gelu"],
     "geglu experts": ["moe.expert_activation=geglu"],
 }
+# By what is recomputed: how often attention and experts are called in two blocks.
+CALLS = {"none": (2, 2), "selective": (2, 4), "full": (4, 4)}
+# Documents and recomputation: each choice with the plain model, two that differ in both with the others.
+CHOICES = [("plain", documents, recompute) for documents in (False, True) for recompute in CALLS]
+CHOICES += [
+    (case, *choice) for case in CASES if case != "plain" for choice in ((False, "full"), (True, "selective"))
+]
 
 
 @pytest.fixture
@@ -66,17 +73,14 @@ def losses_and_gradients(
     return {"losses": losses_BS.detach(), **found}
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-@pytest.mark.parametrize("documents", [False, True])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "documents", "recompute"), CHOICES)
 def test_same_gradients(
     case: str, documents: bool, recompute: str, one_rank: None, called: Counter[str]
 ) -> None:
     changes = [*CASES[case], f"model.recompute={recompute}"]
     packed = DOCUMENTS if documents else None
     ours = losses_and_gradients(changes, packed, True)
-    # Two blocks; recomputation goes through what it covers twice.
-    attention, experts = {"none": (2, 2), "selective": (2, 4), "full": (4, 4)}[recompute]
+    attention, experts = CALLS[recompute]
     assert called["attention"] == (0 if case == "dropout" else attention)
     assert called["experts"] == (0 if case in ("dropout", "gelu", "geglu experts") else experts)
     called.clear()

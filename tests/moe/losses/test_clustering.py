@@ -7,11 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.moe.build import (
-    assert_alike,
-    loss_of,
-    make_routing,
-)
+from tests.support.moe.build import assert_alike, loss_of, make_routing
 
 # Clusters (0.4, 0.2) and (0.3, 0.1): variances 0.01, 0.01, means 0.3, 0.2. Then (0.5, 0.5): 0; (0, 0): 0.
 PROBS = torch.tensor([[0.4, 0.2, 0.3, 0.1], [0.5, 0.5, 0.0, 0.0]])
