@@ -3,6 +3,7 @@
 Each layer gets the weights of the transformers module, which are random.
 """
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -153,27 +154,26 @@ MODELS: dict[str, tuple[str, str | None, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def theirs(name: str) -> nn.Module:
-    """Return the transformers module of a model with random weights, its router's among them."""
+def built(model: str, module: str, *position: int, **options: Any) -> Any:
+    """Return a module of transformers; its weights, and its router's buffers of numbers, are random."""
     transformers = pytest.importorskip("transformers")  # here: its import takes two seconds
-    module_name, _, options, _ = MODELS[name]
-    config = getattr(transformers, f"{name}Config")(**options)
+    kind = getattr(transformers, f"{model}Config")
+    config = kind(**options)
     config._experts_implementation = "eager"
-    package = getattr(transformers, f"{name}Config").__module__.replace("configuration", "modeling")
-    layer_number = (1,) if name == "DeepseekV4" else ()
-    module: nn.Module = getattr(__import__(package, fromlist=[module_name]), module_name)(
-        config, *layer_number
-    )
-    randomise(module)
-    return module
-
-
-def randomise(module: nn.Module) -> None:
-    """Draw the weights and buffers; a module of transformers alone does not initialise its own."""
+    modeling = importlib.import_module(kind.__module__.replace("configuration", "modeling"))
+    made = getattr(modeling, module)(config, *position)
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            tensor.normal_(0, 0.4, generator=generator)
+        for tensor in (*made.parameters(), *made.buffers()):
+            if tensor.is_floating_point():
+                tensor.normal_(0, 0.4, generator=generator)
+    return made
+
+
+def with_bias(layer: Any, bias_E: Tensor) -> Any:
+    """Return the layer with this bias of its score function."""
+    layer.router.score_function.bias_E.copy_(bias_E)
+    return layer
 
 
 def weight_map(name: str) -> WeightMap:
@@ -212,13 +212,13 @@ GPT_OSS: WeightMap = {  # its matrices are transposed
 
 @pytest.mark.parametrize("name", MODELS)
 def test_output_and_gradients_are_those_of_transformers(name: str) -> None:
-    module = theirs(name)
-    config = moe_config(num_experts=EXPERTS, **MODELS[name][3])
+    module_name, _, options, tree = MODELS[name]
+    module = built(name, module_name, *((1,) if name == "DeepseekV4" else ()), **options)
+    config = moe_config(num_experts=EXPERTS, **tree)
     layer = make_layer(config, activation=config.expert_activation or "swiglu")
-    bias_E = layer.router.score_function.bias_E
-    if bias_E is not None:
+    if layer.router.score_function.bias_E is not None:
         beside = "" if name == "MiniMaxM2" else "gate."
-        bias_E.copy_(module.get_buffer(f"{beside}e_score_correction_bias"))
+        with_bias(layer, module.get_buffer(f"{beside}e_score_correction_bias"))
     compare(module, layer, weight_map(name))
 
 
@@ -226,9 +226,8 @@ def test_the_groups_and_the_bias_decide() -> None:
     """The comparison would not see a mask or a bias that excludes nothing."""
     for name in ("DeepseekV2", "DeepseekV3", "Glm4Moe"):
         layer = make_layer(moe_config(num_experts=EXPERTS, **MODELS[name][3]))
-        bias_E = layer.router.score_function.bias_E
-        if bias_E is not None:
-            bias_E.copy_(torch.linspace(-0.4, 0.4, EXPERTS))
+        if layer.router.score_function.bias_E is not None:
+            with_bias(layer, torch.linspace(-0.4, 0.4, EXPERTS))
         routing = layer.router(make_hidden(TOKENS), layer.context)
         best_TK = routing.affinities_TE.topk(CHOSEN).indices.sort(1).values
         chosen_TK = routing.pairs.expert_N.view(TOKENS, CHOSEN).sort(1).values
@@ -237,12 +236,8 @@ def test_the_groups_and_the_bias_decide() -> None:
 
 def test_granites_shared_experts() -> None:
     """They stand beside the MoE module, and their first weight is one matrix of gate and value."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.granitemoeshared.modeling_granitemoeshared import GraniteMoeSharedMLP
-
-    config = transformers.GraniteMoeSharedConfig(hidden_size=HIDDEN, shared_intermediate_size=SHARED)
-    module = GraniteMoeSharedMLP(config)
-    randomise(module)
+    sizes = {"hidden_size": HIDDEN, "shared_intermediate_size": SHARED}
+    module = built("GraniteMoeShared", "GraniteMoeSharedMLP", **sizes)
     tree = {"num_shared_experts": 1, "shared_expert_ffn_hidden_size": SHARED}
     shared = make_layer(moe_config(num_experts=EXPERTS, **tree)).shared
     assert isinstance(shared, SharedExperts)
@@ -276,15 +271,8 @@ def compare(module: nn.Module, layer: Any, makes: WeightMap, *more: Tensor) -> N
 
 
 def test_deepseek_v4s_table_chooses_and_its_scorer_weights() -> None:
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4SparseMoeBlock
-
-    config = transformers.DeepseekV4Config(**V4)
-    config._experts_implementation = "eager"
-    module = DeepseekV4SparseMoeBlock(config, 0)
+    module = built("DeepseekV4", "DeepseekV4SparseMoeBlock", 0, **V4)
     table_VK = torch.rand(VOCAB, EXPERTS, generator=torch.Generator().manual_seed(3)).argsort(1)[:, :CHOSEN]
-    for tensor in module.parameters():
-        nn.init.normal_(tensor, std=0.4)
     module.gate.tid2eid.copy_(table_VK)
     ids_T = torch.arange(TOKENS) * 7 % VOCAB
     router = {
@@ -300,16 +288,9 @@ def test_deepseek_v4s_table_chooses_and_its_scorer_weights() -> None:
 
 def test_phis_sparse_mixer_in_evaluation() -> None:
     """In training the draws differ; `selectors/test_sparse_mixer.py` compares those with their formulas."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.phimoe.modeling_phimoe import PhimoeSparseMoeBlock
-
+    options = {"intermediate_size": FFN, "num_local_experts": EXPERTS, "router_jitter_noise": 0.2}
     sizes = {**SIZES, "num_experts_per_tok": 2, "num_key_value_heads": 2}
-    config = transformers.PhimoeConfig(
-        **sizes, intermediate_size=FFN, num_local_experts=EXPERTS, router_jitter_noise=0.2
-    )
-    config._experts_implementation = "eager"
-    module = PhimoeSparseMoeBlock(config).eval()
-    randomise(module)
+    module = built("Phimoe", "PhimoeSparseMoeBlock", **sizes, **options).eval()
     router = {"selector": {"name": "sparse_mixer", "k": 2, "epsilon": 0.2}}
     layer = make_layer(moe_config(num_experts=EXPERTS, router=router)).eval()
     makes = {key: make for key, make in weight_map("Mixtral").items() if key != "router.scorer.weight"}
@@ -318,19 +299,15 @@ def test_phis_sparse_mixer_in_evaluation() -> None:
 
 def test_nemotrons_latent_experts() -> None:
     """Its experts have no gate; theirs square the ReLU by default, which is an option of the module."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMoE
-
-    config = transformers.NemotronHConfig(
+    module = built(
+        "NemotronH",
+        "NemotronHMoE",
         **GROUPS,
         n_routed_experts=EXPERTS,
         moe_latent_size=LATENT,
         moe_shared_expert_intermediate_size=SHARED,
         mlp_hidden_act="relu",
     )
-    config._experts_implementation = "eager"
-    module = NemotronHMoE(config)
-    randomise(module)
     tree = {
         "num_experts": EXPERTS,
         "latent_size": LATENT,
@@ -342,10 +319,7 @@ def test_nemotrons_latent_experts() -> None:
             "selector": top_k("renormalised", scale=2.5),
         },
     }
-    layer = make_layer(moe_config(**tree), activation="relu")
-    bias_E = layer.router.score_function.bias_E
-    assert bias_E is not None
-    bias_E.copy_(module.gate.e_score_correction_bias)
+    layer = with_bias(make_layer(moe_config(**tree), activation="relu"), module.gate.e_score_correction_bias)
     names = {
         "router.scorer.weight": "gate.weight",
         "experts.up": "experts.up_proj",
@@ -360,10 +334,9 @@ def test_nemotrons_latent_experts() -> None:
 
 def test_longcats_identity_experts() -> None:
     """Their first weight has rows of the identity experts too, which nothing reads: no gradient is there."""
-    transformers = pytest.importorskip("transformers")
-    from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlashMoE
-
-    config = transformers.LongcatFlashConfig(
+    module = built(
+        "LongcatFlash",
+        "LongcatFlashMoE",
         hidden_size=HIDDEN,
         expert_ffn_hidden_size=FFN,
         moe_topk=CHOSEN,
@@ -372,15 +345,10 @@ def test_longcats_identity_experts() -> None:
         routed_scaling_factor=2.0,
         num_attention_heads=2,
     )
-    config._experts_implementation = "eager"
-    module = LongcatFlashMoE(config)
-    randomise(module)
     held = {"bias_update": 0.001, "mean_experts": 2.0}
     router = {"score_function": {**SOFTMAX_OF_ALL, **held}, "selector": top_k("raw", scale=2.0)}
     layer = make_layer(moe_config(num_experts=EXPERTS, zero_experts={"identity": 4}, router=router))
-    bias_E = layer.router.score_function.bias_E
-    assert bias_E is not None
-    bias_E.copy_(module.router.e_score_correction_bias)
+    with_bias(layer, module.router.e_score_correction_bias)
     makes: WeightMap = {
         "router.scorer.weight": lambda of: of("router.classifier.weight"),
         "experts.up": lambda of: of("experts.gate_up_proj")[:EXPERTS],

@@ -55,24 +55,20 @@ def run(experts: GroupedExperts, counts: list[int], grouped: bool) -> list[Tenso
     return [output_NH, *torch.autograd.grad(objective, [rows_NH, *experts.parameters()])]
 
 
+COUNTS = pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0]], ids=str)
+
+
 @pytest.mark.parametrize("activation", get_args(Activation))
-@pytest.mark.parametrize(
-    "counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0], [8, 0, 1, 0]], ids=lambda counts: str(counts)
-)
-def test_grouped_equals_loop_with_gradients(activation: Activation, counts: list[int]) -> None:
-    experts = make_experts(range(4), activation)
-    for grouped, loop in zip(run(experts, counts, True), run(experts, counts, False), strict=True):
-        torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "swiglu_clamped", "gelu"])
-@pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0]], ids=str)
-@pytest.mark.parametrize("multiple", [1, 4])
-def test_biases_equal_the_loops(activation: Activation, counts: list[int], multiple: int) -> None:
+@pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0], [8, 0, 1, 0]], ids=str)
+@pytest.mark.parametrize(("multiple", "bias"), [(None, False), (1, True), (4, True)])
+def test_grouped_equals_loop_with_gradients(
+    activation: Activation, counts: list[int], multiple: int | None, bias: bool
+) -> None:
     """Rows that fill up a group to a multiple get no part of a bias's gradient."""
-    products = Products(row_multiple=multiple, host_counts=True)
-    experts = with_biases(make_experts(range(4), activation, products=products, bias=True))
-    assert len(list(experts.parameters())) == 4
+    products = OWN_PRODUCTS if multiple is None else Products(row_multiple=multiple, host_counts=True)
+    experts = make_experts(range(4), activation, products=products, bias=bias)
+    if bias:
+        assert len(list(with_biases(experts).parameters())) == 4
     for grouped, loop in zip(run(experts, counts, True), run(experts, counts, False), strict=True):
         torch.testing.assert_close(grouped, loop, rtol=1e-5, atol=1e-5)
 
@@ -84,7 +80,7 @@ def test_groups_are_padded_to_whole_units() -> None:
     assert padded_places(torch.tensor([0, 0]), 4, 0)[0].tolist() == []
 
 
-@pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0]], ids=str)
+@COUNTS
 @pytest.mark.parametrize("multiple", [1, 4])
 def test_products_are_handed_in(counts: list[int], multiple: int) -> None:
     """One for each weight, which sees whole groups of rows; the results stay the same."""
@@ -178,7 +174,7 @@ def test_slices_are_of_the_same_start(activation: Activation, count: int, init_s
 
 @pytest.mark.parametrize("rate", [0.0, 0.4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("counts", [[3, 5, 1, 7], [0, 9, 0, 0], [0, 0, 0, 0]], ids=str)
+@COUNTS
 def test_the_slices_make_up_the_whole(counts: list[int], dtype: torch.dtype, rate: float) -> None:
     """Outputs and the rows' gradients add up, dropout between the products included."""
     num_rows = sum(counts)
@@ -213,10 +209,9 @@ def test_slices_of_biases_make_up_the_whole() -> None:
         part.down_bias.data = whole.down_bias.data[:, index * half_H : (index + 1) * half_H]
         found.append(part(make_hidden(9), counts_E))
     torch.testing.assert_close(sum(found), whole(make_hidden(9), counts_E), rtol=1e-5, atol=1e-5)
-    with pytest.raises(ValueError, match="hidden size 16 does not divide over 3 slices"):
-        make_experts(range(1), bias=True, cut=Slice(0, 3))
-
-
-def test_a_size_that_does_not_divide_is_an_error() -> None:
-    with pytest.raises(ValueError, match="expert FFN size 24 does not divide over 5 slices"):
-        make_experts(range(1), cut=Slice(0, 5))
+    for options, message in (
+        (Slice(0, 3), "hidden size 16 does not"),
+        (Slice(0, 5), "expert FFN size 24 does not"),
+    ):
+        with pytest.raises(ValueError, match=f"{message} divide over {options.count} slices"):
+            make_experts(range(1), bias=True, cut=options)

@@ -11,7 +11,6 @@ from megamoe.config.layer_kinds import kinds, routed_by_layer
 from megamoe.model.size import model_size
 from megamoe.moe.part import StepContext
 from megamoe.moe.router import mean_choices
-from megamoe.moe.validation import part_problems
 from tests.support.moe.build import (
     HIDDEN,
     loss_of,
@@ -156,12 +155,6 @@ def test_the_capacity_of_both_kinds_by_hand() -> None:
     layer(make_hidden(TOKENS))
     most = math.ceil(0.5 * 0.75 * K * TOKENS / (0.75 * E + Z))
     assert observed(layer).load_E.max() == most < observed(layer).wanted_E[:E].max()
-
-
-def test_a_balance_loss_is_let_pass_where_the_mean_is_held() -> None:
-    held = {"name": "softmax", "bias_update": 0.1, "mean_experts": 1}
-    tree = {"router": {"score_function": held}, "losses": {"switch_balance": 0.1}}
-    assert not list(part_problems(moe_config(num_experts=E, zero_experts=KINDS, **tree), 1))
 
 
 def test_a_group_of_layers_has_them() -> None:

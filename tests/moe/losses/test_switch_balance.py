@@ -28,12 +28,6 @@ def balance_of(routing: Routing, **options: Any) -> float:
     return float(loss_of("switch_balance", routing, **options))
 
 
-def test_switch_balance_is_1_at_perfect_balance() -> None:
-    routing = make_routing([[0, 1], [2, 3], [1, 0], [3, 2]], torch.zeros(4, 4), torch.full((4, 4), 0.25))
-    for first_choice in (False, True):
-        assert balance_of(routing, first_choice=first_choice) == pytest.approx(1)
-
-
 @pytest.mark.parametrize(("first_choice", "expected"), [(False, 1.2), (True, 1.8)])
 def test_switch_balance_by_hand(first_choice: bool, expected: float) -> None:
     # P = 0.6, 0.15, 0.25: 3 (0.6/2 + 0.15/4 + 0.25/4) = 1.2 and 3 x 0.6 = 1.8

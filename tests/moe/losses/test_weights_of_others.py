@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from megamoe.config.layer_kinds import with_weights_of_layer
-from megamoe.errors import UserError
-from megamoe.moe.validation import check_parts
 from tests.support.moe.build import assert_alike, loss_of, make_routing
 from tests.support.tiny import tiny, tiny_model
 
@@ -102,11 +100,3 @@ def test_the_model_divides_the_weight_by_its_layers(one_rank: None) -> None:
     assert [layer.losses.weights for _, layer in model.moe_layers()] == [
         {"switch_balance": 0.125, "z_loss": 0.25}
     ] * 4
-
-
-def test_f_sums_to_k_only_where_there_is_one() -> None:
-    with pytest.raises(UserError, match="sum_of_f: k needs first_choice: false"):
-        tiny("moe.losses={switch_balance: {sum_of_f: k, first_choice: true}}")
-    by_threshold = tiny("moe.router.selector=threshold", "moe.losses={switch_balance: {sum_of_f: k}}")
-    with pytest.raises(UserError, match="gives every token the same number of experts, so that there is a k"):
-        check_parts(by_threshold.moe, 1)

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 
 from megamoe import registry
-from megamoe.errors import UserError
 from megamoe.moe.part import Mask, StepContext
 from megamoe.moe.validation import all_are_step_wide, check_parts, experts_wanted, most_candidates
 from tests.support.moe.build import make_hidden, make_layer, moe_config
@@ -52,14 +51,12 @@ def test_how_many_experts_a_token_may_have(masks: list[dict[str, Any]], most: in
     assert most_candidates(moe_config(num_experts=16, router={"masks": masks})) == most
 
 
-def test_a_sum_over_more_experts_than_a_group_has_is_refused() -> None:
-    """Two groups of two chosen: 4 / 1 experts to be summed, of the 2 in a group."""
-    limit = {"name": "group_limit", "num_groups": 8, "keep": 1, "score": "sum"}
+def test_a_sum_over_as_many_experts_as_a_group_has() -> None:
+    """Two groups of two chosen: 4 / 2 experts to be summed, of the 2 in a group."""
+    limit = {"name": "group_limit", "num_groups": 8, "keep": 2, "score": "sum"}
     levels: dict[str, Any] = {**LEVELS, "selector": {"name": "hierarchical_top_k", "groups": 2, "k": 2}}
-    with pytest.raises(UserError, match="keep 1 leaves 2 experts in groups of 2, but the selector's k is 4"):
-        check(limit, **levels)
-    check({**limit, "keep": 2}, **levels)
-    config = moe_config(num_experts=16, router={"masks": [{**limit, "keep": 2}], **levels})
+    config = moe_config(num_experts=16, router={"masks": [limit], **levels})
+    check_parts(config, 1)
     assert make_layer(config)(make_hidden(24)).isfinite().all()
 
 

@@ -12,16 +12,6 @@ from tests.support.moe.draws import check_keys, rows_of
 JITTER: dict[str, Any] = {"jitter": 0.25}
 
 
-def test_scores_of_a_bf16_layer_are_computed_in_fp32() -> None:
-    layer = make_layer(moe_config(num_experts=4)).bfloat16()
-    hidden_TH = make_hidden(9).bfloat16()
-    scores_TE = layer.router(hidden_TH, layer.context).scores_TE
-    expected_TE = hidden_TH.double() @ layer.get_parameter("router.scorer.weight").double().T
-    assert scores_TE.dtype == torch.float32
-    torch.testing.assert_close(scores_TE.double(), expected_TE, rtol=1e-5, atol=1e-5)
-    assert not torch.equal(scores_TE, scores_TE.bfloat16().float())
-
-
 def test_autocast_does_not_reach_the_router() -> None:
     layer = make_layer(moe_config(num_experts=4))
     expected_TE = layer.router(make_hidden(9), layer.context).scores_TE
