@@ -4,7 +4,7 @@
     python tests/planted_faults.py lock nul     # the faults of these names
     python tests/planted_faults.py --list       # name, promise and tests of each fault
 
-`faults.py` lists the faults. A fault is a small edit of one file. It is noticed if one of its tests fails;
+`faults.yaml` lists the faults. A fault is a small edit of one file. It is noticed if one of its tests fails;
 only tests that `make test` runs count. Before the faults, the same tests must pass on the copy as it is.
 Exit code 1: a fault was not noticed.
 """
@@ -17,17 +17,35 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+import yaml
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # as a script, it sees tests/ alone
-
-from tests.fault import Fault  # noqa: E402
-from tests.faults import FAULTS  # noqa: E402
-
 COPIED = ("megamoe", "tests", "tools", "examples", "ds_configs", "benchmarks", "docs", "constraints")
 COPIED_FILES = ("pyproject.toml", "pretrain_gpt_moe.py", "README.md", "Makefile")
 PASSED, FAILED = 0, 1  # pytest's exit codes
+
+
+@dataclass(frozen=True)
+class Fault:
+    """An edit of `file` that breaks a promise: `before`, which occurs in it once, becomes `after`.
+
+    name: for the command line. page: relative to docs/. tests: pytest's arguments.
+    """
+
+    name: str
+    promise: str
+    page: str
+    file: str
+    before: str
+    after: str
+    tests: list[str]
+
+
+ROWS = yaml.safe_load(Path(__file__).with_name("faults.yaml").read_text(encoding="utf-8"))
+FAULTS = [Fault(name, **row) for name, row in ROWS.items()]
 
 
 def main() -> int:
@@ -40,7 +58,7 @@ def main() -> int:
     unknown = [name for name in options.names if name not in known]
     if unknown:
         parser.error(f"no fault {unknown[0]!r}; choose from {', '.join(known)}")
-    chosen = [known[name] for name in options.names] or list(FAULTS)
+    chosen = [known[name] for name in options.names] or FAULTS
     if options.list:
         for fault in chosen:
             print(f"{fault.name}: {fault.promise} (docs/{fault.page}); {', '.join(fault.tests)}")

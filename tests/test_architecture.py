@@ -531,14 +531,10 @@ def test_the_page_leads_to_files_that_exist() -> None:
     assert len(links) >= 15 and all((ROOT / link).exists() for link in links)
 
 
-# Files over 600 lines, each with its reason.
-LONG = {"tests/faults.py": "a table, a row for each statement of the pages"}
-
-
 @each_of(FILES + SCRIPTS + OTHERS)
 def test_every_file_says_what_it_is_for_and_stays_readable(path: Path) -> None:
     assert ast.get_docstring(tree_of(path))
-    assert length_of(path) <= 600 or str(path.relative_to(ROOT)) in LONG
+    assert length_of(path) <= 600
 
 
 def test_functions_are_found_in_every_statement(tmp_path: Path) -> None:
