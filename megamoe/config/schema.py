@@ -286,7 +286,7 @@ class TrainConfig(Section):
     epochs: PositiveFloat | None = None
     """instead of steps: passes over the training data, in whole batches"""
     tokens: PositiveInt | None = None
-    """instead of steps: tokens of the whole run, in whole batches; a sequence counts `data.sequence_length`"""
+    """instead of steps: tokens of the run, in whole batches; a sequence has `data.sequence_length`"""
     micro_batch_size: Size = 1
     """sequences for each data-parallel rank and forward pass"""
     global_batch_size: PositiveInt | None = None

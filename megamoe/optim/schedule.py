@@ -125,7 +125,7 @@ def run_steps(
     step: int = 0,
     consumed: int = 0,
 ) -> int:
-    """Return `train.steps`, or the number of whole batches in `train.tokens`, or in `train.epochs` of the data.
+    """Return `train.steps`, or the number of whole batches in `train.tokens` or `train.epochs`.
 
     All epochs form one stream, so less than one batch is left out at the end. An epoch of a blend has as many
     samples as all its sources together; the weights decide how often each source occurs in it.

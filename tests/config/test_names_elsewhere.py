@@ -26,8 +26,8 @@ def test_the_key_exists_and_the_example_is_accepted(name: str) -> None:
     [
         ("moe.num_experts_per_token=2", "moe: unknown key 'num_experts_per_token'; here it is "
          "moe.router.selector, as in moe.router.selector.k=2"),
-        ("train.gradient_accumulation_steps=2", "train: unknown key 'gradient_accumulation_steps'; here it is "
-         "train.global_batch_size; it is global_batch_size / (micro_batch_size x data-parallel size)"),
+        ("train.gradient_accumulation_steps=2", "train: unknown key 'gradient_accumulation_steps'; here it "
+         "is train.global_batch_size; it is global_batch_size / (micro_batch_size x data-parallel size)"),
         ("model.num_hidden_layers=2", "model: unknown key 'num_hidden_layers'; here it is model.num_layers"),
         ("hidden_size=64", "unknown key 'hidden_size'; here it is model.hidden_size"),
     ],

@@ -1,0 +1,1 @@
+"""The first run on a new machine, from an installed package too."""
