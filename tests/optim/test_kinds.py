@@ -23,9 +23,18 @@ OPTIONS = ("optimizer.weight_decay=0.5", "optimizer.grad_clip=0.05", "optimizer.
 STEPS, LR = 3, 0.01
 
 
-def losses_of(model: nn.Module, step: int) -> torch.Tensor:
+def inputs_of(step: int) -> dict[str, torch.Tensor]:
     text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
-    return model(text, torch.arange(8).expand_as(text), text.roll(-1, 1)).mean()
+    places = torch.arange(8).expand_as(text)
+    return {"tokens_BS": text, "position_ids_BS": places, "labels_BS": text.roll(-1, 1)}
+
+
+def losses_of(model: nn.Module, step: int) -> torch.Tensor:
+    return model(*inputs_of(step).values()).mean()
+
+
+def loss_of(engine: Engine, step: int) -> torch.Tensor:
+    return engine.forward(**inputs_of(step)).mean()
 
 
 def reference(name: str, groups_of: Callable[[GPT], list[dict[str, Any]]]) -> dict[str, torch.Tensor]:
@@ -41,11 +50,11 @@ def reference(name: str, groups_of: Callable[[GPT], list[dict[str, Any]]]) -> di
     return {name: weight.detach() for name, weight in model.named_parameters()}
 
 
-def stepped(stage: int, *overrides: str) -> dict[str, torch.Tensor]:
+def stepped(stage: int, *overrides: str, steps: int = STEPS) -> dict[str, torch.Tensor]:
     """Return the weights after the same steps of our engine."""
     engine = tiny_engine(tiny(f"parallel.deepspeed={ds_config(f'zero{stage}_fp32')}", *OPTIONS, *overrides))
     engine.train(True)
-    for step in range(STEPS):
+    for step in range(steps):
         engine.backward(loss_of(engine, step), last=True)
         engine.step(LR)
     weights = dict(engine.model.named_parameters())
@@ -73,15 +82,6 @@ def test_steps_are_pytorchs(references: dict[str, dict[str, torch.Tensor]], name
     assert_same(found, references[name])
     other = references["adam" if name == "adamw" else "adamw"]
     assert max(float((weight - other[key]).abs().max()) for key, weight in found.items()) > 1e-3
-
-
-def loss_of(engine: Engine, step: int) -> torch.Tensor:
-    text = torch.randint(0, VOCABULARY, (2, 8), generator=torch.Generator().manual_seed(step))
-    positions = torch.arange(8).expand_as(text)
-    losses: torch.Tensor = engine.forward(
-        tokens_BS=text, position_ids_BS=positions, labels_BS=text.roll(-1, 1)
-    )
-    return losses.mean()
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -19,12 +19,11 @@ from megamoe.parallel.layout import Layout
 from megamoe.parallel.zero.deepspeed_config import ParallelPlan
 from megamoe.parallel.zero.matrix_exchange import MatrixExchange, SplitWeight
 from megamoe.validation.deepspeed import deepspeed_problems
-from tests.optim.test_kinds import loss_of, losses_of
+from tests.optim.test_kinds import LR, OPTIONS, loss_of, losses_of, stepped
 from tests.support.ranks.runs import ds_config
 from tests.support.tiny import tiny, tiny_engine, tiny_gpt
 
-LR, CLIP, STEPS, DECAY = 0.01, 0.05, 10, 0.5
-BASE = (f"optimizer.weight_decay={DECAY}", f"optimizer.grad_clip={CLIP}", "optimizer.eps=0.001")
+CLIP, STEPS, DECAY = 0.05, 10, 0.5  # as in OPTIONS
 SYSTEMS = {
     "gated": (
         "model.activation=swiglu",
@@ -130,7 +129,7 @@ class PlainMuon:
 
 
 def plain_weights(*overrides: str) -> dict[str, Tensor]:
-    config = tiny(*BASE, "optimizer.name=muon", *overrides)
+    config = tiny(*OPTIONS, "optimizer.name=muon", *overrides)
     model = tiny_gpt(config).train()
     rows = step_rows(config.optimizer.muon)
     optimizer = PlainMuon(model, config, lambda part: plain_orthogonal(part, rows))
@@ -144,15 +143,7 @@ def plain_weights(*overrides: str) -> dict[str, Tensor]:
 
 
 def our_weights(stage: int, *overrides: str) -> dict[str, Tensor]:
-    files = f"parallel.deepspeed={ds_config(f'zero{stage}_fp32')}"
-    engine = tiny_engine(tiny(files, *BASE, "optimizer.name=muon", *overrides))
-    engine.train(True)
-    for step in range(STEPS):
-        engine.backward(loss_of(engine, step), last=True)
-        engine.step(LR)
-    weights = dict(engine.model.named_parameters())
-    with engine.gathered(weights.values()):
-        return {name: weight.detach().clone() for name, weight in weights.items()}
+    return stepped(stage, "optimizer.name=muon", *overrides, steps=STEPS)
 
 
 def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float = 1e-6) -> None:

@@ -1,5 +1,6 @@
 """The gradient of every auxiliary loss, at its declared scope, under every layout and with recomputation."""
 
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -74,29 +75,21 @@ def run_with(loss: str, options: dict[str, Any]) -> dict[str, Any]:
 RUNS = {variant: run_with(*choice) for variant, choice in VARIANTS.items()}
 
 
-@pytest.fixture(scope="module")
-def formula(pool: Pool) -> Any:
-    """(variants, batch size, ranks) -> gradients of each run; each worked out once."""
-    known: dict[tuple[tuple[str, ...], int, int], list[Found]] = {}
-
-    def of(variants: tuple[str, ...], batch_size: int, ranks: int) -> list[Found]:
-        key = (variants, batch_size, ranks)
-        if key not in known:
-            runs = [(RUNS[variant], batch_size, ranks) for variant in variants]
-            (known[key],) = pool.run(gradients_of_the_formula, runs, ranks=1, timeout_s=300)
-        return known[key]
-
-    return of
+@cache
+def formula(pool: Pool, variants: tuple[str, ...], batch_size: int, ranks: int) -> list[Found]:
+    """Gradients of each run."""
+    runs = [(RUNS[variant], batch_size, ranks) for variant in variants]
+    found: list[Found]
+    (found,) = pool.run(gradients_of_the_formula, runs, ranks=1, timeout_s=300)
+    return found
 
 
-def check(
-    pool: Pool, formula: Any, folder: Path, place: Place, accumulation: int, variants: tuple[str, ...]
-) -> None:
+def check(pool: Pool, folder: Path, place: Place, accumulation: int, variants: tuple[str, ...]) -> None:
     layout = place.layout
     changes = {"train__global_batch_size": layout.data * accumulation, **place.changes(folder)}
     runs = [{**RUNS[variant], **changes} for variant in variants]
     found = pool.run(gradients_of_the_engine, runs, ranks=place.ranks, timeout_s=300)
-    right = formula(variants, layout.data * accumulation, layout.data)
+    right = formula(pool, variants, layout.data * accumulation, layout.data)
     for number, (variant, expected) in enumerate(zip(variants, right, strict=True)):
         tolerance = TOLERANCE
         if layout.tensor > 1:
@@ -107,21 +100,21 @@ def check(
             raise AssertionError(f"{variant}: {error}") from None
 
 
-def test_a_few_losses_at_one_layout(pool: Pool, formula: Any, tmp_path: Path) -> None:
+def test_a_few_losses_at_one_layout(pool: Pool, tmp_path: Path) -> None:
     place = Place(2, tensor=2, expert_tensor=2, sequence=True, zero=2, recompute="full")
-    check(pool, formula, tmp_path, place, 2, QUICK)
+    check(pool, tmp_path, place, 2, QUICK)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("place", "accumulation"), LAYOUTS, ids=str)
 def test_the_gradient_of_every_loss_is_that_of_the_formula(
-    pool: Pool, formula: Any, tmp_path: Path, place: Place, accumulation: int
+    pool: Pool, tmp_path: Path, place: Place, accumulation: int
 ) -> None:
-    check(pool, formula, tmp_path, place, accumulation, tuple(RUNS))
+    check(pool, tmp_path, place, accumulation, tuple(RUNS))
 
 
 @pytest.mark.full
-def test_the_losses_show_in_the_gradient(formula: Any, pool: Pool) -> None:
+def test_the_losses_show_in_the_gradient(pool: Pool) -> None:
     """Otherwise the tests above would hold them to nothing."""
     without = [
         {**run, "moe__losses": {n: o for n, o in run["moe__losses"].items() if n != VARIANTS[variant][0]}}
@@ -129,7 +122,7 @@ def test_the_losses_show_in_the_gradient(formula: Any, pool: Pool) -> None:
     ]
     several = [(run, 2, 1) for run in without]
     (bare,) = pool.run(gradients_of_the_formula, several, ranks=1, timeout_s=300)
-    for variant, with_loss, without_loss in zip(RUNS, formula(tuple(RUNS), 2, 1), bare, strict=True):
+    for variant, with_loss, without_loss in zip(RUNS, formula(pool, tuple(RUNS), 2, 1), bare, strict=True):
         names = [name for name in with_loss["gradients"] if ".router." in name]
         differences = [(with_loss["gradients"][n] - without_loss["gradients"][n]).abs().max() for n in names]
         sizes = [with_loss["gradients"][n].abs().max() for n in names]

@@ -35,9 +35,8 @@ LAYOUTS = {
     "2 nodes of 1, slices": Layout(4, expert=2, expert_tensor=2, nodes=2),
     "2 nodes of 2, spread tokens": Layout(4, tensor=2, expert=4, nodes=2),
 }
-QUICK = ("2 nodes of 2, spread tokens",)
+QUICK = "2 nodes of 2, spread tokens"
 TOP_2 = {"selector": {"name": "top_k", "k": 2}}
-FULL = pytest.mark.full
 
 
 @dataclass(frozen=True)
@@ -199,21 +198,16 @@ def read_once(layout: Layout) -> list[list[str]]:
 
 def test_counts_for_the_experts_come_with_those_of_the_exchange(pool: Pool) -> None:
     """One copy to the host in a layer and micro batch, though the experts are computed again."""
-    layout = LAYOUTS[QUICK[0]]
+    layout = LAYOUTS[QUICK]
     for found in pool.run(read_once, layout, ranks=layout.ranks, timeout_s=600):
         assert [len(copies) for copies in found] == [1] * 4, found
 
 
-@pytest.mark.parametrize("layout", [pytest.param(n, marks=() if n in QUICK else FULL) for n in LAYOUTS])
-def test_layers_equal_those_of_the_direct_exchange(pool: Pool, layout: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "which"),
+    [(QUICK, "modes"), *(pytest.param(layout, "all", marks=pytest.mark.full) for layout in LAYOUTS)],
+)
+def test_layers_equal_those_of_the_direct_exchange(pool: Pool, layout: str, which: str) -> None:
     sizes = LAYOUTS[layout]
-    for found in pool.run(compare, sizes, "modes", ranks=sizes.ranks, timeout_s=600):
-        assert not found, "\n".join(found)
-
-
-@FULL
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_all_layers_equal_those_of_the_direct_exchange(pool: Pool, layout: str) -> None:
-    sizes = LAYOUTS[layout]
-    for found in pool.run(compare, sizes, "all", ranks=sizes.ranks, timeout_s=3000):
+    for found in pool.run(compare, sizes, which, ranks=sizes.ranks, timeout_s=3000):
         assert not found, "\n".join(found)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megamoe.config import RunConfig, load_config
 from megamoe.train.trainer import Trainer
-from tests.distributed.parity.test_architectures import MODELS, SIZES, with_ragged_pairs
+from tests.distributed.parity.test_models import OTHERS, SIZES, with_ragged_pairs
 from tests.distributed.parity.test_presets import MOCK, RUNS, SHORT, TOGETHER
 from tests.support.ranks.matrix import SYSTEMS
 from tests.support.ranks.pool import Pool
@@ -21,7 +21,7 @@ from tests.support.ranks.runs import ds_config, small_run
 
 STEPS = 2
 OF_TIME = ("time", "perf/")  # what begins so is different in every run
-ENCODERS = {name: {**SIZES, **changes} for name, changes in MODELS.items()}
+ENCODERS = {name: {**SIZES, **changes} for name, changes in OTHERS.items()}
 DIRECT: dict[str, Any] = {"parallel__expert": 2}
 BY_NODE = {"parallel__exchange": "by_node", "parallel__node_size": 1}
 

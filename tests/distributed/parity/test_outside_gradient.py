@@ -1,5 +1,6 @@
 """What a run's layers learn without gradient, at every ZeRO stage and precision, on two ranks of EP 2."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,11 +19,8 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import ds_file, small_run
 
 RANKS = 2
+QUICK = "zero1_bf16"
 FILES = [f"zero{stage}_{precision}" for stage in (0, 1, 2, 3) for precision in ("fp32", "bf16")]
-QUICK = ("zero1_bf16",)
-EACH_FILE = pytest.mark.parametrize(
-    "file", [file if file in QUICK else pytest.param(file, marks=pytest.mark.full) for file in FILES]
-)
 UPDATE = 0.25
 LR = 1e-2
 FREEZES_AT = 2
@@ -43,12 +41,9 @@ STABLE: Found = {
 }
 
 
-def all_runs(paths: list[str]) -> list[Found]:
-    """Job: of each file's runs, what this rank's parts hold after their steps."""
-    return [_one_file({"parallel__expert": RANKS, "parallel__deepspeed": path}) for path in paths]
-
-
-def _one_file(layout: Found) -> Found:
+def all_runs(path: str) -> Found:
+    """Job: of each run with a DeepSpeed file, what this rank's parts hold after its steps."""
+    layout = {"parallel__expert": RANKS, "parallel__deepspeed": path}
     return {
         "cosine": _embeddings(_start(COSINE, layout)),
         "bias": _bias(_start(BIASED, layout)),
@@ -115,28 +110,28 @@ def _light_routers(trainer: Trainer) -> list[dict[str, Tensor]]:
     return shown
 
 
-@pytest.fixture(scope="module")
-def found(pool: Pool, tmp_path_factory: Any, request: pytest.FixtureRequest) -> dict[str, list[Found]]:
-    """The results of each rank, by DeepSpeed file: those that are asked for."""
-    asked = [file for file in FILES if any(f"[{file}]" in item.name for item in request.session.items)]
-    folder = tmp_path_factory.mktemp("ds")
-    ranks = pool.run(all_runs, [ds_file(folder, file) for file in asked], ranks=RANKS)
-    return {file: [rank[place] for rank in ranks] for place, file in enumerate(asked)}
+@pytest.mark.parametrize(
+    "file", [QUICK, *(pytest.param(file, marks=pytest.mark.full) for file in FILES if file != QUICK)]
+)
+def test_embeddings_biases_and_light_routers(pool: Pool, tmp_path: Path, file: str) -> None:
+    found = pool.run(all_runs, ds_file(tmp_path, file), ranks=RANKS)
+    for rank in found:
+        assert_at_their_norm(rank["cosine"], rtol=4e-3 if "bf16" in file else 0)
+        assert_frozen_at_its_step(rank["stable"])
+    assert_against_the_load_of_all_ranks([rank["bias"] for rank in found])
 
 
-@EACH_FILE
-def test_the_embeddings_are_at_their_norm_in_weights_and_masters(found: Any, file: str) -> None:
-    for rank in found[file]:
-        assert rank["cosine"]
-        for before_ED, weight_ED, master_ED in rank["cosine"]:
-            assert (weight_ED - before_ED).abs().max() > LR / 4  # a step was taken
-            torch.testing.assert_close(master_ED.norm(dim=1), torch.full((8,), 0.1), rtol=1e-5, atol=0)
-            torch.testing.assert_close(weight_ED, master_ED, rtol=4e-3 if "bf16" in file else 0, atol=0)
+def assert_at_their_norm(embeddings: list[tuple[Tensor, Tensor, Tensor]], rtol: float) -> None:
+    """Both weights and masters."""
+    assert embeddings
+    for before_ED, weight_ED, master_ED in embeddings:
+        assert (weight_ED - before_ED).abs().max() > LR / 4  # a step was taken
+        torch.testing.assert_close(master_ED.norm(dim=1), torch.full((8,), 0.1), rtol=1e-5, atol=0)
+        torch.testing.assert_close(weight_ED, master_ED, rtol=rtol, atol=0)
 
 
-@EACH_FILE
-def test_the_bias_moves_against_the_load_of_all_ranks(found: Any, file: str) -> None:
-    biases, counts = zip(*(rank["bias"] for rank in found[file]), strict=True)
+def assert_against_the_load_of_all_ranks(found: list[tuple[Tensor, Tensor]]) -> None:
+    biases, counts = zip(*found, strict=True)
     whole_E = sum(counts).double()
     expected_E = -UPDATE * (whole_E - whole_E.mean()).sign().float()
     assert expected_E.abs().sum() > 0
@@ -146,14 +141,12 @@ def test_the_bias_moves_against_the_load_of_all_ranks(found: Any, file: str) -> 
     assert not all(torch.equal(alone_E, expected_E) for alone_E in alone)  # one rank's load would not do
 
 
-@EACH_FILE
-def test_the_light_router_freezes_at_its_step(found: Any, file: str) -> None:
-    for rank in found[file]:
-        *learning, last, later = rank["stable"]
-        assert [shown["frozen"].item() for shown in learning] == [0.0] * (FREEZES_AT - 1)
-        for part in ("embedding", "centroids"):
-            frozen = last[f"frozen_{part}"]
-            assert not torch.equal(learning[0][f"light_{part}"], last[f"light_{part}"])
-            assert torch.equal(frozen, last[f"light_{part}"])
-            assert torch.equal(frozen, later[f"frozen_{part}"])
-        assert last["frozen"] == later["frozen"] == 1.0
+def assert_frozen_at_its_step(shown: list[dict[str, Tensor]]) -> None:
+    *learning, last, later = shown
+    assert [each["frozen"].item() for each in learning] == [0.0] * (FREEZES_AT - 1)
+    for part in ("embedding", "centroids"):
+        frozen = last[f"frozen_{part}"]
+        assert not torch.equal(learning[0][f"light_{part}"], last[f"light_{part}"])
+        assert torch.equal(frozen, last[f"light_{part}"])
+        assert torch.equal(frozen, later[f"frozen_{part}"])
+    assert last["frozen"] == later["frozen"] == 1.0

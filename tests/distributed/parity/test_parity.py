@@ -10,24 +10,15 @@ from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import (
     SMALL_RUN,
     WORDS,
+    Place,
     assert_as_alone,
     ds_config,
-    ds_file,
     run_each,
     run_steps,
 )
 
 STEPS = 3
 CLIP = SMALL_RUN["optimizer"]["grad_clip"]
-
-# (ranks, expert-parallel size, ZeRO stage)
-LAYOUTS = [(1, 1, 1), (1, 1, 2), (1, 1, 3)] + [
-    (ranks, expert, stage)
-    for ranks, sizes in ((2, (1, 2)), (4, (1, 2, 4)))
-    for expert in sizes
-    for stage in (0, 1, 2, 3)
-]
-QUICK = {(2, 2, 0), (4, 4, 3)}  # test_matrix.py has the pairs of choices
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +39,12 @@ def test_the_run_can_detect_a_difference(one_rank: dict[str, Any]) -> None:
     assert experts.bincount(minlength=8).min() > 0
 
 
-@pytest.mark.parametrize(
-    ("ranks", "expert", "stage"),
-    [case if case in QUICK else pytest.param(*case, marks=pytest.mark.full) for case in LAYOUTS],
-)
+@pytest.mark.parametrize("place", [Place(2, expert=2), Place(4, expert=4, zero=3)], ids=str)
 def test_a_layout_trains_as_one_rank_does(
-    pool: Pool, one_rank: dict[str, Any], tmp_path: Path, ranks: int, expert: int, stage: int
+    pool: Pool, one_rank: dict[str, Any], tmp_path: Path, place: Place
 ) -> None:
-    path = ds_file(tmp_path, f"zero{stage}_fp32")
-    found = pool.run(run_steps, STEPS, parallel__expert=expert, parallel__deepspeed=path, ranks=ranks)
-    assert_as_alone(found, one_rank)
+    """test_matrix.py has all of them."""
+    assert_as_alone(pool.run(run_steps, STEPS, **place.changes(tmp_path), ranks=place.ranks), one_rank)
 
 
 def test_groups_of_parameters_train_alike(pool: Pool, one_rank: dict[str, Any]) -> None:

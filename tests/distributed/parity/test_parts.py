@@ -10,7 +10,7 @@ import pytest
 from megamoe.config import parse_config
 from megamoe.moe.capabilities import provides
 from megamoe.train.trainer import Trainer
-from tests.support.moe.part_layers import PART_IDS, PARTS, moe_tree
+from tests.support.moe.part_layers import PARTS, moe_tree
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import assert_as_alone, ds_config, recorded_steps, run_each, small_run
 
@@ -66,37 +66,23 @@ DISTINCT = _by_run()
 NOT_AT_ZERO_3 = ("strictly_balanced", "batchwise_threshold")  # which is refused
 
 
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in LAYOUTS],
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == QUICK else pytest.mark.full) for name in LAYOUTS]
 )
-def found(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Any, Any]]:
-    """By part: (the results of one rank, the results of each rank of the layout)."""
-    layout = LAYOUTS[request.param]
-    num_ranks = RANKS[request.param]
-    data = num_ranks // layout.get("tensor", 1)
+def test_every_part_trains_alike_on_one_rank_and_at_a_layout(pool: Pool, name: str) -> None:
+    layout = LAYOUTS[name]
+    data = RANKS[name] // layout.get("tensor", 1)
     size: dict[str, Any] = {"train__global_batch_size": data}  # each data-parallel rank has one micro batch
-    if request.param == QUICK:
+    if name == QUICK:
         size |= {"model__num_layers": 1, "moe__layers": {"at": [1]}}
-    left_out = NOT_AT_ZERO_3 if "ZeRO 3" in request.param else ()
+    left_out = NOT_AT_ZERO_3 if "ZeRO 3" in name else ()
     runs = [parts for parts in DISTINCT.values() if parts[0][1] not in left_out]
     one = [{"steps": STEPS, **on_one_rank(*parts[0], data), **size} for parts in runs]
     many = [run_of(*parts[0], steps=STEPS, parallel=layout, **size) for parts in runs]
     (alone,) = pool.run(run_each, one, ranks=1, timeout_s=900)
-    ranks = pool.run(run_each, many, ranks=num_ranks, timeout_s=900)
-    return {
-        f"{kind}-{name}": (alone[place], [rank[place] for rank in ranks])
-        for place, parts in enumerate(runs)
-        for kind, name in parts
-    }
-
-
-@pytest.mark.parametrize("part", PART_IDS)
-def test_a_part_trains_alike_on_one_rank_and_at_a_layout(found: dict[str, Any], part: str) -> None:
-    if part not in found:
-        pytest.skip("refused at this layout")
-    alone, ranks = found[part]
-    assert_as_alone(ranks, alone)
+    ranks = pool.run(run_each, many, ranks=RANKS[name], timeout_s=900)
+    for parts, expected, *found in zip(runs, alone, *ranks, strict=True):
+        assert_as_alone(found, expected, str(parts))
 
 
 def save_and_go_on(

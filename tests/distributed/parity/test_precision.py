@@ -11,31 +11,20 @@ STEPS = 2
 BATCH = {"train__global_batch_size": 4}
 
 
-@pytest.fixture(scope="module")
-def plain(pool: Pool) -> dict[str, Any]:
-    """One rank, fp32, no ZeRO."""
-    (found,) = pool.run(run_steps, STEPS, **BATCH, ranks=1)
-    return found
-
-
-@pytest.fixture(scope="module")
-def trained(pool: Pool) -> dict[str, list[dict[str, Any]]]:
-    """By file: what each of two ranks showed."""
+def test_deepspeed_files_train(pool: Pool) -> None:
+    """On two ranks, compared with one rank in fp32 without ZeRO."""
+    (plain,) = pool.run(run_steps, STEPS, **BATCH, ranks=1)
     run = {"steps": STEPS, "parallel__expert": 2, **BATCH}
     runs = [{**run, "parallel__deepspeed": ds_config(file)} for file in PLAIN_FILES]
     ranks = pool.run(run_each, runs, ranks=2, timeout_s=600)
-    return {file: [rank[place] for rank in ranks] for place, file in enumerate(PLAIN_FILES)}
-
-
-@pytest.mark.parametrize("file", PLAIN_FILES)
-def test_a_deepspeed_file_trains(trained: Any, plain: dict[str, Any], file: str) -> None:
-    loss_tolerance, norm_tolerance = (1e-2, 3e-2) if "bf16" in file else (1e-5, 1e-5)
-    for rank in trained[file]:
-        assert rank["lm_loss"] == pytest.approx(plain["lm_loss"], rel=loss_tolerance)
-        assert rank["loss"] == pytest.approx(plain["loss"], rel=loss_tolerance)
-        assert rank["grad_norm"] == pytest.approx(plain["grad_norm"], rel=norm_tolerance)
-    if "bf16" in file:  # otherwise the file asked for nothing
-        assert trained[file][0]["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-6)
+    for file, *found in zip(PLAIN_FILES, *ranks, strict=True):
+        loss_tolerance, norm_tolerance = (1e-2, 3e-2) if "bf16" in file else (1e-5, 1e-5)
+        for rank in found:
+            assert rank["lm_loss"] == pytest.approx(plain["lm_loss"], rel=loss_tolerance), file
+            assert rank["loss"] == pytest.approx(plain["loss"], rel=loss_tolerance), file
+            assert rank["grad_norm"] == pytest.approx(plain["grad_norm"], rel=norm_tolerance), file
+        if "bf16" in file:  # otherwise the file asked for nothing
+            assert found[0]["grad_norm"] != pytest.approx(plain["grad_norm"], rel=1e-6), file
 
 
 @pytest.mark.parametrize(

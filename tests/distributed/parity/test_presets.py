@@ -16,8 +16,7 @@ RUNS = sorted((ROOT / "examples/presets").glob("*.yaml"))
 NAMES = [path.stem for path in RUNS]
 # Of the quick tests: a choice over all ranks, experts without computation, rollouts. test_parts.py has every
 # part.
-QUICK = ("base", "longcat_flash", "policy")
-EACH = [pytest.param(name, marks=() if name in QUICK else pytest.mark.full) for name in NAMES]
+QUICK = ["base", "longcat_flash", "policy"]
 QUICK_STEPS, FULL_STEPS = 2, 30
 SHORT = ["data.sequence_length=32"]  # of the few steps
 MOCK = ["data.mock=true", "data.sources=[]", "data.workers=0", "model.vocab_size=200", "evaluation.batches=0"]
@@ -54,47 +53,34 @@ def both(pool: Pool, names: list[str], steps: int, changes: list[str]) -> dict[s
     return dict(zip(names, zip(alone, first, strict=True), strict=True))
 
 
-@pytest.fixture(scope="module")
-def few(pool: Pool, request: pytest.FixtureRequest) -> dict[str, tuple[Metrics, Metrics]]:
-    asked = {item.name.rpartition("[")[2].rstrip("]") for item in request.session.items}
-    return both(pool, [name for name in NAMES if name in asked], QUICK_STEPS, SHORT)
-
-
-@pytest.fixture(scope="module")
-def many(pool: Pool) -> dict[str, tuple[Metrics, Metrics]]:
-    return both(pool, NAMES, FULL_STEPS, [])
-
-
 def test_there_is_an_example_for_every_preset_and_four_more() -> None:
     assert set(registry.list_presets()) < set(NAMES)
     assert len(set(NAMES) - set(registry.list_presets())) == 4
 
 
-@pytest.mark.parametrize("name", EACH)
-def test_a_few_steps_are_the_same_on_two_ranks(few: dict[str, tuple[Metrics, Metrics]], name: str) -> None:
-    for alone, two in zip(*few[name], strict=True):
-        assert two["train/lm_loss"] == pytest.approx(alone["train/lm_loss"], rel=1e-4)
-        assert two["train/loss"] == pytest.approx(alone["train/loss"], rel=1e-4)
-
-
-@pytest.mark.parametrize("name", EACH)
-def test_losses_and_loads_are_logged_under_parts_names(few: Any, name: str) -> None:
-    config = load_config(ROOT / "examples/presets" / f"{name}.yaml", MOCK)
-    metrics = few[name][0][-1]
-    assert {f"train/{loss}" for loss in config.moe.losses} <= metrics.keys()
-    layers = (f"moe/layer_{number:02d}/load" for number in range(1, config.model.num_layers + 1))
-    loads = [metrics[key] for key in layers if key in metrics]
-    assert loads
-    assert all(len(load) == config.moe.num_experts and sum(load) > 0 for load in loads)
+@pytest.mark.parametrize("names", [QUICK, pytest.param(NAMES, marks=pytest.mark.full)], ids=["few", "all"])
+def test_a_few_steps_are_the_same_on_two_ranks(pool: Pool, names: list[str]) -> None:
+    """And losses and loads are logged under their parts' names."""
+    for name, (alone, two) in both(pool, names, QUICK_STEPS, SHORT).items():
+        for expected, found in zip(alone, two, strict=True):
+            for word in ("train/lm_loss", "train/loss"):
+                assert found[word] == pytest.approx(expected[word], rel=1e-4), f"{name}: {word}"
+        config = load_config(ROOT / "examples/presets" / f"{name}.yaml", MOCK)
+        metrics = alone[-1]
+        assert {f"train/{loss}" for loss in config.moe.losses} <= metrics.keys(), name
+        layers = (f"moe/layer_{number:02d}/load" for number in range(1, config.model.num_layers + 1))
+        loads = [metrics[key] for key in layers if key in metrics]
+        assert loads, name
+        assert all(len(load) == config.moe.num_experts and sum(load) > 0 for load in loads), name
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", NAMES)
-def test_thirty_steps(many: dict[str, tuple[Metrics, Metrics]], name: str) -> None:
-    alone, two = ([step["train/lm_loss"] for step in run] for run in many[name])
-    for losses in (alone, two):
-        assert sum(losses[-3:]) < 0.95 * sum(losses[:3])
-    assert two[-1] == pytest.approx(alone[-1], abs=1e-3)
+def test_thirty_steps(pool: Pool) -> None:
+    for name, runs in both(pool, NAMES, FULL_STEPS, []).items():
+        alone, two = ([step["train/lm_loss"] for step in run] for run in runs)
+        for losses in (alone, two):
+            assert sum(losses[-3:]) < 0.95 * sum(losses[:3]), name
+        assert two[-1] == pytest.approx(alone[-1], abs=1e-3), name
 
 
 def train_staged(changes: list[str]) -> list[Metrics | str]:
