@@ -10,6 +10,7 @@ from torch import Tensor
 from megamoe.kernels.attention import core as attention
 from megamoe.kernels.attention.core import split_heads
 from megamoe.kernels.attention.rotary import Rotary
+from megamoe.kernels.attention.variants import Variant
 from megamoe.kernels.library import Library
 from tests.support.kernels.chosen import causal_attention, kernels, plain_causal_attention, use_compiled
 from tests.support.kernels.drawn import assert_all_close_to, assert_close_to, draw, exact_attention
@@ -98,10 +99,11 @@ def test_scores_of_any_size(factor: float, library: Library) -> None:
 @pytest.mark.parametrize(("length", "batch"), [(0, 2), (3, 0), (0, 0)])
 def test_nothing_to_attend_to(length: int, batch: int, compiled: bool) -> None:
     sides = make((length, batch, 2, 2, 4))
-    found = causal_attention(*sides, ROTARY)
-    assert found.shape == (length, batch, 8)
-    for side, gradient in zip(sides, torch.autograd.grad(found.sum(), sides), strict=True):
-        assert gradient.shape == side.shape
+    varied = causal_attention(*sides, variant=Variant(2, 5.0, torch.zeros(2)))
+    for found in (causal_attention(*sides, ROTARY), varied):
+        assert found.shape == (length, batch, 8)
+        for side, gradient in zip(sides, torch.autograd.grad(found.sum(), sides), strict=True):
+            assert gradient.shape == side.shape
 
 
 def test_nothing_depends_on_the_threads(library: Library) -> None:

@@ -154,12 +154,3 @@ def test_windows_by_pytorchs_packed_attention(documented: bool, monkeypatch: pyt
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", as_documented)
     found = causal_attention(*sides, None, None, documents, Variant(window=9))
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize(("length", "batch"), [(0, 2), (3, 0)])
-def test_nothing_to_attend_to(length: int, batch: int) -> None:
-    sides = make((length, batch, 2, 2, 4))
-    found = causal_attention(*sides, variant=Variant(2, 5.0, torch.zeros(2)))
-    assert found.shape == (length, batch, 8)
-    for side, gradient in zip(sides, torch.autograd.grad(found.sum(), sides), strict=True):
-        assert gradient.shape == side.shape

@@ -12,6 +12,7 @@ from megamoe.config import RunConfig
 from megamoe.config.shapes import head_size
 from megamoe.kernels.library import find_library
 from megamoe.model.architectures.decoder import GPT
+from tests.support.moe.build import gradient_of
 from tests.support.tiny import tiny, tiny_gpt
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -205,11 +206,6 @@ def mask_of(theirs: nn.Module, settings: Any) -> Tensor:
     )
     assert mask.shape[-2:] == (S, S)
     return mask
-
-
-def gradient_of(tensor: Tensor) -> Tensor:
-    assert tensor.grad is not None
-    return tensor.grad
 
 
 def same_gradient(found: Tensor, expected: Tensor, name: str) -> None:

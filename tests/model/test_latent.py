@@ -11,14 +11,8 @@ from megamoe.kernels.attention.documents import Documents
 from megamoe.kernels.library import find_library
 from megamoe.model.architectures.encoder import Encoder
 from megamoe.model.attention.caches import KeyValueCache
-from tests.model.test_attention_of_transformers import (
-    HIDDEN,
-    S,
-    assert_same,
-    gradient_of,
-    of_transformers,
-    same_gradient,
-)
+from tests.model.test_attention_of_transformers import HIDDEN, S, assert_same, of_transformers, same_gradient
+from tests.support.moe.build import gradient_of
 from tests.support.tiny import VOCABULARY, tiny, tiny_gpt, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -25,13 +25,6 @@ CASES: list[Any] = [
     (Place(2, tensor=2, expert_tensor=2, recompute="full"), 4, True),
     (Place(2, tensor=2, sequence=True, recompute="selective"), 2, True),
 ]
-OTHERS = [
-    (Place(), 4, False),
-    (Place(recompute="full"), 2, False),
-    (Place(2, tensor=2, expert_tensor=2, recompute="full"), 4, False),
-    (Place(2, tensor=2, sequence=True, recompute="selective"), 2, False),
-]
-CASES += [pytest.param(*case, marks=pytest.mark.full) for case in OTHERS]
 
 
 @pytest.mark.parametrize(("place", "groups", "documents"), CASES, ids=str)

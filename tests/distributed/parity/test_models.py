@@ -245,8 +245,8 @@ def test_a_layout_trains_as_one_rank(
 
 def test_a_collective_of_a_loss_is_recomputed_in_its_order(pool: Pool, tmp_path: Path) -> None:
     """The loss is of all ranks' tokens."""
-    losses = {"switch_balance": {"weight": 0.1, "scope": "global_batch"}}
-    run = {"steps": STEPS, **BLOCKS["inserted sub-layers"], **QUICK.changes(tmp_path), "moe__losses": losses}
+    losses = {"moe__losses": {"switch_balance": {"weight": 0.1, "scope": "global_batch"}}}
+    run = {"steps": STEPS, **BLOCKS["inserted sub-layers"], **TWO_RANKS.changes(tmp_path), **losses}
     several = [{**run, "model__recompute": recompute} for recompute in ("none", "selective", "full")]
     none, *again = pool.run(run_each, several, ranks=2)[0]
     for found in again:
