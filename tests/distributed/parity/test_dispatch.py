@@ -1,6 +1,7 @@
 """The exchanges against a plain loop over tokens: outputs and every gradient, bit of load by bit."""
 
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ CASES = {
     "all of it dropped": Case(keep=0.0),
     "bf16": Case(dtype=torch.bfloat16),
 }
+AT_HOME = ("top-2", "a rank without tokens", "dropped pairs")
 
 
 @dataclass
@@ -123,7 +125,7 @@ def start(layout: Layout) -> tuple[launch.World, Dispatcher]:
     return world, build_dispatcher(PartChoice.default("exchange"), DispatchConfig(EXPERTS, groups))
 
 
-def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
+def stay_home(layout: Layout) -> dict[str, list[dict[str, Tensor]]]:
     """Job: every token chooses among its own rank's experts; dispatch with and without `is_local`."""
     world, dispatcher = start(layout)
     groups = groups_of(layout).layer
@@ -135,11 +137,11 @@ def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
         return real(*args, **kwargs)
 
     dist.all_to_all_single = counted
-    found = []
-    for tell in (True, False):
+    found: dict[str, list[dict[str, Tensor]]] = {name: [] for name in AT_HOME}
+    for name, tell in product(AT_HOME, (True, False)):
         calls.clear()
-        problem = make_problem(case, world.rank)
-        experts = own_experts(layout, world.rank, case)
+        problem = make_problem(CASES[name], world.rank)
+        experts = own_experts(layout, world.rank, problem.case)
         routing = home_routing(problem, layout.expert_rank(world.rank), size)
         routing.is_local = tell
         rows, counts_E, plan = dispatcher.dispatch(problem.hidden_TH, routing)
@@ -147,7 +149,7 @@ def stay_home(case: Case, layout: Layout) -> list[dict[str, Tensor]]:
         output_TH.backward(problem.upstream_TH)
         sliced = calls.count(groups.expert_tensor)
         result = {"output": output_TH.detach(), "calls": torch.tensor([len(calls) - sliced, sliced])}
-        found.append({**result, **gradients(experts, problem)})
+        found[name].append({**result, **gradients(experts, problem)})
     return found
 
 
@@ -286,22 +288,22 @@ def test_the_local_one_equals_the_loop(case: Case) -> None:
         assert_close(found[name], expected[name], case)
 
 
-@pytest.mark.parametrize("case", ["top-2", "a rank without tokens", "dropped pairs"])
 @pytest.mark.parametrize("layout", ["EP 2", "EP 2, ETP 2", "2 nodes of 1", "2 nodes of 2"])
-def test_a_local_routing_equals_the_all_to_all(pool: Pool, case: str, layout: str) -> None:
+def test_a_local_routing_equals_the_all_to_all(pool: Pool, layout: str) -> None:
     sizes = LAYOUTS[layout]
     sliced = 4 if sizes.expert_tensor > 1 else 0  # rows to the slices and back, forwards and backwards
-    for home, away in pool.run(stay_home, CASES[case], sizes, ranks=sizes.ranks):
-        assert home.pop("calls").tolist() == [0, sliced]
-        # Sizes, and the rows as among the slices. By node also the pairs' experts and weights, with gradient.
-        inside = 5 if sizes.expert > sizes.nodes else 0
-        between = 8 if sizes.nodes > 1 else 0
-        assert away.pop("calls").tolist() == [inside + between, sliced]
-        for name, value in home.items():
-            if sizes.nodes > 1:  # whose sums have another order
-                torch.testing.assert_close(value, away[name], rtol=1e-5, atol=1e-6)
-            else:
-                assert torch.equal(value, away[name]), name
+    # Sizes, and the rows as among the slices. By node also the pairs' experts and weights, with gradient.
+    inside = 5 if sizes.expert > sizes.nodes else 0
+    between = 8 if sizes.nodes > 1 else 0
+    for of_rank in pool.run(stay_home, sizes, ranks=sizes.ranks):
+        for name, (home, away) in of_rank.items():
+            assert home.pop("calls").tolist() == [0, sliced], name
+            assert away.pop("calls").tolist() == [inside + between, sliced], name
+            for leaf, value in home.items():
+                if sizes.nodes > 1:  # whose sums have another order
+                    torch.testing.assert_close(value, away[leaf], rtol=1e-5, atol=1e-6)
+                else:
+                    assert torch.equal(value, away[leaf]), f"{name}: {leaf}"
 
 
 def test_a_pair_on_another_rank_is_an_error(pool: Pool) -> None:
