@@ -145,6 +145,8 @@ def expect_message(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
     def expect(case: Any, message: str | list[str]) -> None:
         expected = case.row.get("message")
+        if isinstance(message, str) and "tmp_path" in request.fixturenames:
+            message = message.replace(str(request.getfixturevalue("tmp_path")), "FOLDER").strip()
         assert bool(message) == (expected != []), message or "accepted"
         assert "\n" not in "".join(message)
         if message != expected and request.config.getoption("--rewrite-messages"):

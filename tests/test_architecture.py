@@ -122,6 +122,13 @@ INTERNALS = {
     "grad_position", "loss_scaler",
 }  # fmt: skip
 DANGEROUS = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
+NAMES_PARTS = {
+    "moe/presets.py",
+    "zoo/presets.py",
+    "config/parts.py",
+    "config/schema.py",
+}  # presets and defaults
+PAGE = (ROOT / "docs/change/architecture.md").read_text(encoding="utf-8")
 
 
 def each_of(paths: list[Path]) -> Callable[[Callable[[Path], None]], Callable[[], None]]:
@@ -429,14 +436,6 @@ def parts() -> dict[Path, set[str]]:
     return {path: parts_of(path) for path in FILES if path.name != "registry.py"}
 
 
-NAMES_PARTS = {
-    "moe/presets.py",
-    "zoo/presets.py",
-    "config/parts.py",
-    "config/schema.py",
-}  # presets and defaults
-
-
 @each_of([path for path in FILES if str(path.relative_to(PACKAGE)) not in NAMES_PARTS])
 def test_no_file_knows_a_part_by_name_or_class(path: Path) -> None:
     """Parts ask each other for capabilities: a plugin's part is then as good as one built in."""
@@ -491,9 +490,6 @@ def test_nothing_runs_code_from_data(path: Path) -> None:
             if isinstance(node, ast.ClassDef) and node.name == loader
         ]
         assert loader == "yaml.SafeLoader" or bases == [["yaml.SafeLoader"]], f"line {call.lineno}"
-
-
-PAGE = (ROOT / "docs/change/architecture.md").read_text(encoding="utf-8")
 
 
 @cache

@@ -1,4 +1,4 @@
-"""Every command on a page is run, is tested elsewhere, or has a reason not to be: tests/commands.py."""
+"""Every command on a page is run, is tested elsewhere, or has a reason not to be: tests/commands.yaml."""
 
 import os
 import subprocess

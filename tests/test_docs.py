@@ -25,6 +25,8 @@ from tests.support.moe.build import make_hidden, make_layer
 from tools.list_keys import GENERATED, keys_of
 
 ROOT = Path(__file__).parent.parent
+COMMAND = re.compile(r"(?:tools/|^|[` ])(\w+)\.py((?:(?!\.py\b)[^\n`|#&;])*)", re.MULTILINE)
+WITH_SUBCOMMANDS = ("checkpoint", "convert")
 
 
 @pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
@@ -196,10 +198,6 @@ def test_example_commands_have_legal_layouts_and_batch_sizes(
     monkeypatch.chdir(ROOT)
     run = load_config(config, overrides)
     assert not list(validate(run, ranks, resolve_parallel(run, ranks)))
-
-
-COMMAND = re.compile(r"(?:tools/|^|[` ])(\w+)\.py((?:(?!\.py\b)[^\n`|#&;])*)", re.MULTILINE)
-WITH_SUBCOMMANDS = ("checkpoint", "convert")
 
 
 def options_in_commands() -> dict[tuple[str, ...], set[tuple[str, str]]]:

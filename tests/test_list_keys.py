@@ -137,9 +137,3 @@ def test_a_key_without_a_text_is_named() -> None:
     del schema["$defs"]["TrainConfig"]["properties"]["epochs"]["description"]
     with pytest.raises(UserError, match="train.epochs: the schema has no text below this key"):
         command.pages(schema)
-
-
-def test_bad_input_is_one_line(refused: Callable[..., str], tmp_path: Path) -> None:
-    assert refused("list_keys", "--plugin=no_such.py").startswith("error: plugins: no file 'no_such.py'")
-    missing = tmp_path / "none/schema.json"
-    assert refused("list_keys", "--schema", str(missing)) == f"error: {missing}: No such file or directory\n"

@@ -75,7 +75,3 @@ def test_a_plugin_without_docstrings_shows_none(listed: Listed, tmp_path: Path, 
     block = listed(*arguments).split("\n  untold\n")[1].split("\n\n")[0]
     assert block.splitlines() == ["      untold_x: int = 5", "      source: -"]
     assert "\n| `untold` | - | `untold_x: 5` (int) | - |" in tool("list_keys").as_markdown("score_function")
-
-
-def test_a_plugin_that_is_not_there_is_one_line(refused: Callable[..., str]) -> None:
-    assert refused("list_parts", "--plugin=no_such.py").startswith("error: plugins: no file 'no_such.py'")

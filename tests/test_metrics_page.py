@@ -44,6 +44,11 @@ ELSEWHERE = {
     *(f"{of_set}/accuracy" for of_set in ("val", "val/<set>", "test")),
     *(f"{of_set}/squared_error" for of_set in ("val", "val/<set>", "test")),
 }
+PLANTED = """
+    planted train/planted train/planted/weighted perf/planted_s val/planted val/x/lm_loss
+    moe/planted moe/layer_01/planted moe/layer_01/scorer/planted moe/layer_01/loss/planted
+    train/lm_loss/ahead_1 load/planted layers/planted/max layers/dead/planted
+"""
 
 
 def declared(key: str) -> str | None:
@@ -90,13 +95,6 @@ def test_every_key_of_a_run_is_declared(rows: dict[str, list[dict[str, Any]]], s
         assert undeclared(key for row in run for key in row) == []
     assert undeclared(shown) == []
     assert undeclared(keys(summary_of(step_of(3, 8)))) == []
-
-
-PLANTED = """
-    planted train/planted train/planted/weighted perf/planted_s val/planted val/x/lm_loss
-    moe/planted moe/layer_01/planted moe/layer_01/scorer/planted moe/layer_01/loss/planted
-    train/lm_loss/ahead_1 load/planted layers/planted/max layers/dead/planted
-"""
 
 
 @pytest.mark.parametrize("key", PLANTED.split())

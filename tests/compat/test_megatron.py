@@ -25,6 +25,7 @@ from megamoe.model.modules import Norm
 from tests.support.tiny import tiny, tiny_gpt
 
 OLDEST = Version(TESTED["megatron-core"][1])
+LATENT = "model.latent={key_value_rank: 16, nope_size: 8, rope_size: 4, value_size: 8}"
 
 
 class AskedError(Exception):
@@ -69,9 +70,6 @@ def test_latent_attention_without_transformer_engine() -> None:
         with pytest.raises(TypeError):
             isinstance(None, linear)
     assert Version("0.19") > OLDEST, "this entry can go"
-
-
-LATENT = "model.latent={key_value_rank: 16, nope_size: 8, rope_size: 4, value_size: 8}"
 
 
 def test_norms_of_latent_attention(one_rank: None) -> None:

@@ -17,6 +17,8 @@ Load = Callable[..., RunConfig]
 def test_wrong_values_keys_and_files(
     load: Load, tmp_path: Path, case: Case, expect_message: Callable[..., None]
 ) -> None:
+    for name, content in case.row.get("files", {}).items():
+        (tmp_path / name).write_text(content)
     message = told(lambda: load(case["text"], *case.row.get("overrides", ())), tmp_path)
     assert len(message) < 900
     expect_message(case, message)

@@ -6,9 +6,8 @@ import pytest
 import yaml
 
 from megamoe.config import RunConfig, load_config, parse_config
-from megamoe.config.files import MOST_FILES, merge
+from megamoe.config.files import merge
 from megamoe.config.shapes import moe_layer_numbers
-from megamoe.errors import UserError
 
 
 def loaded(folder: Path, *overrides: str, **texts: str) -> RunConfig:
@@ -130,29 +129,3 @@ def test_the_merged_mappings_stay_as_they_were() -> None:
     merged["a"]["b"].append(3)
     merged["a"]["c"].append(4)
     assert (base, mine) == ({"a": {"b": [1]}}, {"a": {"c": [2]}})
-
-
-@pytest.mark.parametrize(
-    ("files", "message"),
-    [
-        ({"run": "base: 3"}, "run.yaml: base: expected a file or a list of them, found 3"),
-        ({"run": "base: [a.yaml, '']"}, "run.yaml: base: expected a file or a list of them, found ''"),
-        ({"run": "base: gone.yaml"}, "run.yaml: base: cannot read '.*gone.yaml': No such file"),
-        ({"run": "base: a.yaml", "a": "- 1"}, "run.yaml: base: .*a.yaml: expected a mapping of sections"),
-        ({"run": "base: a.yaml", "a": "{"}, "run.yaml: base: .*a.yaml line 1 is not valid YAML"),
-        ({"run": "base: a.yaml", "a": "base: run.yaml"}, "a.yaml: base: .*run.yaml is based on this file"),
-        ({"run": "base: run.yaml"}, "run.yaml: base: .*run.yaml is based on this file itself; leave it out"),
-        ({"run": "base: a.yaml", "a": "seeed: 1"}, "run.yaml: unknown key 'seeed'; did you mean 'seed'"),
-        ({"run": "base: [" + "a.yaml, " * MOST_FILES + "]", "a": ""}, "more than 20 files of bases"),
-    ],
-)
-def test_mistakes_are_one_line(tmp_path: Path, files: dict[str, str], message: str) -> None:
-    (tmp_path / "a.yaml").write_text("")
-    with pytest.raises(UserError, match=message) as caught:
-        loaded(tmp_path, **files)
-    assert "\n" not in str(caught.value)
-
-
-def test_an_override_is_no_base(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="unknown key 'base'"):
-        loaded(tmp_path, "base=a.yaml", run="", a="")

@@ -31,6 +31,12 @@ MOE: dict[str, Any] = {
     },
     "losses": {"switch_balance": 0.1},
 }
+GROUPED = (
+    "model.num_layers=4",
+    "moe.groups=[{layers: [1], num_experts: 8, expert_ffn_hidden_size: 20, num_shared_experts: 2, "
+    "router: hash}, {layers: last 1, num_experts: 2, expert_activation: relu, losses: {z_loss: 0.1}, "
+    "frozen: [experts]}]",
+)
 
 
 def run_with(*groups: Any, model: Any = None, **moe: Any) -> RunConfig:
@@ -127,14 +133,6 @@ def test_expert_parallelism_divides_the_experts_of_every_group() -> None:
     config.parallel.expert = 4
     found = [str(problem) for problem in section_problems(config, 4, None)]
     assert any("4 does not divide moe.groups[0].num_experts 6; legal on 4 ranks" in it for it in found), found
-
-
-GROUPED = (
-    "model.num_layers=4",
-    "moe.groups=[{layers: [1], num_experts: 8, expert_ffn_hidden_size: 20, num_shared_experts: 2, "
-    "router: hash}, {layers: last 1, num_experts: 2, expert_activation: relu, losses: {z_loss: 0.1}, "
-    "frozen: [experts]}]",
-)
 
 
 def test_sizes_are_those_of_the_model(one_rank: None) -> None:

@@ -15,6 +15,8 @@ from megamoe.moe.losses.z_loss import ZLoss
 from megamoe.moe.selectors.top_k import TopK
 
 Load = Callable[..., RunConfig]
+Z_LOSS, BALANCE = "moe.losses.z_loss", "moe.losses.switch_balance"
+TWO = "moe: {losses: {near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 1}}}"
 
 
 def value_at(config: Any, dotted: str) -> Any:
@@ -78,9 +80,6 @@ def test_numbers_with_exponents_are_numbers(load: Load, text: str, expected: flo
 def test_overrides(load: Load, override: str, key: str, expected: object) -> None:
     text = "moe: {layers: {every: 2}, router: {selector: top_k, scorer: linear}, losses: {z_loss: 0.1}}"
     assert value_at(load(text, override), key) == expected
-
-
-Z_LOSS, BALANCE = "moe.losses.z_loss", "moe.losses.switch_balance"
 
 
 @pytest.mark.parametrize(
@@ -161,9 +160,6 @@ def test_masks_of_a_preset_may_be_none(load: Load) -> None:
     assert load("moe: {router: moec}").moe.router.masks
     assert load("moe: {router: {preset: moec, masks: none}}").moe.router.masks == []
     assert load("moe: {router: moec}", "moe.router.masks=none").moe.router.masks == []
-
-
-TWO = "moe: {losses: {near: {name: switch_balance, scope: sequence}, far: {name: switch_balance, weight: 1}}}"
 
 
 def test_a_loss_may_occur_twice_under_different_keys(load: Load) -> None:

@@ -18,6 +18,8 @@ from megamoe.data import loader
 from megamoe.data.loader import MOST_DEATHS, Loader
 from megamoe.errors import DEAD_LOADER
 
+Children = Callable[[], set[Any]]
+
 
 class Numbers(Dataset[int]):
     """0, 1, 2 and so on; at one of them the process does something to itself, while `trouble` is there."""
@@ -39,9 +41,6 @@ def pairs_from(number: int) -> list[list[int]]:
 
 def opened(messages: list[str], dataset: Dataset[int] | None = None, workers: int = 2) -> Loader[list[int]]:
     return Loader(dataset or Numbers(), pairs_from, collate=list, workers=workers, report=messages.append)
-
-
-Children = Callable[[], set[Any]]
 
 
 @pytest.fixture

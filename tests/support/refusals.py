@@ -77,6 +77,8 @@ def told(action: Callable[[], object], folder: Path | None = None) -> str | list
     try:
         action()
     except UserError as error:
-        lines = [str(UserError(line)).replace(str(folder), "FOLDER") for line in error.args]
+        lines = [str(UserError(line)) for line in error.args]
+        if folder is not None:
+            lines = [line.replace(str(folder), "FOLDER") for line in lines]
         return lines[0] if len(lines) == 1 else lines
     return []

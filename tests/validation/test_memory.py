@@ -17,6 +17,8 @@ from megamoe.validation.memory import _least_activations, in_bytes, memory_probl
 from tests.support.tiny import VOCABULARY, tiny
 
 GIB = 1 << 30
+LARGE = ("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024")
+ON_CUDA = World(0, 1, 0, torch.device("cuda:0"), "gloo")
 
 
 def check(config: RunConfig, world: World) -> None:
@@ -149,10 +151,6 @@ def test_ranks_share_a_machine_and_parallelism_divides_the_need(
     with pytest.raises(UserError, match=refusal):
         check(tiny(*big), world(4))
     check(tiny(*big, "parallel.expert=4"), world(4))
-
-
-LARGE = ("model.hidden_size=1024", "moe.expert_ffn_hidden_size=1024")
-ON_CUDA = World(0, 1, 0, torch.device("cuda:0"), "gloo")
 
 
 def test_on_cuda_the_device_counts_and_host_holds_model_while_it_is_built(bytes_of: SimpleNamespace) -> None:

@@ -33,11 +33,11 @@ from tests.support.data.conversations import (
     make_tokenizer,
     write_lines,
 )
+from tests.support.refusals import Case, cases, told
 from tests.support.tiny import tiny, tool
 
 Refused = Callable[..., str]
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-SYSTEM, TOOL = {"role": "system", "content": "s"}, {"role": "tool", "content": "t"}
 LENGTH = 64
 
 
@@ -66,29 +66,9 @@ def resolved(prefix: Path, *overrides: str, **options: Any) -> ResolvedRun:
     return resolve_run(config_of(prefix, *overrides, **options), 1)
 
 
-@pytest.mark.parametrize(
-    ("record", "message"),
-    [
-        ([], "no messages (found list); expected"),
-        ({"prompt": "a"}, "no messages (found keys prompt)"),
-        ({"messages": []}, "no messages"),
-        ({"messages": [USER, USER]}, "message 2 is of role 'user' after 'user', where assistant is expected"),
-        ({"messages": [ANSWER]}, "message 1 is of role 'assistant' at the beginning, where system or user"),
-        ({"messages": [USER, SYSTEM]}, "message 2 is of role 'system' after 'user'"),
-        ({"messages": [USER, ANSWER, TOOL, ANSWER]}, "message 3 is a tool's, but message 2 has no tool_ca"),
-        ({"messages": [USER]}, "the last message is of role 'user', expected 'assistant'"),
-        ({"messages": [{"role": "bot", "content": "a"}]}, "message 1 has the role 'bot'; expected system"),
-        ({"messages": ["a"]}, "message 1 has the role 'None'"),
-        ({"messages": [{"role": "user"}, ANSWER]}, "message 1 has no text: content is NoneType"),
-        ({"messages": [USER, {**ANSWER, "content": " \n"}]}, "message 2 is an assistant's without text"),
-        ({"messages": [USER, {**ANSWER, "weight": 2}]}, "message 2: weight 2, expected 0 (not learned) or 1"),
-        ({"messages": [USER, ANSWER], "tools": "add"}, "tools: expected a list of functions"),
-    ],
-)
-def test_bad_conversations(record: object, message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        conversation_of(record)
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize("case", cases("chat", "conversation: "))
+def test_bad_conversations(case: Case, expect_message: Callable[..., None]) -> None:
+    expect_message(case, told(lambda: conversation_of(case["record"])))
 
 
 @pytest.mark.parametrize("place", ["content", "arguments"])
@@ -138,19 +118,10 @@ def test_a_bad_line_is_named_and_nothing_is_left(folder: Path, tmp_path: Path, r
     assert any("spells the special token <|im_end|>" in reason for reason, _ in others)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("{{ raise_exception('no system here') }}", "template mine: no system here; change the messages"),
-        ("{% generation %}x{% endgeneration %}" * 3, "3 {% generation %} blocks for 1 messages of an assist"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", "writes the same mess"),
-    ],
-)
-def test_a_template_that_fails_while_it_renders(text: str, message: str) -> None:
-    template = ChatTemplate("mine", text, {})
-    with pytest.raises(UserError) as caught:
-        checked(template).render(conversation_of({"messages": [USER, ANSWER]}))
-    assert message in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize("case", cases("chat", "template: "))
+def test_a_template_that_fails_while_it_renders(case: Case, expect_message: Callable[..., None]) -> None:
+    talk = conversation_of({"messages": [USER, ANSWER]})
+    expect_message(case, told(lambda: checked(ChatTemplate("mine", case["template"], {})).render(talk)))
 
 
 def test_templates_that_are_not_there(folder: Path, tmp_path: Path) -> None:
@@ -336,20 +307,9 @@ def test_an_evaluation_takes_each_conversation_once(folder: Path) -> None:
     assert 0 < count <= 5 and not any(losses[count:]) and int(dataset[49]["length"]) == 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["data.document_aware=false"], "must not see another one; set data.document_aware to true"),
-        (["data.mock=true"], "needs conversations; set data.mock to false"),
-        (["data.sources=[a, b]"], "data.sources: found 2, expected one"),
-        (["moe.losses={grpo: 0.1}"], "with train.objective chat does not have"),
-        (["data.sources=[nothing]"], "no file 'nothing.bin'"),
-    ],
-)
-def test_runs_that_are_refused(folder: Path, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError) as caught:
-        resolved(folder / "train", *overrides)
-    assert message in str(caught.value)
+@pytest.mark.parametrize("case", cases("chat", "run: "))
+def test_runs_that_are_refused(folder: Path, case: Case, expect_message: Callable[..., None]) -> None:
+    expect_message(case, told(lambda: resolved(folder / "train", *case["overrides"]), folder))
 
 
 def test_data_that_is_damaged(folder: Path, tmp_path: Path) -> None:

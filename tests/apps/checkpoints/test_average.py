@@ -14,6 +14,7 @@ from megamoe.config import load_config
 from megamoe.train.loop import train
 from tests.support import checkpoint
 from tests.support.checkpoint_files import seal
+from tests.support.refusals import Case, cases
 from tests.support.tiny import restored_process, tiny, tool
 
 Refused = Callable[..., str]
@@ -87,26 +88,12 @@ def test_named_checkpoints_are_taken_in_the_order_of_their_steps(run: Path, tmp_
         assert reader.meta["step"] == 10
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["RUN", "NEW", "--last", "4"], "--last: found 4, but RUN has 3 checkpoints; 2 or more"),
-        (["RUN", "NEW", "--last", "1"], "--last: found 1, but RUN has 3 checkpoints"),
-        (["STEP", "STEP", "NEW"], "STEP: an average needs two or more different checkpoints, found 1"),
-        (["STEP", "RUN", "NEW"], "RUN: a run's folder; name it alone, or name checkpoints"),
-        (["STEP", "NEW", "--last", "2"], "--last 2 is for a run's folder; leave it out beside checkpoints"),
-        (["RUN", "RUN"], "RUN exists; name a folder that does not"),
-        (["NEW"], "average: found NEW alone, expected a run's folder or checkpoints, and a new folder"),
-    ],
-)
+@pytest.mark.parametrize("case", cases("checkpoints", "average: "))
 def test_mistakes_are_one_line(
-    run: Path, tmp_path: Path, refused: Refused, arguments: list[str], line: str
+    run: Path, tmp_path: Path, refused: Refused, case: Case, expect_message: Callable[..., None]
 ) -> None:
     names = {"RUN": run, "STEP": run / "checkpoints" / "step_00000002", "NEW": tmp_path / "new"}
-    given = [names.get(each, each) for each in arguments]
-    for name, path in names.items():
-        line = line.replace(name, str(path))
-    assert line in refused("checkpoint", "average", *given)
+    expect_message(case, refused("checkpoint", *(names.get(each, each) for each in case["arguments"])))
     assert not (tmp_path / "new").exists()
 
 

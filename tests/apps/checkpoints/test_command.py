@@ -18,6 +18,7 @@ from megamoe.checkpoint.format.folder import remove
 from megamoe.config import dump_yaml, load_config, to_dict
 from tests.support import checkpoint
 from tests.support.checkpoint_files import seal
+from tests.support.refusals import Case, cases
 from tests.support.tiny import ROOT, tiny
 from tests.support.tiny import tool as script
 
@@ -145,25 +146,12 @@ def test_weights_in_one_file(tool: Tool, step: Path, tmp_path: Path) -> None:
     assert load_file(out / "model.safetensors")["up"].dtype is torch.bfloat16
 
 
-MISTAKES = [
-    (["convert", "STEP", "OUT"], "add --consolidated"),
-    (["convert", "STEP", "STEP", "--consolidated"], "exists"),
-    (["convert", "RUN", "OUT", "--consolidated"], "a run's folder; name one of its checkpoints"),
-    (["inspect", "OUT"], "no checkpoint and no run's folder"),
-    (["verify", "OUT"], "no checkpoint and no run's folder"),
-    (["prune", "RUN", "--keep", "0"], "would leave no checkpoint"),
-    (["prune", "RUN", "--keep", "-1"], "would leave no checkpoint"),
-    (["prune", "STEP", "--keep", "1"], "a single checkpoint"),
-    (["prune", "OUT", "--keep", "1"], "no checkpoint and no run's folder"),
-]
-
-
-@pytest.mark.parametrize(("arguments", "message"), MISTAKES)
+@pytest.mark.parametrize("case", cases("checkpoints", "command: "))
 def test_mistakes_are_one_line(
-    refused: Refused, run: Path, step: Path, tmp_path: Path, arguments: list[str], message: str
+    refused: Refused, run: Path, step: Path, tmp_path: Path, case: Case, expect_message: Callable[..., None]
 ) -> None:
     names = {"STEP": step, "RUN": run, "OUT": tmp_path / "out"}
-    assert message in refused("checkpoint", *(names.get(it, it) for it in arguments))
+    expect_message(case, refused("checkpoint", *(names.get(it, it) for it in case["arguments"])))
     assert not (tmp_path / "out").exists() and len([*step.parent.iterdir()]) == 3
 
 

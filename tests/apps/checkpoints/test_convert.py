@@ -14,6 +14,8 @@ from megamoe.checkpoint.format.files import SUMS, sha256
 from megamoe.errors import UserError
 from tests.support import checkpoint
 
+WEIGHTS = {n.removeprefix("model/"): t for n, t in checkpoint.tensors().items() if n.startswith("model/")}
+
 
 @pytest.fixture(params=[1 << 26, 7], ids=["whole slabs", "slabs of 7 elements"], autouse=True)
 def slabs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -23,9 +25,6 @@ def slabs(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.fixture
 def source(tmp_path: Path) -> Path:
     return checkpoint.write(tmp_path / "step_00000007")
-
-
-WEIGHTS = {n.removeprefix("model/"): t for n, t in checkpoint.tensors().items() if n.startswith("model/")}
 
 
 def test_whole_weights_in_one_file(source: Path, tmp_path: Path) -> None:

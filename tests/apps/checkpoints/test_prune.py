@@ -12,6 +12,12 @@ from megamoe.apps.checkpoints.prune import prune
 from tests.support import checkpoint
 
 Said = list[str]
+LEFT = (
+    ".saving_step_00000006",
+    ".deleting_step_00000001",
+    ".replaced_step_00000003",
+    ".converting_x_0123abcd",
+)
 
 
 @pytest.fixture
@@ -110,14 +116,6 @@ def left(run: Path, name: str, days: float) -> Path:
     shutil.copytree(run / "checkpoints" / "step_00000001", path)
     age(path, days)
     return path
-
-
-LEFT = (
-    ".saving_step_00000006",
-    ".deleting_step_00000001",
-    ".replaced_step_00000003",
-    ".converting_x_0123abcd",
-)
 
 
 @pytest.mark.parametrize("name", LEFT)

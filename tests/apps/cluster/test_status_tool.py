@@ -66,12 +66,6 @@ def test_watch_clears_a_terminal_and_is_interrupted(
     assert capsys.readouterr().out.count(tool.CLEAR) == 1
 
 
-@pytest.mark.parametrize("every", ["0", "-1", "nan", "inf", "1e300"])
-def test_seconds_that_are_none(every: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool.main([str(tmp_path), "--watch", "--every", every]) == 2
-    assert capsys.readouterr().err.startswith(f"error: --every: found {float(every):g}, expected seconds")
-
-
 @pytest.mark.full
 def test_a_reader_that_goes_ends_the_watch(tmp_path: Path) -> None:
     beat(tmp_path, 1)

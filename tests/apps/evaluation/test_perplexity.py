@@ -22,7 +22,7 @@ from megamoe.errors import UserError
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import ds_config, small_run
-from tests.support.tiny import one_line, tiny, tool
+from tests.support.tiny import tiny, tool
 
 CAPACITY = {"name": "per_expert", "factor": 0.5}
 ROUTER: dict[str, Any] = {"scorer": "linear", "selector": {"name": "top_k", "k": 2}, "capacity": CAPACITY}
@@ -191,33 +191,6 @@ def test_mistakes_are_lines(pool: Pool, run_folder: tuple[Path, float], tmp_path
     (lines,) = pool.run(refusals, path, cases, ranks=1)
     for line, (_, _, start) in zip(lines, cases, strict=True):
         assert line.startswith(start), line
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--samples=0"], "error: --samples: found 0, expected at least 1"),
-        (["--json=missing/out.json"], "error: --json: missing/out.json cannot be written: No such file"),
-        (
-            ["--sweep=k"],
-            "error: --sweep: found 'k', expected KEY=V1,V2,... such as moe.router.selector.k=2,3,4",
-        ),
-        (
-            [],
-            "error: no_run: no checkpoint and no run's folder with one; name a step_* folder, or runs/<name>",
-        ),
-    ],
-)
-def test_bad_input_of_the_tool_is_one_line(
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-    restored_process: None,
-    options: list[str],
-    expected: str,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert one_line(tool("evaluate").main(["no_run", *options]), capsys).startswith(expected)
 
 
 def test_a_result_that_cannot_be_written_is_refused_and_nothing_is_touched(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ BOTH: dict[str, Any] = {
     "train__global_batch_size": 8,
     "evaluation__batches": 2,
 }
+SETS = ("valid", "en-it")
 
 
 def pair_run(pairs: Path) -> dict[str, Any]:
@@ -31,9 +32,6 @@ def pair_run(pairs: Path) -> dict[str, Any]:
         "data__sequence_length": 40,
         "train__objective": {"name": "translation", "bucket": 4, "validate": ["en-it"]},
     }
-
-
-SETS = ("valid", "en-it")
 
 
 @pytest.fixture(name="run", scope="module")

@@ -4,7 +4,6 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -13,88 +12,25 @@ from megamoe.apps.finetune.examples import read_examples
 from megamoe.apps.finetune.task import load_task
 from megamoe.config import to_dict
 from megamoe.errors import UserError
-from tests.support.apps.tasks import answers, make_task, write_jsonl
+from tests.support.apps.tasks import make_task
 from tests.support.checkpoint_files import write_checkpoint
+from tests.support.refusals import Case, cases, told
 from tests.support.tiny import ROOT, tiny
-
-
-@pytest.mark.parametrize(
-    ("name", "changes", "message"),
-    [
-        ("classification", {"learning_rat": 1}, "unknown key 'learning_rat'.* did you mean 'learning_rate'"),
-        ("classification", {"kind": "parsing"}, "kind: expected 'classification', .* found 'parsing'"),
-        ("classification", {"train": None}, "train: this key is required"),
-        ("classification", {"epochs": 0}, "epochs: expected a number above 0.*, found 0"),
-        ("classification", {"seeds": [1, 1]}, r"seeds: found \[1, 1\], expected each once"),
-        ("classification", {"metrics": ["bleu"]}, "metrics: 'bleu' is none of classification; it has acc"),
-        ("classification", {"metrics": []}, "metrics: found none, expected some of accuracy"),
-        ("classification", {"labels": ["no", ""]}, "labels: found .* of which one is empty"),
-        ("classification", {"labels": [True, False]}, "labels.0: .*found true; yes, no, on .* in quotes"),
-        ("classification", {"test": {"valid": "x.jsonl"}}, "test: 'valid' is the name of the validation set"),
-        ("classification", {"metrics": ["f1_binary"]}, "positive: the label of which f1_binary is the F1"),
-        ("regression", {"labels": ["a", "b"]}, "labels: regression has none; leave them out"),
-        ("regression", {"columns": {"words": "a"}}, "columns.words: regression has no such column; it has"),
-        ("classification", {"select": "best", "valid": None}, "select: best needs a valid file"),
-        ("classification", {"test": "a.jsonl"}, "test: found 'a.jsonl', expected files by name"),
-        ("classification", {"test": {"a/b": "x"}}, "test: the name 'a/b' has other characters"),
-        ("classification", {"test": {"a": "x"}, "languages": ["a"]}, "languages: are for a test path with"),
-    ],
-)  # fmt: skip
-def test_a_task_file_with_a_mistake(tmp_path: Path, name: str, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        load_task(make_task(tmp_path, name, **changes), [])
-
 
 LINE = {"text": "a", "label": "yes"}
 NO = {**LINE, "label": "no"}
 WORDS = {"words": ["a", "b"], "tags": ["A", "B"]}
-(ANSWER,) = answers(3, 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "changes", "file", "rows", "message"),
-    [
-        ("classification", {"labels": ["yes", "maybe"]}, "", [], "train.jsonl', line 1: the task has no la"),
-        ("classification", {}, "test.de", [LINE, {**LINE, "label": "new"}],
-         "test.de.jsonl', line 2: the task has no label 'new'; it has no, yes"),
-        ("classification", {}, "valid", [], "valid.jsonl' has no examples"),
-        ("classification", {}, "train", [LINE], "all examples have the label 'yes', expected at least 2"),
-        ("classification", {"languages": ["de", "xx"]}, "", [], "languages: 'xx' has no data: no file .*xx."),
-        ("classification", {"test": {"de": "none.jsonl"}}, "", [], "'none.jsonl' cannot be read: No such"),
-        ("classification", {"test": "none.*.jsonl"}, "", [], "test: 'none.*.jsonl' names no file"),
-        ("classification", {"test": "{}/*.jsonl"}, "", [], "test: .* finds .*/valid.jsonl', but valid is"),
-        ("classification", {}, "train", [LINE, {**LINE, "label": " "}], "line 2: a label is empty"),
-        ("classification", {}, "test.de", [{**LINE, "text": "\ud800"}], "line 1: half of a surrogate pair"),
-        ("classification", {"train": "a.txt"}, "", [], "'a.txt' cannot be read|expected a file that ends in"),
-        ("classification", {"columns": {"text": "body"}}, "", [],
-         "line 1: no column 'body'; there is text, label: name yours as columns.text"),
-        ("classification", {}, "train", [{"text": " ", "label": "no"}], "line 1: the text is empty"),
-        ("classification", {}, "train", ["x"], "line 1: expected an object with the columns text, label"),
-        ("classification", {"positive": "no no", "metrics": ["f1_binary"]}, "", [], "positive: 'no no' is"),
-        ("regression", {}, "train", [{"text": "a", "label": "b"}], "label 'b', expected a number"),
-        ("regression", {}, "train", [{"text": "a", "label": float("inf")}], "label 'inf', expected a finite"),
-        ("regression", {}, "train", [{"text": "a", "label": 1e39}], "label '1e.39', expected a finite"),
-        ("tagging", {}, "train", [WORDS, {**WORDS, "tags": ["A", ""]}], "line 2: a label is empty"),
-        ("tagging", {}, "train", [{"words": ["a", "b"], "tags": ["A"]}], "line 1: 2 words and 1 tags"),
-        ("tagging", {}, "train", [{"words": ["a", " "], "tags": ["A", "B"]}], "line 1: word 2 is empty"),
-        ("question_answering", {}, "train", [{**ANSWER, "answers": {"text": ["103"], "answer_start": [4]}}],
-         "line 1: the answer '103' is not at character 4 of the context, where ' 10' stands"),
-        ("question_answering", {}, "train", [{**ANSWER, "answers": {"text": [], "answer_start": []}}],
-         "line 1: expected .* with at least one answer"),
-        ("question_answering", {}, "train", [{**ANSWER, "answers": {"text": ["a"], "answer_start": [-1]}}],
-         "the number of its first character"),
-    ],
-)  # fmt: skip
-def test_examples_with_a_mistake(
-    tmp_path: Path, name: str, changes: dict[str, Any], file: str, rows: list[Any], message: str
-) -> None:
+@pytest.mark.parametrize("case", [*cases("finetune", "task: "), *cases("finetune", "examples: ")])
+def test_a_task_with_a_mistake(tmp_path: Path, case: Case, expect_message: Callable[..., None]) -> None:
+    changes = dict(case.row.get("changes", {}))
     if isinstance(test := changes.get("test"), str):
-        changes = {**changes, "test": test.replace("{}", str(tmp_path / name))}
-    path = make_task(tmp_path, name, **changes)
-    if file:
-        write_jsonl(tmp_path / name / f"{file}.jsonl", rows)
-    with pytest.raises(UserError, match=message):
-        read_examples(load_task(path, []))
+        changes["test"] = test.replace("FOLDER", str(tmp_path))
+    path = make_task(tmp_path, case["task"], **changes)
+    if "file" in case.row:
+        (path.parent / case["file"]).write_text("".join(f"{line}\n" for line in case["lines"]))
+    expect_message(case, told(lambda: read_examples(load_task(path, []))))
 
 
 def test_tables_are_read_as_json_lines_are(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from megamoe.train.step import evaluate, model_inputs
 from tests.support.checkpoint_files import write_checkpoint
 from tests.support.data.labelled import labelled_config, make_labels, write
 from tests.support.data.sources import stream, take
+from tests.support.refusals import Case, cases, told
 from tests.support.tiny import tiny_engine
 
 END = 256
@@ -114,56 +116,14 @@ def test_accuracy_is_the_share_of_right_labels(labels: Path) -> None:
     assert 0 < right < 11
 
 
-@pytest.mark.parametrize(
-    ("overrides", "options", "message"),
-    [
-        (["data.sources=[{0}/none.jsonl]"], {}, "none.jsonl' cannot be read: No such file"),
-        (["data.sources=[{0}/train]"], {}, "data.sources: .*train', but .* reads JSON lines with labels"),
-        (["data.sources=[{0}/train.jsonl, {0}/valid.jsonl]"], {}, "data.sources: found 2 sources"),
-        (["data.mock=true"], {}, "set data.mock to false"),
-        (["data.document_aware=true"], {}, "set data.document_aware to false"),
-        (["data.split=[0.8, 0.1, 0.1]"], {}, "data.split: found a share for test"),
-        (["data.tokenizer=null"], {}, "no tokenizer.json or tokenizer.model in .*; give data.tokenizer"),
-        (["model.vocab_size=100"], {}, "model.vocab_size 100 is smaller than the tokenizer's .* 257"),
-        (["model.num_labels=2"], {}, "model.num_labels: found 2, but .* are 3; set it to 3"),
-        (["model.num_labels=null"], {}, "model.num_labels: found none, but .* expects an int"),
-        (["model.head_transform=true"], {}, "model.head_transform: true is for a head that predicts tokens"),
-        (["model.architecture=decoder"], {}, "model.num_labels: 3 is for an encoder, found"),
-        (["train.objective=masked"], {}, "model.num_labels: found 3, but .* masked expects none"),
-        (["log.routing=record"], {}, "log.routing: .*without padding; leave it out"),
-        (["data.sequence_length=8"], {}, "a text has 23 tokens.* more than data.sequence_length 8; raise it"),
-        ([], {"languages": ["pl"]}, "no test set of 'pl' beside .*; there is de, en"),
-        (["data.validation={{valid: [{0}/test.de.jsonl]}}"], {}, "data.validation: 'valid' is a set of"),
-    ],
-)  # fmt: skip
-def test_refusals(labels: Path, overrides: list[str], options: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        resolve_run(config_of(labels, *(override.format(labels) for override in overrides), **options), 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("train.jsonl", "", "train.jsonl' has no examples; prepare the labels again"),
-        ("train.jsonl", "{}\n", 'line 1: expected ."text": ..., "label": ...'),
-        ("train.jsonl", '\n{"text": "a"', "line 2: no JSON"),
-        ("valid.jsonl", '{"text": "a", "label": "c"}', "valid.jsonl', line 1: the label .?c.? is not in"),
-        ("valid.jsonl", '{"text": " ", "label": "unused"}', "line 1: the text is empty"),
-        ("labels.json", "[", "labels.json' cannot be read"),
-        ("labels.json", '{"labels": ["a", "a"]}', "2 labels, of which 1 differ"),
-        (
-            "labels.json",
-            json.dumps({"labels": ["a_words", "b_words", "unused"], "files": {
-                "train.jsonl": {"size": 1, "sha256": "0", "examples": 1}}}),
-            "train.jsonl' is damaged or was changed",
-        ),
-    ],
-)  # fmt: skip
-def test_broken_files(labels: Path, tmp_path: Path, name: str, content: str, message: str) -> None:
+@pytest.mark.parametrize("case", [*cases("finetune", "run: "), *cases("finetune", "file: ")])
+def test_refusals(labels: Path, tmp_path: Path, case: Case, expect_message: Callable[..., None]) -> None:
     folder = Path(shutil.copytree(labels, tmp_path / "labels"))
-    (folder / name).write_text(content)
-    with pytest.raises(UserError, match=message):
-        resolve_run(config_of(folder), 1)
+    if "file" in case.row:
+        (folder / case["file"]).write_text(case["text"])
+    overrides = [each.replace("FOLDER", str(folder)) for each in case.row.get("overrides", ())]
+    options = case.row.get("options", {})
+    expect_message(case, told(lambda: resolve_run(config_of(folder, *overrides, **options), 1), folder))
 
 
 def test_the_number_of_labels_is_kept_and_checked_on_resume(labels: Path, tmp_path: Path) -> None:

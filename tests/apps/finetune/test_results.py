@@ -30,6 +30,9 @@ from tests.support.apps.tasks import make_task
 
 ROWS = [{"text": "a", "label": "no"}, {"text": "b", "label": "yes"}, {"text": "c", "label": "yes"}]
 EXAMPLES = Examples(["no", "yes"], {"train": ROWS, "test.de": ROWS[:2], "test.en": ROWS})
+TRUTH = ["a", "a", "a", "b", "b", "c"]
+FOUND = ["a", "b", "a", "b", "a", "d"]
+ALL = ["accuracy", "f1_macro", "f1_micro", "f1_weighted", "f1_binary", "matthews"]
 
 
 def seeds(de: float, en: float) -> SeedScores:
@@ -99,11 +102,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path: Path) -> None:
     (output / "file").touch()
     with pytest.raises(UserError, match="--output: .*file/new cannot be written: Not a directory; name"):
         open_output(output / "file/new", identity, False)
-
-
-TRUTH = ["a", "a", "a", "b", "b", "c"]
-FOUND = ["a", "b", "a", "b", "a", "d"]
-ALL = ["accuracy", "f1_macro", "f1_micro", "f1_weighted", "f1_binary", "matthews"]
 
 
 def task(tmp_path: Path, name: str, **changes: Any) -> Task:

@@ -1,6 +1,7 @@
 """Objectives of tasks: examples against a search by hand, losses against plain PyTorch, best spans."""
 
 import json
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from megamoe.train.resolved import resolve_run
 from megamoe.train.step import model_inputs
 from tests.support.apps.tasks import answers, regression, tagging, write_jsonl
 from tests.support.data.labelled import labelled_config
+from tests.support.refusals import Case, cases, told
 from tests.support.tiny import tiny_model
 
 END = 256
@@ -282,18 +284,8 @@ def test_sums_of_an_evaluation(tmp_path: Path, name: str) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("name", "overrides", "message"),
-    [
-        ("tagging", ["model.predicts=label"], "model.predicts: found label, but .* tagging expects tags"),
-        ("tagging", ["model.pooler=true"], "model.pooler, model.pooling: are for what a whole text has"),
-        ("span", ["model.num_labels=3"], "model.num_labels: found 3, but model.predicts span expects 2"),
-        ("regression", ["model.num_labels=2"], "model.predicts number expects 1"),
-        ("regression", ["train.label_smoothing=0.1"], "train.label_smoothing is for labels; leave it out"),
-        ("classification", ["model.num_labels=1"], "model.predicts label expects at least 2"),
-        ("span", ["train.objective.longest=0"], "longest: found 0, expected at least 1"),
-    ],
-)  # fmt: skip
-def test_refusals(tmp_path: Path, name: str, overrides: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        resolve_run(config_of(tmp_path, name, ROWS[name], *overrides), 1)
+@pytest.mark.parametrize("case", cases("finetune", "objective: "))
+def test_refusals(tmp_path: Path, case: Case, expect_message: Callable[..., None]) -> None:
+    name = case["objective"]
+    config = config_of(tmp_path, name, ROWS[name], *case["overrides"])
+    expect_message(case, told(lambda: resolve_run(config, 1)))

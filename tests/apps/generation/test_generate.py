@@ -44,6 +44,11 @@ CHOOSING = {
     "moe__losses": {},
 }
 PROMPTS = ["a cat", "the quick brown", "o", "the quick brown"]
+LAYOUTS = [
+    ["parallel.expert=2"],
+    ["parallel.tensor=2"],
+    ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"],
+]
 
 
 @pytest.fixture(scope="module")
@@ -182,13 +187,6 @@ def test_mistakes_are_lines(alone: dict[str, Any]) -> None:
     assert empty == "prompt 1 is empty; expected at least one token"
     assert long.startswith("prompt 2 has 20 tokens, with --max-tokens 20 40, but the model has learned")
     assert "/step_00000001: the tokenizer is unknown" in unknown
-
-
-LAYOUTS = [
-    ["parallel.expert=2"],
-    ["parallel.tensor=2"],
-    ["parallel.tensor=2", "parallel.sequence=true", "parallel.expert=2"],
-]
 
 
 def on_two_ranks(folder: Path) -> list[list[Generated]]:

@@ -1,7 +1,6 @@
-"""tools/generate.py: what it writes, and bad input in one line."""
+"""tools/generate.py: what it writes."""
 
 import json
-from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -85,26 +84,3 @@ def test_answers_in_a_chat(pool: Pool, tmp_path: Path) -> None:
     assert bytes(row["prompt_tokens"]).decode() == "System:\ns\nUser:\none\nAssistant:\n"
     place = free.tokens.index(free.tokens[1])
     assert ended.tokens == free.tokens[: place + 1] and ended.reason == "end_of_turn"
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ([], "error: there is no prompt; give --prompt TEXT or --file FILE"),
-        (["--prompt=a"], "no_run"),
-        (["--prompt=a", "--top-p=2"], "error: --top-p: found 2, expected above 0 and at most 1"),
-        (["--prompt=a", "--system=b"], "error: --system: is for conversations; add --chat, or leave it out"),
-        (["--chat", "--json=out.json"], "error: --chat: --json and --show-experts need --prompt TEXT or"),
-        (["--prompt=a", "--batch-size=0"], "error: --batch-size: found 0, expected at least 1"),
-        (["--file=empty.txt"], "error: --file: empty.txt has no prompt; expected one on each line"),
-        (["--file=bytes.txt"], "error: --file: bytes.txt: 'utf-8' codec"),
-        (
-            ["--prompt=a", "--json=missing/out.json"],
-            "error: --json: missing/out.json cannot be written: No such file or directory; name a file",
-        ),
-    ],
-)
-def test_bad_input_is_one_line(refused: Callable[..., str], options: list[str], expected: str) -> None:
-    Path("empty.txt").write_text("\n \n")
-    Path("bytes.txt").write_bytes(b"\xff")
-    assert expected in refused("generate", "no_run", *options)

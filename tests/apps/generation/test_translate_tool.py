@@ -4,7 +4,6 @@ import io
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -167,20 +166,3 @@ def test_mistakes_are_lines(pool: Pool, runs: Path) -> None:
         assert (code, out, err.count("\n")) == (2, "", 1) and expected in err, f"{expected}: {err}"
     code, out, err = found[-1]
     assert (code, out.count("\n")) == (0, 2) and "1 sources cut to data.sequence_length" in err
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--beams=0"], "--beams: found 0, expected 1"),
-        (["--n-best=9"], "--n-best: found 9, expected 1 to --beams 4"),
-        (["--input=none.txt", "--split=valid"], "--split: is for pairs, but --input names lines"),
-        (["--input=none.txt"], "--input: none.txt: No such file or directory"),
-        (["--input=none.txt", "--score"], "--score: is for pairs, but --input names lines"),
-        (["--max-length=0"], "--max-length: found 0"),
-        (["--output=missing/out.txt"], "--output: missing/out.txt cannot be written"),
-        ([], "no_run"),
-    ],
-)
-def test_bad_options_are_lines(refused: Callable[..., str], options: list[str], expected: str) -> None:
-    assert expected in refused("translate", "no_run", *DIRECTION, *options)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -38,77 +39,12 @@ SMALL = (
     "moe.expert_ffn_hidden_size=24",
 )
 NO_CAPACITY = "moe.router.capacity=none"
-REFUSED = {  # what the class does not cover of them
-    "expert_choice": "moe.router.selector.name expert_choice",
-    "sgmoe_hierarchical": "moe.router.scorer.name hierarchical",
-    "stable_moe": "moe.router.scorer.name stable",
-    "deepseek_v4_moe": "moe.router.score_function.name sqrt_softplus",
-    "dense_to_sparse": "moe.router.scorer.name dense_to_sparse",
-    "longcat_flash": "moe.zero_experts 16",
-    "moe_plus_plus": "moe.zero_experts 4",
-    "nemotron_latent": "moe.latent_size 32",
-    "phi_moe": "moe.router.selector.name sparse_mixer",
-    "remoe": "moe.router.score_function.name relu",
-    "skywork_moe": "moe.router.score_function.name normalised_softmax",
-    "token_table": "moe.router.scorer.name token_table",
-    "top_any": "moe.router.selector.name top_any",
-}
+COVERED = yaml.safe_load((ROOT / "tests/snapshots/custom_class.yaml").read_text())
+REFUSED: dict[str, str] = COVERED["refused"]  # what the class does not cover of them
 PRESETS = sorted(path.stem for path in (ROOT / "examples/presets").glob("*.yaml"))
 QUICK = ("x_moe_hypersphere", "deepseek_v3", "tables")
 # Beside the presets: what models and routers can be.
-OTHERS: dict[str, tuple[str, ...]] = {
-    "learned": (
-        "model.position=learned",
-        "model.norm=layernorm",
-        "model.bias=true",
-        "model.activation=gelu",
-        "model.attention.window=5",
-        "model.attention.window_blocks=[2]",
-        "model.attention.soft_cap=2.0",
-        "model.tie_embeddings=false",
-        "moe.expert_bias=true",
-        "moe.num_shared_experts=1",
-        "moe.shared_expert_mode=gated",
-        "moe.router.score_function={name: softmax, temperature: 0.7, bias_update: 0.01}",
-    ),
-    "sinusoidal": (
-        "model.position=sinusoidal",
-        "model.norm_position=post",
-        "model.scale_embeddings=true",
-        "model.activation=reglu",
-        "moe.layers={insert_after: [1, 3]}",
-        "moe.router.selector={name: top_k, k: 3, weights: kept_softmax, scale: 1.5}",
-        "moe.router.masks=[{name: group_limit, num_groups: 4, keep: 2, score: sum, best: 2}]",
-    ),
-    "rotary": (
-        "model.num_query_groups=2",
-        "model.head_size=12",
-        "model.rotary.share=0.5",
-        "model.attention.query_key_norm=head",
-        "model.attention.sinks=true",
-        "model.logit_scale=0.5",
-        "model.logit_soft_cap=3.0",
-        "model.residual_scale=0.7",
-        "model.embedding_scale=3.0",
-        "moe.router.scorer={name: cosine, reduction: false}",
-        "moe.router.selector={name: threshold, threshold: 0.6}",
-    ),
-    "whole": (
-        "model.attention.query_key_norm=whole",
-        "moe.layers={insert_after: [2]}",
-        "moe.expert_sublayers=1",
-        "moe.router.scorer={name: linear, bias: true}",
-        "moe.router.score_function=sigmoid",
-        "moe.router.selector={name: top_k, k: 2, weights: raw}",
-        "moe.losses=none",
-    ),
-    "tables": (
-        "moe.router.scorer=hash",
-        "moe.router.selector={name: table, k: 2, scale: 2.5}",
-        "moe.losses=none",
-    ),
-    "dense": ("moe.layers=none",),
-}
+OTHERS: dict[str, list[str]] = COVERED["others"]
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from megamoe.apps.hf.export_run import export_run
 from megamoe.apps.hf.families import FAMILIES
@@ -21,34 +22,7 @@ from tests.support.apps.hf_training import all_tensors
 from tests.support.tiny import ROOT
 
 SNAPSHOTS = ROOT / "tests/snapshots/hub_configs"
-# By model_type: Llama 3.1, DeepSeek-V3, gpt-oss-20b, MiniMax-M2.
-CASES: dict[str, dict[str, Any]] = {
-    "llama": {
-        "model.rotary.scaling": "llama3",
-        "model.rotary.low_frequency_factor": 1.0,
-        "model.rope_base": 5e5,
-    },
-    "deepseek_v3": {
-        "model.rotary.scaling": "yarn",
-        "model.rotary.factor": 40,
-        "model.rotary.interleaved": True,
-        "model.latent.query_rank": 1536,
-        "moe.router.selector.scale": 2.5,
-    },
-    "gpt_oss": {
-        "model.attention.window": 128,
-        "model.attention.window_blocks": [*range(1, 25, 2)],
-        "model.head_size": 64,
-        "model.rotary.truncate": False,
-        "moe.expert_activation": "swiglu_clamped",
-    },
-    "minimax_m2": {
-        "model.rotary.share": 0.5,
-        "model.attention.window": None,
-        "model.attention.query_key_norm": "whole",
-        "moe.num_shared_experts": 0,
-    },
-}
+CASES: dict[str, dict[str, Any]] = yaml.safe_load((SNAPSHOTS / "expected.yaml").read_text())
 
 
 def released(kind: str) -> dict[str, Any]:

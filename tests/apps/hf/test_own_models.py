@@ -46,6 +46,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
 }
+LIMITED = "moe.router.masks=[{name: group_limit, num_groups: 4, keep: 2}]"
+BIASED = "moe.router.score_function={name: softmax, bias_update: 0.001%s}"
 
 
 def trained(folder: Path, changes: dict[str, Any]) -> torch.Tensor:
@@ -127,10 +129,6 @@ def test_special_ids_are_those_of_the_tokenizer(tmp_path: Path) -> None:
     prepare(Preparation(output, [source], special="pad"))
     card = special_ids(parse_config({"data": {"sources": [str(tmp_path / "text")]}}))
     assert card == none | {"eos_token_id": 256, "pad_token_id": 257}
-
-
-LIMITED = "moe.router.masks=[{name: group_limit, num_groups: 4, keep: 2}]"
-BIASED = "moe.router.score_function={name: softmax, bias_update: 0.001%s}"
 
 
 @pytest.mark.parametrize(

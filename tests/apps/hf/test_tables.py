@@ -25,6 +25,9 @@ OTHER_DEFAULTS = {
     "moe_layer_end_index",
 }
 KINDS = [(kind, number) for kind in CONFIGS for number in (0, 1)]
+TINY = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
+DEFAULT = {"rope_type": "default", "rope_theta": 5000.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 def written(kind: str, number: int) -> dict[str, Any]:
@@ -60,11 +63,6 @@ def test_what_is_not_given_is_transformers_default(kind: str) -> None:
             found = getattr(theirs, name)
             assert default is None or found == default, name
             assert default is not None or not isinstance(found, bool) or found is False, name
-
-
-TINY = {"hidden_size": 8, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": 8}
-DEFAULT = {"rope_type": "default", "rope_theta": 5000.0}
-YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 
 
 @pytest.mark.parametrize(

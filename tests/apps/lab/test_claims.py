@@ -8,6 +8,11 @@ from megamoe.apps.lab.claims import decide, interval, parse_claim
 
 LOSS = {"loss": {"a": {1: 1.0, 2: 1.1, 3: 0.9}, "b": {1: 2.0, 2: 2.1, 3: 2.2}, "c": {1: 0.5, 2: 1.6, 3: 0.9}}}
 SEEDS = [1, 2, 3]
+NO_CLAIMS = [
+    "loss(a)", "loss(a) == loss(b)", "loss(a) < loss(b) or loss(a) > 1", "1 < 2", "loss(a, b) < 1",
+    "__import__('os').system('true') < 1", "loss(a) < True ** loss(b)", "loss(a) < (lambda: 1)()",
+    "loss(a) <", "loss(a) < 1 " + "+ 1 " * 400, "loss(a) < True", "loss(a) < 1" + "0" * 400,
+]  # fmt: skip
 
 
 def verdict(text: str) -> str:
@@ -71,13 +76,6 @@ def test_values_that_are_not_finite_are_left_out() -> None:
     assert decide(parse_claim("loss(a) < loss(b)", "test"), values, SEEDS)[1][0].differences == {1: 1.0}
     claim = parse_claim("loss(a) / (loss(b) - loss(b)) < loss(b)", "test")
     assert decide(claim, values, SEEDS)[1][0].differences == {}
-
-
-NO_CLAIMS = [
-    "loss(a)", "loss(a) == loss(b)", "loss(a) < loss(b) or loss(a) > 1", "1 < 2", "loss(a, b) < 1",
-    "__import__('os').system('true') < 1", "loss(a) < True ** loss(b)", "loss(a) < (lambda: 1)()",
-    "loss(a) <", "loss(a) < 1 " + "+ 1 " * 400, "loss(a) < True", "loss(a) < 1" + "0" * 400,
-]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", NO_CLAIMS)

@@ -2,10 +2,12 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +31,7 @@ from megamoe.config.load import configure
 from megamoe.metrics.names import LOAD, of_layer
 from megamoe.validation.run import section_problems
 from tests.support.apps.study_data import make_study_data
+from tests.support.refusals import Case, cases
 from tests.support.tiny import ROOT
 
 STUDIES = sorted((ROOT / "examples/studies").glob("*.yaml"))
@@ -224,54 +227,15 @@ def test_two_labs_in_one_folder_and_a_changed_study_are_refused(
     assert "holds no study" in capsys.readouterr().err
 
 
-# What is changed of a study of one measure `loss`, in YAML, and what the line of its mistake says.
-MISTAKES = """
-measures: {loss: {}} => measures.loss: expected one of metric, fact, and stage
-measures: {loss: {stage: nowhere, path: a}} => .stage: found 'nowhere', expected routing
-measures: {loss: {stage: routing}} => measures.loss: a stage needs one of path, metric, and consistency
-measures: {loss: {stage: routing, consistency: 100}} => measures.loss: stage 'routing' does not fine-tune
-measures: {loss: {metric: x, consistency: 9}} => loss: consistency needs a stage, and take: first or last
-measures: {steps: {metric: val/lm_loss, until: one, exponential: true}} => measures.steps: until gives steps: it needs metric, no take and no exponential
-measures: {steps: {metric: val/lm_loss, until: ten}} => until: found 'ten', expected one
-curves: {ic: {stage: routing, consistency: 9}} => curves.ic: expected metric, or consistency and a stage that
-stages: {routing: {rows: [three], analyze: {analyses: [load]}}} => stages.routing.rows: found 'three', expected one, two
-stages: {routing: {}} => stages.routing: found nothing, expected one of evaluate, finetune
-stages: {tuned: {finetune: {task: task.yaml, set: {colour: 1}}}} => stages.tuned.finetune: row one:
-stages: {swept: {evaluate: {sweep: {moe.experts: [1]}}}} => stages.swept.evaluate.sweep: row one: command line: moe: unknown
-stages: {swept: {evaluate: {sweep: {optimizer.lr: [1]}}}} => swept.evaluate.sweep: optimizer.lr changes no evaluation
-claims: [{text: x, test: loss(one) < loss(three)}] => claims[0].test: row: found 'three', expected
-claims: [{text: x, test: loss(one) / 0 < 1}] => claims[0].test: 'loss(one) / 0
-rows: {One: {}} => rows.One
-rows: {one: {set: {moe: {experts: 3}}}} => row one: moe: unknown key 'experts'
-rows: {one: {base: run.yaml, finetune: {epochs: 1}}} => rows.one.finetune: no stage fine-tunes this row; leave it out
-rows: {one: {base: run.yaml, set: {model: {num_attention_heads: 3}}}} => row one: model.hidden_size: 16 does not divide by
-rows: {one: {base: run.yaml, set: {moe: 5}}} => row one: moe:
-rows: {one: {base: run.yaml, set: {data: [1]}}} => row one: data:
-rows: {one: {base: run.yaml, set: {data: {mock: false, sources: 5}}}} => row one: data.sources:
-rows: {one: {base: run.yaml, set: {data: {mock: false, sources: [5]}}}} => row one: data.sources
-rows: {one: {base: run.yaml, set: {data: {mock: false, sources: [LONG/x]}}}} => row one: data.sources
-set: {name: ../x} => set.name: the lab sets name: a run has the name of its row; leave it out
-sizes: {cpu: {seeds: [1], time: x}} => --size:
-sizes: {smoke: {seeds: [1], time: x, tuning: {key: seed, values: [1, 2]}}} => sizes.smoke.tuning.key: the lab sets seed
-sizes: {smoke: {seeds: [1], time: x, tuning: {key: a, values: []}}} => sizes.smoke.tuning.values: expected
-sizes: {smoke: {seeds: [1, 1], time: x}} => sizes.smoke.seeds: found [1, 1], expected each once
-sizes: {smoke: {seeds: [1], time: x, scale: {moe.num_expert: 2}}} => smoke.scale: no row has a number at 'moe.num_expert'
-sizes: {smoke: {seeds: [1], time: x, scale: {data.mock: 2}}} => data.mock of row one is True, expected a number
-control: three => control: found 'three', expected one, two, two_again
-compare: [loss] => compare: needs control
-{control: two, compare: [size]} => compare: found 'size', expected loss
-colour: red => unknown key 'colour'
-"""  # noqa: E501
-
-
-@pytest.mark.parametrize("mistake", MISTAKES.strip().splitlines())
-def test_mistakes_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str) -> None:
-    changes, _, message = mistake.replace("LONG", "x" * 5000).partition(" =>")
+@pytest.mark.parametrize("case", cases("lab"))
+def test_mistakes_in_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], case: Case, expect_message: Callable[..., None]
+) -> None:
+    """What is changed, in YAML, of a study of one measure `loss`; LONG is a long name."""
     usual = {"claims": [], "measures": {"loss": {"metric": "val/lm_loss"}}}
-    path = written(tmp_path, **(usual | yaml.safe_load(changes)))
+    path = written(tmp_path, **(usual | yaml.safe_load(case["changes"].replace("LONG", "x" * 5000))))
     assert call("lab", [str(path), "--output", str(tmp_path / "lab")]) == 2
-    told = capsys.readouterr().err
-    assert message.strip() in told and told.startswith("error: ") and told.count("\n") == 1
+    expect_message(case, re.sub("x{99,}", "LONG", capsys.readouterr().err))
 
 
 @pytest.mark.parametrize(

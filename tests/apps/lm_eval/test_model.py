@@ -20,6 +20,7 @@ pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: p
 ROOT = Path(__file__).parents[3]
 TASKS = "python_choice,python_text,python_complete"
 LONG = "def f(x):\n    return x\n" * 6  # several windows of the model's 64 tokens
+NORMALIZED = {"until": ["\n", ""], "max_gen_toks": 5}  # what the harness always adds
 
 
 @pytest.fixture(scope="module")
@@ -75,9 +76,6 @@ def asked(path: Path) -> None:
 @pytest.mark.full
 def test_requests_get_our_own_numbers(pool: Pool, run: Path) -> None:
     pool.run(asked, run, ranks=1)
-
-
-NORMALIZED = {"until": ["\n", ""], "max_gen_toks": 5}  # what the harness always adds
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """The table of assumptions: cases in order, sources, rows by size, and files of measured rows."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -8,15 +9,14 @@ import pytest
 from megamoe.apps.plan.assumptions import ASSUMED, OPTIMISTIC, PESSIMISTIC, SECONDS, read
 from megamoe.apps.plan.counter import OperatorKey, OperatorTotal
 from megamoe.apps.plan.roofline import operator_seconds
-from megamoe.errors import UserError
 from megamoe.metrics.gpus import GPUS, gpu_of_device
+from tests.support.refusals import Case, cases, told
 
 # A step of moe_1b on one rank, tuned, all experts on each rank, one micro batch: the host's seconds without
 # CUDA's driver, kernels and collectives, and the calls of PyTorch's operators and of ours. The least of 25
 # steps of `python benchmarks/host_time.py`; 2026-11-24, torch 2.13, triton 3.7.1, Python 3.11, one thread of
 # an AMD EPYC (Zen 4) with other processes beside it.
 MEASURED_S, CALLS, OWN_CALLS = 51.2e-3, 602, 268
-ROW = {"kind": "matmul", "phase": "", "at_least": 1024, "value": 0.5, "source": "measured"}
 
 
 def test_each_row_has_a_source_and_its_cases_are_in_order() -> None:
@@ -56,21 +56,11 @@ def test_an_operator_takes_the_row_of_its_size_and_phase() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("rows", "line"),
-    [
-        ([{**ROW, "kind": "matmuls"}], "rates: 0.kind.*: Input should be"),
-        ([ROW, {**ROW, "value": -1}], "rates: 1.value: Input should be greater than or equal to 0.0"),
-        ([{**ROW, "phase": "both"}], "rates: 0.phase: Input should be '', 'forward' or 'backward'"),
-        ([{"kind": "matmul"}], "rates: 0.phase: Field required"),
-        ({}, "rates: file: Input should be a valid"),
-    ],
-)
-def test_mistakes_in_a_file(rows: object, line: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", cases("plan", "rates: "))
+def test_mistakes_in_a_file(tmp_path: Path, case: Case, expect_message: Callable[..., None]) -> None:
     path = tmp_path / "assumptions.json"
-    path.write_text(json.dumps({"rates": rows}))
-    with pytest.raises(UserError, match=line):
-        read(str(path))
+    path.write_text(json.dumps({"rates": case["rates"]}))
+    expect_message(case, told(lambda: read(str(path))))
 
 
 def test_a_device_is_found_by_its_name() -> None:

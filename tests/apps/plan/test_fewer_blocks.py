@@ -3,51 +3,16 @@
 from collections import Counter
 
 import pytest
+import yaml
 
 from megamoe.apps.plan.figures import BlockKind, block_kinds, fewer_blocks, is_worth_it, with_blocks
 from megamoe.config import RunConfig, load_config
 from megamoe.config.layer_kinds import config_by_layer
 from megamoe.validation.layer_groups import group_problems
+from tests.support.tiny import ROOT
 
 ENCODER_DECODER = ("model.architecture=encoder_decoder", "train.objective=span_corruption")
-MODELS = {
-    "decoder": (
-        "model.num_layers=11",
-        "moe.layers={every: 3, insert_after: [4]}",
-        "model.attention={window: 8, window_blocks: [1, 3, 5, 7, 9]}",
-    ),
-    "encoder": ("model.architecture=encoder", "train.objective=masked", "model.num_layers=9"),
-    "groups": (
-        "model.num_layers=11",
-        "moe.layers={every: 2, insert_after: [5]}",
-        "moe.groups=[{layers: last 2, num_experts: 64}, {layers: [4, 5], num_experts: 2}]",
-    ),
-    "groups in two stacks": (
-        *ENCODER_DECODER,
-        "model.encoder_layers=7",
-        "model.num_layers=5",
-        "moe.layers={encoder: {every: 1}, decoder: {every: 2}}",
-        "moe.groups=[{layers: {encoder: first 3, decoder: last 1}, num_experts: 64}]",
-    ),
-    "all MoE": (
-        *ENCODER_DECODER,
-        "model.encoder_layers=7",
-        "model.num_layers=5",
-        "moe.layers={encoder: {every: 1}, decoder: {every: 1}}",
-    ),
-    "some MoE": (
-        *ENCODER_DECODER,
-        "model.encoder_layers=12",
-        "model.num_layers=14",
-        "moe.layers={encoder: {every: 2}, decoder: {at: [3, 5]}}",
-    ),
-    "MoE in one stack": (
-        *ENCODER_DECODER,
-        "model.encoder_layers=2",
-        "model.num_layers=6",
-        "moe.layers={decoder: {at: [1], insert_after: [6]}}",
-    ),
-}
+MODELS: dict[str, list[str]] = yaml.safe_load((ROOT / "tests/snapshots/block_kinds.yaml").read_text())
 
 
 def experts_by_kind(config: RunConfig) -> dict[BlockKind, int]:

@@ -1,15 +1,16 @@
 """GPUs by name and by a file of their rates, and what is told of a wrong file."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megamoe.apps.plan.hardware import gpu_of
 from megamoe.errors import UserError
 from megamoe.metrics.gpus import GPUS, Gpu
+from tests.support.refusals import Case, cases, told
 
 OWN = {"name": "My GPU", "bf16": 1e15, "fp32": 6e13, "memory": 3e12, "nvlink": 4e11, "network": 5e10}
 
@@ -27,24 +28,11 @@ def test_a_file_has_the_rates_of_a_gpu(tmp_path: Path) -> None:
         assert gpu_of(str(path)) == gpu
 
 
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        (OWN, "capacity is missing; expected"),
-        ({**OWN, "capacity": 8e10, "tf32": 1e14}, "tf32 is not a key; expected"),
-        ({**OWN, "capacity": 0}, "capacity: found 0, expected"),
-        ({**OWN, "capacity": True}, "capacity: found True, expected"),
-        ({**OWN, "capacity": "80 GB"}, "capacity: found '80 GB', expected"),
-        ({**OWN, "capacity": float("nan")}, "capacity: found nan, expected"),
-        ([OWN], "expected"),
-    ],
-)
-def test_a_wrong_file_is_told(tmp_path: Path, found: Any, said: str) -> None:
+@pytest.mark.parametrize("case", cases("plan", "gpu: "))
+def test_a_wrong_file_is_told(tmp_path: Path, case: Case, expect_message: Callable[..., None]) -> None:
     path = tmp_path / "gpu.json"
-    path.write_text(json.dumps(found))
-    with pytest.raises(UserError) as error:
-        gpu_of(str(path))
-    assert str(error.value).startswith(f"--gpu: {path}: {said} name and, as numbers above 0, bf16, fp32")
+    path.write_text(case["gpu"])
+    expect_message(case, told(lambda: gpu_of(str(path))))
 
 
 @pytest.mark.parametrize("content", [None, "{", "\udcff", "[" * 5000])

@@ -17,6 +17,8 @@ from megamoe.apps.routing_record.record import (
 from megamoe.errors import UserError
 
 META = {"moe.layers": [1], "moe.num_experts": 300, "seed": 1}
+FIRST = {40: [7], 8: [299, 0, 3], 9: [], 41: [1, 1], 1 << 50: [5]}
+SECOND = {10: [4], 42: [2, 3]}
 
 
 def rows_of(choices: dict[int, list[int]]) -> Rows:
@@ -32,10 +34,6 @@ def found_in(rows: Rows, tokens: list[int]) -> list[list[int]] | None:
         return None
     expert_TK, count_T = rows.choices(place_T)
     return [row[:size] for row, size in zip(expert_TK.tolist(), count_T.tolist(), strict=True)]
-
-
-FIRST = {40: [7], 8: [299, 0, 3], 9: [], 41: [1, 1], 1 << 50: [5]}
-SECOND = {10: [4], 42: [2, 3]}
 
 
 def test_what_is_written_is_read_by_token(tmp_path: Path) -> None:

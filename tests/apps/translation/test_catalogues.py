@@ -3,6 +3,7 @@
 import json
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from megamoe.apps.translation.pairs import Counts, Pair
 from megamoe.apps.translation.select import split_pairs
-from megamoe.errors import UserError
+from tests.support.refusals import Case, cases, told
 from tests.support.tiny import ROOT
 
 sys.path.append(str(ROOT / "examples/catalogues"))
@@ -126,28 +127,12 @@ def test_a_broken_file_is_replaced_by_the_compiled_one(tmp_path: Path) -> None:
     assert "django.po: broken: syntax error, line 1" in warning and "django.mo is read instead" in warning
 
 
-BROKEN = {
-    "de.po": (b"", "de.po: empty file"),
-    "fr.po": (b'msgid "a"\nmsgtsr "b"\n', r"fr.po: broken: syntax error, line 2"),
-    "it.po": (TWO := HEADER.encode() + b'msgid "a"\nmsgstr "\xff"\n', r"it.po: line 7 is not utf-8 text"),
-    "nl.po": (TWO.replace(b"utf-8", b"klingon"), r"nl.po: unknown encoding 'klingon'"),
-    "es.mo": (b"\xde\x12\x04\x95" + b"\0" * 10, r"es.mo: broken: "),
-    "ru.mo": (b"no catalogue at all, but long enough to have a header", r"ru.mo: broken: .*magic"),
-    "empty/notes.txt": (b"x", "no .po or .mo file in it"),
-    "notes.txt": (b"x", "is no folder, wheel, .po or .mo file"),
-    "bad.whl": (b"x", "cannot be read.*download the wheel again"),
-}
-
-
-@pytest.mark.parametrize("name", BROKEN)
-def test_broken_catalogues(tmp_path: Path, name: str) -> None:
-    content, message = BROKEN[name]
-    path = tmp_path / name
+@pytest.mark.parametrize("case", cases("translation", "catalogue: "))
+def test_broken_catalogues(tmp_path: Path, case: Case, expect_message: Callable[..., None]) -> None:
+    path = tmp_path / case["file"]
     path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    with pytest.raises(UserError, match=message) as caught:
-        read(path.parent if "/" in name else path)
-    assert "\n" not in str(caught.value)
+    path.write_bytes(case["text"].encode("latin-1"))
+    expect_message(case, told(lambda: read(tmp_path / Path(case["file"]).parts[0])))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

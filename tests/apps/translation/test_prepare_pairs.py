@@ -5,6 +5,7 @@ import fcntl
 import gzip
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -252,50 +253,12 @@ def test_replacing_an_output(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "is not a folder of prepared pairs" in capsys.readouterr().err
 
 
-BAD = {
-    "no input": ([], "no pairs: name them with --aligned"),
-    "no mark": (["--split-files", "de", "train.en", "{split}.de"], "'train.en': expected {split} in the na"),
-    "one split": (["--split-files", "de", "{split}.en", "{split}.de"], "found files of no split, expected"),
-    "different lengths": (["--aligned", "de", "3.txt", "2.txt"], "'2.txt' has 2 lines, '3.txt' has 3"),
-    "no such file": (["--aligned", "de", "2.txt", "none"], "'none' is no file"),
-    "encoding": (["--tsv", "de", "latin1.tsv"], "latin1.tsv:2: not UTF-8 text"),
-    "columns": (["--tsv", "de", "3.txt"], "3.txt:1: 1 columns, expected 2"),
-    "cut off": (["--tsv", "de", "cut.tsv.gz"], "cut.tsv.gz: cannot be read"),
-    "code": (["--tsv", "german", "2.tsv"], "language 'german': expected a code such as de"),
-    "language": (
-        ["--tsv", "pt_BR", "2.tsv", "--languages", "pt"],
-        "language 'pt' is not in the data; near ones are pt_BR",
-    ),
-    "no training": (
-        ["--tsv", "de", "2.tsv", "--split", "0.0001,1,0"],
-        "all 2 pairs fell into valid and test",
-    ),
-    "split": (["--tsv", "de", "2.tsv", "--split", "0,1,1"], "expected three shares"),
-    "overlap": (["--tsv", "de", "2.tsv", "--max-overlap", "25"], "max_overlap 25.0: expected a share"),
-    "vocabulary": (["--tsv", "de", "2.tsv", "--vocab-size", "100"], "a byte-level BPE needs at least"),
-    "tokenizer": (["--tsv", "de", "2.tsv", "--tokenizer", "none.json"], "'none.json' does not exist"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_bad_input(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name, text in {
-        "3.txt": b"a\nb\nc\n",
-        "2.txt": b"a\nb\n",
-        "2.tsv": b"a\tb\nc\td\n",
-        "empty": b"",
-        "latin1.tsv": b"a\tb\nc\t\xe4\n",
-        "cut.tsv.gz": gzip.compress(b"a\tb\n" * 9)[:-9],
-    }.items():
-        Path(name).write_bytes(text)
-    options, message = BAD[case]
-    assert prepare(Path("out"), *options) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: ") and message in error and error.count("\n") == 1
-    assert not Path("out").exists() and not Path(".out.partial").exists()
+def test_a_file_that_is_cut_off(tmp_path: Path, refused: Callable[..., str]) -> None:
+    (tmp_path / "cut.tsv.gz").write_bytes(gzip.compress(b"a\tb\n" * 9)[:-9])
+    assert "cut.tsv.gz: cannot be read" in refused(
+        "prepare_pairs", "--tsv", "de", "cut.tsv.gz", "--output=out"
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["cut.tsv.gz"]
 
 
 def test_bad_lines_are_left_out(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import shutil
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from megamoe.train.objective import build_objective, token_shares
 from megamoe.train.resolved import resolve_run
 from tests.support.data.pairs import make_pairs
 from tests.support.data.sources import stream, take
+from tests.support.refusals import Case, cases, told
 from tests.support.tiny import restored_process, tiny
 
 
@@ -141,35 +143,15 @@ def test_counted_tokens_and_shares(pairs: Path) -> None:
     assert TokenShares().counted == 1
 
 
-@pytest.mark.parametrize(
-    ("overrides", "options", "message"),
-    [
-        (
-            ["data.sources=[{0}]"],
-            {},
-            "'.*pairs' holds no pairs of texts, which .* there is .*/test, .*/train",
-        ),
-        (["data.sources=[text]"], {}, "data.sources: 'text' holds no pairs .*text.pairs.json'; make it with"),
-        (["data.validation={{a: [text]}}"], {}, "data.validation.a: 'text' holds no pairs"),
-        (["data.sources=[{0}/train, {0}/valid]"], {}, "data.sources: found 2, expected one"),
-        (["data.mock=true"], {}, "set data.mock to false"),
-        (["data.document_aware=true"], {}, "set data.document_aware to false"),
-        (["train.micro_batch_size=3"], {}, "bucket: found 8, expected a multiple of .* 3, .* such as 9"),
-        ([], {"languages": ["pl"]}, "language 'pl' is not in the data; there are de, fr, it"),
-        ([], {"validate": ["en-pl"]}, "validate: 'en-pl' is not in .*; there is en-de, en-fr, en-it"),
-        (["data.split=[1, 0, 0]"], {"validate": ["en-pl"]}, "validate: found en-pl, .* no share"),
-        ([], {"bucket": 800}, "pairs make no batch of 800"),
-        (["data.sequence_length=8"], {}, "more than data.sequence_length 8 tokens, the longest"),
-        (["data.sources=[{0}/valid]", "data.split=[1, 1]"], {}, "data.split .*: expected three shares"),
-        (["data.validation={{valid: [{0}/test]}}"], {}, "data.validation: 'valid' is a set of data.split"),
-        (["model.architecture=decoder"], {}, "translation trains model.architecture encoder_decoder"),
-    ],
-)
-def test_refusals(pairs: Path, overrides: list[str], options: dict[str, Any], message: str) -> None:
-    written = [override.format(pairs) for override in overrides]
-    with pytest.raises(UserError, match=message):
-        run = resolve_run(config_of(pairs, *written, **options), 1)
-        run.objective.datasets(8, 8)
+@pytest.mark.parametrize("case", cases("translation", "run: "))
+def test_refusals(pairs: Path, case: Case, expect_message: Callable[..., None]) -> None:
+    overrides = [each.replace("FOLDER", str(pairs)) for each in case["overrides"]]
+
+    def datasets() -> None:
+        config = config_of(pairs, *overrides, **case.row.get("options", {}))
+        resolve_run(config, 1).objective.datasets(8, 8)
+
+    expect_message(case, told(datasets, pairs))
 
 
 def test_directions_to_validate_do_not_hinder_other_data(pairs: Path) -> None:

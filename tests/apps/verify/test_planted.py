@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import FAULTS
-from tests.planted_faults import copy_of_code, planted
+from tests.planted_faults import FAULTS, copy_of_code, planted
 
 JITTER = "moe.router.scorer.jitter=0.1"
 # By fault: a part of the layout's line, and overrides of the demo that the promise is about.

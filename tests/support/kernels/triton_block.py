@@ -26,6 +26,7 @@ SHORT_NORMS: list[tuple[tuple[int, ...], torch.dtype]] = [
     ((3, 1030), torch.bfloat16),
     ((5, 7), torch.float16),
 ]
+SHORT_TURNS = [(2, 1, torch.float32), (6, 5, torch.bfloat16)]
 
 
 def check_rms_norm(cases: list[tuple[tuple[int, ...], torch.dtype]] = SHORT_NORMS) -> None:
@@ -124,9 +125,6 @@ def check_a_whole_model() -> None:
             expected = run()
     assert names.count("summed_rms_norm") == 2 and names.count("summed_rms_norm_backward") == 4
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
-
-
-SHORT_TURNS = [(2, 1, torch.float32), (6, 5, torch.bfloat16)]
 
 
 def check_rotary(cases: list[tuple[int, int, torch.dtype]] = SHORT_TURNS) -> None:

@@ -24,6 +24,7 @@ from tests.support.kernels.drawn import assert_one_rounding
 from tests.support.kernels.interpreted import TOLERANCES, on_plain, on_triton, sparse
 
 WIDTHS = [1, 7, 16, 1030]  # of the last, two blocks
+CASES = [(case, 16, torch.float32) for case in TOKENS if case != "all of one"]
 
 
 def exactly_gathered(dtype: torch.dtype, tokens: list[int], num_tokens: int, width: int) -> list[Tensor]:
@@ -65,7 +66,6 @@ def close(found: list[Tensor], exact: list[Tensor], case: str) -> None:
             raise AssertionError(f"{case}: {error}") from None
 
 
-CASES = [(case, 16, torch.float32) for case in TOKENS if case != "all of one"]
 CASES += [("uneven", 1030, torch.bfloat16), ("uneven", 7, torch.float16)]
 EVERY_CASE = [(case, width, dtype) for case in TOKENS for width in WIDTHS for dtype in TOLERANCES]
 

@@ -22,6 +22,7 @@ HIDDEN = 16
 FFN = 24
 STARTS: dict[str, Any] = {"std": 0.4, "output_std": 0.2, "seed": 1, "layer": 1}  # of experts' weights
 VOCAB = 32
+Function = Callable[..., Tensor]
 
 
 def moe_config(**tree: Any) -> MoEConfig:
@@ -123,9 +124,6 @@ def loss_of(
     """Return a loss of a routing; `dims`: more fields of Dims."""
     loss = make_part("loss", name, routing.num_experts, dims=dims, **options)
     return loss(routing, context or StepContext())
-
-
-Function = Callable[..., Tensor]
 
 
 def assert_alike(ours: Function, plain: Function, *at: Tensor, **close: Any) -> None:

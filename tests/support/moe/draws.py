@@ -9,6 +9,8 @@ from megamoe.moe.part import StepContext
 from tests.support.moe.build import make_context
 
 TOKENS = 64
+MASK = 2**64 - 1
+GOLDEN = 0x9E3779B97F4A7C15
 
 
 def rows_of(context: StepContext) -> int:
@@ -34,10 +36,6 @@ def check_keys(drawn: Callable[[StepContext, int], Tensor], least: float = 0.3) 
     others = [StepContext(2, 4), StepContext(1, 5), make_context(1, 4, token_index_T=rollout_T)]
     for other in (*(drawn(context, 1) for context in others), drawn(StepContext(1, 4), 2)):
         assert (other != first).float().mean() > least
-
-
-MASK = 2**64 - 1
-GOLDEN = 0x9E3779B97F4A7C15
 
 
 def mix(z: int) -> int:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import pytest
+import yaml
 from numpy.typing import NDArray
 
 from megamoe.config.schema import RunConfig
@@ -27,65 +28,7 @@ SIZES: dict[str, Any] = {
     "moe__layers": {"at": [1]},
     "moe__num_experts": 16,
 }
-BALANCE = {"switch_balance": 0.1, "z_loss": 0.01}
-SYSTEMS: dict[str, dict[str, Any]] = {
-    "top_2": {
-        "moe__router": {
-            "scorer": {"name": "linear", "jitter": 0.1},
-            "selector": {"name": "top_k", "k": 2},
-            "capacity": {"name": "per_expert", "factor": 1.0},
-        },
-        "moe__losses": BALANCE,
-        "model__attention": {
-            "query_key_norm": "head",
-            "window": 3,
-            "window_blocks": [2],
-            "sinks": True,
-            "input_bias": True,
-            "scale": 0.5,
-        },
-        "model__rotary": {"share": 0.5, "scaling": "yarn", "factor": 4, "original_length": 4},
-    },
-    "threshold": {
-        "moe__router": {"selector": {"name": "threshold", "threshold": 0.4}},
-        "moe__losses": BALANCE,
-        "moe__num_shared_experts": 0,
-        "moe__layers": {"at": [2]},
-        "model__activation": "gelu",
-        "model__norm": "layernorm",
-        "model__position": "learned",
-        "model__bias": True,
-        "model__head_size": 12,
-        "model__attention": {"query_key_norm": "whole", "output_bias": False},
-        "model__tie_embeddings": False,
-    },
-    "moec": {
-        "moe__router": {
-            "preset": "moec",
-            "scorer": {"name": "cosine", "routing_dim": 4},
-            "masks": [{"name": "expert_dropout", "level": "cluster", "rate": 0.5, "cluster_size": 4}],
-        },
-        "moe__losses": {"clustering": {"cluster_size": 4}},
-        "moe__expert_output_dropout": 0.2,
-        "moe__expert_activation_dropout": 0.1,
-        "model__latent": {
-            "query_rank": 12,
-            "key_value_rank": 8,
-            "nope_size": 6,
-            "rope_size": 4,
-            "value_size": 7,
-        },
-        "model__rotary": {
-            "interleaved": True,
-            "scaling": "yarn",
-            "factor": 4,
-            "original_length": 4,
-            "mscale_all_dim": 1.0,
-        },
-        "model__attention": {"window": 4, "soft_cap": 2.0},
-        "train__label_smoothing": 0.1,
-    },
-}
+SYSTEMS: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text())
 
 
 @dataclass(frozen=True)

@@ -57,6 +57,7 @@ SMALL_RUN: dict[str, Any] = {
     "train": {"steps": 100, "micro_batch_size": 1, "global_batch_size": 8},
     "evaluation": {"batches": 1},
 }
+Job = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def small_run(output: Path | str = "unused", **changes: Any) -> RunConfig:
@@ -213,9 +214,6 @@ def train_each(runs: list[dict[str, Any]], steps: int) -> list[dict[str, Any]]:
         del trainer
         gc.collect()
     return results
-
-
-Job = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
 
 def assert_same_to_the_bit(
