@@ -69,5 +69,6 @@ def test_a_conversion_removes_what_a_killed_one_has_left(tmp_path: Path, is_old:
 
 def test_a_preparation_by_an_absurd_number_of_processes(tmp_path: Path, refused: Refused) -> None:
     (tmp_path / "in.txt").write_text("x")
-    assert ": expected at most " in refused("prepare_data", "in.txt", "--output=out", "--workers=100000")
+    options = ["--output=out", "--tokenizer=bytes", "--workers=100000"]
+    assert ": expected at most " in refused("prepare_data", "in.txt", *options)
     assert os.listdir(tmp_path) == ["in.txt"]

@@ -212,9 +212,6 @@ def test_a_token_that_changes_during_training_is_reported(tmp_path: Path) -> Non
         dataset[0]
 
 
-# Cards
-
-
 def test_a_card_of_an_earlier_version_is_read_and_its_data_verified(tmp_path: Path) -> None:
     path = Path(make_data(tmp_path / "a", ["abc" * 20]) + ".card.json")
     new = load_card(str(tmp_path / "a"))
@@ -251,9 +248,6 @@ def test_a_damaged_card(tmp_path: Path, change: Callable[[str], str], message: s
     path.write_text(change(path.read_text()))
     with pytest.raises(UserError, match=rf"a\.card\.json' .*{message}"):
         load_card(str(tmp_path / "a"))
-
-
-# The cache
 
 
 def test_a_pickle_in_the_caches_place_does_not_run(prepared: Path, capsys: Any) -> None:

@@ -17,8 +17,6 @@ from megamoe.data.datasets import resolve_vocabulary
 from megamoe.errors import UserError
 from tests.support.data.sources import EOD, build, config, letters, make_bare_data, make_data
 
-# Files
-
 
 def test_broken_files(tmp_path: Path) -> None:
     path = make_data(tmp_path / "a", ["x" * 50, "y" * 50])
@@ -60,9 +58,6 @@ def test_empty_data(tmp_path: Path) -> None:
         resolve_vocabulary(config(), None)
     with pytest.raises(UserError, match=r"data\.validation\.v is empty"):
         resolve_vocabulary(config("x", validation={"v": []}), None)
-
-
-# Samples
 
 
 def test_samples_are_the_text_shifted_by_one(tmp_path: Path) -> None:
@@ -177,9 +172,6 @@ def test_split_too_small_for_a_sample(tmp_path: Path) -> None:
             build(config(path, split=split))
 
 
-# Cache
-
-
 def test_more_samples_than_an_index_can_hold(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Told before Megatron-Core counts a million epochs, or runs out of memory; nothing is written."""
     data = config(make_data(tmp_path / "a", ["x" * 800] * 100))
@@ -243,9 +235,6 @@ def test_two_ranks_see_the_same_as_one_process(tmp_path: Path) -> None:
         for found, one in zip(torch.load(tmp_path / f"rank{rank}"), expected, strict=True):
             for index in range(4):
                 assert torch.equal(found[index], one[index]["tokens"])
-
-
-# Mock
 
 
 def test_mock_is_deterministic_and_can_be_learnt() -> None:
