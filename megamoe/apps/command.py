@@ -7,7 +7,9 @@ import errno
 import io
 import json
 import os
+import signal
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,13 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     """Return a parser that shows a script's docstring as it stands."""
     raw = argparse.RawDescriptionHelpFormatter
     return argparse.ArgumentParser(description=description, formatter_class=raw)
+
+
+def add_verb(verbs: Any, name: str, text: str, work: Callable[..., Any]) -> Callable[..., Any]:
+    """Add a command with verbs another one; return what adds its arguments. work: gets all of them."""
+    verb = verbs.add_parser(name, help=text)
+    verb.set_defaults(work=work)
+    return verb.add_argument
 
 
 def model_parser(description: str | None) -> argparse.ArgumentParser:
@@ -135,6 +144,20 @@ def check_positive(option: str, value: int | None) -> None:
         raise UserError(f"{option}: found {value}, expected at least 1")
 
 
+def check_options(options: argparse.Namespace, *names: str) -> None:
+    """Check options of a command, by their names in it: numbers are positive, files can be written.
+
+    Raises:
+        UserError: as `check_positive` and `check_writable`.
+    """
+    for name in names:
+        option, value = f"--{name.replace('_', '-')}", getattr(options, name)
+        if isinstance(value, Path):
+            check_writable(option, value)
+        else:
+            check_positive(option, value)
+
+
 def check_writable(option: str, path: Path | None) -> None:
     """Check before long work that its result can be written to a file; the file is not touched.
 
@@ -176,6 +199,14 @@ def _is_replaced(path: Path) -> bool:
 
 def _unwritable(option: str, path: Path, problem: str | None) -> UserError:
     return UserError(f"{option}: {path} cannot be written: {problem}; name a file in a folder that exists")
+
+
+def run_preparation(work: Callable[[], None]) -> int:
+    """As `run_tool`, for what prepares data: a signal to end is Ctrl-C, and leaves nothing behind."""
+    # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return run_tool(work)
 
 
 def data_overrides(given: list[str]) -> list[str]:

@@ -4,13 +4,12 @@ import json
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from megamoe.apps.checkpoints.stream import Fill, OutputTensor, new_folder, write_line, write_tensors
+from megamoe.apps.checkpoints.stream import Fill, Stored, new_folder, one_rank, write_line, write_tensors
 from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.checkpoint.format.files import INDEX, META, shard_file
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
@@ -115,11 +114,13 @@ def take_mean(source: Path, path: Path) -> None:
 def _write(newest: CheckpointReader, fill: Fill, path: Path) -> None:
     """Write a checkpoint of one file with the names of the newest one's weights."""
     names = newest.names(WEIGHT)
-    tensors = {name: OutputTensor(name, tuple(newest.shape(name)), newest.dtype(name)) for name in names}
+    tensors = {name: Stored(newest.dtype(name), tuple(newest.shape(name))) for name in names}
+    entries = {name: stored.index_entry() for name, stored in tensors.items()}
+    index = {"tensors": entries, "shardings": newest.index["shardings"]}
     with new_folder(path, newest.path) as folder:
         write_tensors(folder / shard_file(0), tensors, fill)
         of_both = {"step": newest.meta["step"], "id": new_id()}
-        write_line(folder / INDEX, json.dumps(of_both | _index(newest, names)))
+        write_line(folder / INDEX, json.dumps(of_both | index))
         write_line(folder / META, json.dumps(_meta(newest) | of_both, indent=1))
 
 
@@ -138,26 +139,11 @@ def _check_same(reader: CheckpointReader, newest: CheckpointReader) -> None:
         )
 
 
-def _index(newest: CheckpointReader, names: Sequence[str]) -> dict[str, object]:
-    tensors = {
-        name: {
-            "dtype": newest.index["tensors"][name]["dtype"],
-            "shape": newest.shape(name),
-            "chunks": [[0, [0] * len(newest.shape(name)), newest.shape(name)]],
-        }
-        for name in names
-    }
-    return {"tensors": tensors, "shardings": newest.index["shardings"]}
-
-
 def _meta(newest: CheckpointReader) -> dict[str, object]:
     kept = ("format", "samples", "micro_batches", "skipped_steps", "tokens", "vocabulary", "config")
-    layout = dict.fromkeys(("ranks", "tensor", "expert", "expert_tensor"), 1)
     plugins = newest.meta.get("plugins")
     return {
         **{key: newest.meta[key] for key in kept},  # type: ignore[literal-required]
         **({"plugins": plugins} if plugins else {}),
-        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
-        "layout": {**layout, "zero_stage": 0, "precision": newest.meta["layout"]["precision"]},
-        "loss_scaler": {},
+        **one_rank(newest.meta["layout"]["precision"]),
     }

@@ -15,7 +15,7 @@ from megamoe.apps.checkpoints import describe
 from megamoe.apps.checkpoints.average import average, chosen, take_mean
 from megamoe.apps.checkpoints.prune import prune
 from megamoe.apps.checkpoints.stream import DTYPES, consolidate
-from megamoe.apps.command import parser_of, run_plain
+from megamoe.apps.command import add_verb, parser_of, run_plain
 from megamoe.checkpoint.format.folder import find_checkpoints
 from megamoe.errors import UserError
 
@@ -24,50 +24,36 @@ DAMAGED = 1
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code: 1 for damage found, else that of `run_plain`."""
-    options = _parser().parse_args(arguments)
-    return run_plain(lambda: options.run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    verb = verbs.add_parser("inspect", help="show a checkpoint, or all of a run")
-    add = verb.add_argument
+    add = add_verb(verbs, "inspect", "show a checkpoint, or all of a run", _inspect)
     add("path", type=Path, metavar="PATH", help="a step_* folder, or a run's")
     add("--json", action="store_true", help="as JSON")
     add("--config", action="store_true", help="only its configuration, as YAML for --config")
     add("--quick", action="store_true", help="do not read the tensors for their checksums")
-    verb.set_defaults(run=_inspect)
 
-    verb = verbs.add_parser("verify", help="check that every byte is as it was saved; exit code 1 if not")
-    add = verb.add_argument
+    add = add_verb(verbs, "verify", "check that every byte is as it was saved; exit code 1 if not", _verify)
     add("paths", type=Path, nargs="+", metavar="PATH", help="step_* folders, or runs'")
-    verb.set_defaults(run=_verify)
 
-    verb = verbs.add_parser("convert", help="write the whole weights into one safetensors file")
-    add = verb.add_argument
+    add = add_verb(verbs, "convert", "write the whole weights into one safetensors file", _convert)
     add("source", type=Path, metavar="SRC", help="a step_* folder")
     add("path", type=Path, metavar="DST", help="a folder that does not exist")
     add("--consolidated", action="store_true", help="DST/model.safetensors and model.json")
     add("--dtype", choices=DTYPES, help="dtype of the parameters (default: as saved)")
-    verb.set_defaults(run=_convert)
 
-    verb = verbs.add_parser("average", help="write the mean of the weights of several checkpoints")
-    add = verb.add_argument
+    add = add_verb(verbs, "average", "write the mean of the weights of several checkpoints", _average)
     add("paths", type=Path, nargs="+", metavar="PATH", help="a run's folder, or step_* folders; then DST")
     add("--last", type=int, metavar="N", help="of a run: the newest N (default: all)")
     add("--ema", action="store_true", help="the mean that optimizer.ema kept in one checkpoint")
-    verb.set_defaults(run=_average)
 
-    verb = verbs.add_parser("prune", help="delete old checkpoints of a run")
-    add = verb.add_argument
+    add = add_verb(verbs, "prune", "delete old checkpoints of a run", _prune)
     add("path", type=Path, metavar="RUN", help="a run's folder")
     add("--keep", type=int, required=True, metavar="N", help="how many of the newest stay")
     add("--dry-run", action="store_true", help="only say what would be deleted")
     add("--damaged", action="store_true", help="delete damaged ones too")
-    verb.set_defaults(run=_prune)
-    return parser
+    options = parser.parse_args(arguments)
+    return run_plain(lambda: options.work(options))
 
 
 def _inspect(options: argparse.Namespace) -> int:

@@ -12,9 +12,10 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +30,17 @@ from megamoe.io import real, sync
 from megamoe.parallel.chunks import LocalChunk, Shape, chunks_of_range
 
 SLAB = 1 << 26  # elements that are in memory at a time
+LENGTH_BYTES = 8  # before the header of a safetensors file
 CONVERTING = ".converting_"  # before the name of a folder that is being written
 OLD_S = 3600  # without a byte written: left by a process that was killed
 
 
 @dataclass(frozen=True)
-class OutputTensor:
-    """A tensor of a checkpoint that is to be written in this dtype."""
+class Stored:
+    """The dtype and shape of a tensor of a file."""
 
-    name: str
-    shape: Shape
     dtype: torch.dtype
+    shape: Shape
 
     @property
     def numel(self) -> int:
@@ -50,6 +51,12 @@ class OutputTensor:
     def num_bytes(self) -> int:
         """The number of bytes in the file."""
         return self.numel * self.dtype.itemsize
+
+    def index_entry(self, shard: int = 0) -> dict[str, Any]:
+        """Return what a checkpoint's index says of the tensor, which lies whole in that shard."""
+        shape = list(self.shape)
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {"dtype": dtype, "shape": shape, "chunks": [[shard, [0] * len(shape), shape]]}
 
 
 @contextmanager
@@ -97,6 +104,16 @@ def age_s(folder: Path) -> float:
     return time.time() - max(times, default=0)
 
 
+def one_rank(precision: str) -> dict[str, Any]:
+    """Return what the description of a checkpoint says that one process has written just now."""
+    sizes = dict.fromkeys(("ranks", "tensor", "expert", "expert_tensor"), 1)
+    return {
+        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "layout": {**sizes, "zero_stage": 0, "precision": precision},
+        "loss_scaler": {},
+    }
+
+
 def write_line(path: Path, text: str) -> None:
     """Write text and a newline, and flush the file to the disk."""
     path.write_text(f"{text}\n", encoding="utf-8")
@@ -107,36 +124,55 @@ def write_line(path: Path, text: str) -> None:
 Fill = Callable[[Iterable[LocalChunk]], None]
 
 
-def write_tensors(path: Path, tensors: dict[str, OutputTensor], fill: Fill) -> None:
-    """Write tensors of a checkpoint into a safetensors file, by key.
+@contextmanager
+def tensor_writer(
+    path: Path, tensors: Mapping[str, Stored], metadata: Mapping[str, str] | None = None
+) -> Iterator[Callable[[str, Tensor], None]]:
+    """Write the tensors of one safetensors file, whose dtypes and shapes are known before, in any order.
 
-    One slab of them is in memory at a time.
+    The function that it gives writes a tensor by its name, or the elements that follow those written before.
+    At the end every tensor must be written. metadata: text for other programs.
     """
-    keys = sorted(tensors, key=lambda key: (-tensors[key].dtype.itemsize, key))  # so that each is aligned
-    header, at = {}, 0
-    for key in keys:
-        tensor = tensors[key]
-        dtype = IN_SAFETENSORS[str(tensor.dtype).removeprefix("torch.")]
-        place = [at, at := at + tensor.num_bytes]
-        header[key] = {"dtype": dtype, "shape": list(tensor.shape), "data_offsets": place}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    next_byte, size = dict[str, int](), 0
+    # The largest items first, so that each tensor is aligned, as the safetensors library has it.
+    for name in sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name)):
+        dtype = IN_SAFETENSORS[str(tensors[name].dtype).removeprefix("torch.")]
+        next_byte[name], size = size, size + tensors[name].num_bytes
+        offsets = [next_byte[name], size]
+        header[name] = {"dtype": dtype, "shape": list(tensors[name].shape), "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    start = LENGTH_BYTES + len(text)
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for key in keys:
-            for slab in _slabs(tensors[key], fill):
-                file.write(slab.view(-1).view(torch.uint8).numpy().data)
+        file.write(len(text).to_bytes(LENGTH_BYTES, "little") + text)
+        file.truncate(start + size)
+
+        def write(name: str, tensor: Tensor) -> None:
+            assert tensor.dtype == tensors[name].dtype, name
+            if tensor.numel():
+                file.seek(start + next_byte[name])
+                next_byte[name] += file.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+
+        yield write
+        ends = {name: header[name]["data_offsets"][1] for name in tensors}
+        assert next_byte == ends, "a tensor is not whole"
         file.flush()
         os.fsync(file.fileno())
 
 
-def _slabs(tensor: OutputTensor, fill: Fill) -> Iterator[Tensor]:
-    """Yield the tensor's elements in their order, at most SLAB at a time."""
-    for start in range(0, tensor.numel, SLAB):
-        for chunk in chunks_of_range(tensor.shape, start, min(start + SLAB, tensor.numel)):
-            slab = torch.empty(chunk.sizes, dtype=tensor.dtype)
-            fill([LocalChunk(tensor.name, tensor.shape, chunk, slab)])
-            yield slab
+def write_tensors(path: Path, tensors: Mapping[str, Stored], fill: Fill, prefix: str = "") -> None:
+    """Write tensors of a checkpoint into a safetensors file, one slab in memory at a time.
+
+    prefix: of their names in the checkpoint.
+    """
+    with tensor_writer(path, tensors) as write:
+        for name, stored in tensors.items():
+            for start in range(0, stored.numel, SLAB):
+                for chunk in chunks_of_range(stored.shape, start, min(start + SLAB, stored.numel)):
+                    slab = torch.empty(chunk.sizes, dtype=stored.dtype)
+                    fill([LocalChunk(prefix + name, stored.shape, chunk, slab)])
+                    write(name, slab)
 
 
 WEIGHTS, DESCRIPTION = "model.safetensors", "model.json"
@@ -156,7 +192,7 @@ def consolidate(source: Path, path: Path, dtype: str | None = None) -> None:
         weights = {
             name.removeprefix(WEIGHT): _output_tensor(reader, name, dtype) for name in reader.names(WEIGHT)
         }
-        write_tensors(folder / WEIGHTS, weights, reader.fill)
+        write_tensors(folder / WEIGHTS, weights, reader.fill, WEIGHT)
         write_line(folder / DESCRIPTION, json.dumps(_description(reader, weights), indent=1))
 
 
@@ -174,13 +210,13 @@ def count_parameters(reader: CheckpointReader) -> dict[str, int]:
     return {"total": sum(sizes.values()), "experts": sum(experts)}
 
 
-def _output_tensor(reader: CheckpointReader, name: str, dtype: str | None) -> OutputTensor:
+def _output_tensor(reader: CheckpointReader, name: str, dtype: str | None) -> Stored:
     is_parameter = name.removeprefix(WEIGHT) in reader.index["shardings"]
     to_dtype = DTYPES[dtype] if dtype is not None and is_parameter else reader.dtype(name)
-    return OutputTensor(name, tuple(reader.shape(name)), to_dtype)
+    return Stored(to_dtype, tuple(reader.shape(name)))
 
 
-def _description(reader: CheckpointReader, weights: dict[str, OutputTensor]) -> dict[str, Any]:
+def _description(reader: CheckpointReader, weights: dict[str, Stored]) -> dict[str, Any]:
     meta = reader.meta
     tensors = {
         name: {

@@ -10,56 +10,25 @@ the whole model in memory.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
-from megamoe.apps.command import parser_of
+from megamoe.apps.command import add_verb, parser_of, run_plain
 from megamoe.compat.startup import configure_libraries
-from megamoe.errors import ExitCode, UserError
+from megamoe.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command and return its exit code: 2 for a mistake, 130 if interrupted."""
-    options = _parsed(arguments)
-    configure_libraries()
-    try:
-        options.work(options)
-        return ExitCode.FINISHED
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-    except OSError as error:
-        print(f"error: {error.filename or 'output'}: {error.strerror}", file=sys.stderr)
-    except KeyboardInterrupt:
-        print("interrupted; nothing half written is left", file=sys.stderr)
-        return ExitCode.INTERRUPTED
-    return ExitCode.MISTAKE
-
-
-def _parsed(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse the arguments; overrides may also follow an option, where argparse's verbs take none."""
-    parser = _parser()
-    options, further = parser.parse_known_args(arguments)
-    if further and ("overrides" not in options or any(each.startswith("-") for each in further)):
-        parser.error(f"unrecognized arguments: {' '.join(further)}")
-    if further:
-        options.overrides += further
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
+    """Run the command and return its exit code, that of `run_plain`."""
     parser = parser_of(__doc__)
     verbs = parser.add_subparsers(required=True, metavar="VERB")
 
-    verb = verbs.add_parser(
-        "import", help="a Hugging Face folder to a checkpoint and a run that continues it"
+    add = add_verb(
+        verbs, "import", "a Hugging Face folder to a checkpoint and a run that continues it", _import
     )
-    add = verb.add_argument
     add("source", type=Path, metavar="FOLDER", help="with config.json and safetensors files")
     add("run", type=Path, metavar="RUN", help="a run's folder that does not exist, runs/<name>")
-    verb.set_defaults(work=_import)
 
-    verb = verbs.add_parser("export", help="a checkpoint, saved at any layout, to a Hugging Face folder")
-    add = verb.add_argument
+    add = add_verb(verbs, "export", "a checkpoint, saved at any layout, to a Hugging Face folder", _export)
     add("path", type=Path, metavar="RUN", help="a run's folder, or a step_* folder")
     add("folder", type=Path, metavar="FOLDER", help="a folder that does not exist")
     add("--class", dest="model_class", metavar="TYPE", help="a model_type, or custom; default: what fits")
@@ -67,8 +36,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--dtype", choices=("fp32", "bf16", "fp16"), help="of parameters (default: as saved)")
     add("--shard-size", type=float, default=5.0, metavar="GB", help="of a file (default: 5)")
     add("overrides", nargs="*", metavar="section.key=value", help="overrides of the saved YAML")
-    verb.set_defaults(work=_export)
-    return parser
+    options, further = parser.parse_known_args(arguments)
+    if further and ("overrides" not in options or any(each.startswith("-") for each in further)):
+        parser.error(f"unrecognized arguments: {' '.join(further)}")
+    if further:  # overrides may also follow an option, where argparse's verbs take none
+        options.overrides += further
+    configure_libraries()
+    return run_plain(lambda: options.work(options))
 
 
 def _import(options: argparse.Namespace) -> None:

@@ -14,11 +14,12 @@ from pathlib import Path
 
 import torch
 
-from megamoe.apps.checkpoints.stream import new_tree
+from megamoe.apps.checkpoints.stream import Stored, new_tree, tensor_writer
 from megamoe.apps.checkpoints.verify import refuse_damaged
 from megamoe.apps.hf.chat_files import chat_of
 from megamoe.apps.hf.custom.export import CUSTOM, FAMILY, OF_ROUTERS, custom_family, custom_files
 from megamoe.apps.hf.families import FAMILIES
+from megamoe.apps.hf.families.common import WORDS
 from megamoe.apps.hf.family import Family, as_config, differences, without_groups
 from megamoe.apps.hf.folder import (
     CONFIG,
@@ -40,7 +41,6 @@ from megamoe.apps.hf.folder import (
 )
 from megamoe.apps.hf.keys import Json
 from megamoe.apps.hf.rules import BlockMapping, flat
-from megamoe.apps.hf.tensor_files import Stored, tensor_writer
 from megamoe.checkpoint.format.files import parse_json
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints, kept_folder
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
@@ -141,7 +141,7 @@ def _target(
         family = custom_family(reader.path, config, reader)
     else:
         family = _family(reader.path, config, model_class, FAMILIES.get(str(given.get("model_type"))))
-    vocab_size = reader.shape(f"{WEIGHT}model.embedding.word_embeddings.weight")[0]
+    vocab_size = reader.shape(f"{WEIGHT}{WORDS}")[0]
     same_class = not is_custom and given.get("model_type") == family.model_type
     ids = special_ids(config) | {name: given[name] for name in SPECIAL_IDS if name in given}
     custom = custom_files() if is_custom else {}

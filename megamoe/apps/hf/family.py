@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.hf.folder import CONFIG, short
-from megamoe.apps.hf.keys import ABSENT, IRRELEVANT, REQUIRED, Entry, Json
+from megamoe.apps.hf.keys import ABSENT, IRRELEVANT, OF_ATTENTION, REQUIRED, Entry, Json
 from megamoe.apps.hf.rules import BlockMapping, TensorMapping, expand
 from megamoe.config import RunConfig, parse_config, to_dict
 from megamoe.config.layer_kinds import kinds
@@ -27,7 +27,6 @@ from megamoe.config.shapes import (
 )
 from megamoe.errors import UserError
 
-HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Keys that change how a model is trained or computed, and not what it computes once it is trained.
 OF_TRAINING = frozenset(
     {
@@ -148,21 +147,19 @@ def dims_of(config: RunConfig, num_words: int) -> dict[str, int]:
     experts together.
     """
     model, moe = config.model, config.moe
-    heads, size = model.num_attention_heads, head_size(model)
-    latent = latent_dims(heads, model.latent) if model.latent is not None else {}
     return {
         "V": num_words,
         "H": model.hidden_size,
-        "N": heads,
-        "G": model.num_query_groups or heads,
-        "D": size,
+        "N": model.num_attention_heads,
+        "G": model.num_query_groups or model.num_attention_heads,
+        "D": head_size(model),
         "Q": query_size(model),
         "K": key_size(model),
         "F": ffn_size(model),
         "E": moe.num_experts,
         "X": expert_ffn_size(config),
         "S": shared_ffn_size(moe, expert_ffn_size(config)),
-        **latent,
+        **(latent_dims(model.num_attention_heads, model.latent) if model.latent else {}),
     }
 
 
@@ -195,9 +192,7 @@ def facts_of(config: RunConfig) -> frozenset[str]:
         "input bias": has_input_bias(config.model),
         "output bias": has_output_bias(config.model),
         "untied": not config.model.tie_embeddings,
-        "sinks": config.model.attention.sinks,
         "shared": config.moe.num_shared_experts > 0,
-        "gated": config.moe.shared_expert_mode == "gated",
         "biased": getattr(config.moe.router.score_function.options, "bias_update", 0) > 0,
     }
     return frozenset(name for name, holds in facts.items() if holds)
@@ -222,11 +217,7 @@ def function_of(config: RunConfig) -> Json:
     }
     model = config.model
     found |= {
-        "model.num_query_groups": model.num_query_groups or model.num_attention_heads,
-        "model.head_size": head_size(model),
-        "model.attention.input_bias": has_input_bias(model),
-        "model.attention.output_bias": has_output_bias(model),
-        "model.attention.scale": model.attention.scale or head_size(model) ** -0.5,
+        **{name: filled_in(config) for name, filled_in in OF_ATTENTION.items()},
         "model.attention.window": [window_of(model, block + 1) for block in range(model.num_layers)],
         "moe.layers.at": blocks,
         "moe.layers.insert_after": inserted_after(config),

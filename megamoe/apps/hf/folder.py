@@ -11,7 +11,8 @@ from typing import Any
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from megamoe.apps.hf.tensor_files import Stored, broken, read_header, read_tensor
+from megamoe.apps.checkpoints.stream import Stored
+from megamoe.apps.hf.tensor_files import broken, read_header, read_tensor
 from megamoe.checkpoint.format.files import parse_json
 from megamoe.config import RunConfig
 from megamoe.data.card import load_card

@@ -14,22 +14,22 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megamoe.apps.checkpoints.stream import new_tree
+from megamoe.apps.checkpoints.stream import Stored, new_tree, one_rank, tensor_writer
 from megamoe.apps.hf.custom.export import FAMILY, family_of_folder
 from megamoe.apps.hf.families import FAMILIES
-from megamoe.apps.hf.family import EMBEDDING, HEAD, Family, as_config
+from megamoe.apps.hf.families.common import HF_HEAD, HF_WORDS
+from megamoe.apps.hf.family import Family, as_config
 from megamoe.apps.hf.folder import CONFIG, GENERATION, Folder, dtype_name, portable, read_other_files, short
 from megamoe.apps.hf.keys import OF_OTHERS, Json
 from megamoe.apps.hf.quantised import FLOATS, Weights, weights_of
 from megamoe.apps.hf.rules import BlockMapping, flat
-from megamoe.apps.hf.tensor_files import Shape, Stored, tensor_writer
+from megamoe.apps.hf.tensor_files import Shape
 from megamoe.checkpoint.format.files import FORMAT, INDEX, META, sha256, shard_file, write_sums
 from megamoe.checkpoint.format.folder import KEPT, LATEST
 from megamoe.checkpoint.format.reader import WEIGHT
@@ -128,10 +128,7 @@ def _write_checkpoint(folder: Path, source: Source, config: Json) -> None:
         with tensor_writer(folder / shard_file(number), announced) as write:
             for rule in group:
                 write(f"{WEIGHT}{rule.target}", _assembled(source, rule))
-        for name, stored in announced.items():
-            shape = list(stored.shape)
-            dtype = str(stored.dtype).removeprefix("torch.")
-            tensors[name] = {"dtype": dtype, "shape": shape, "chunks": [[number, [0] * len(shape), shape]]}
+        tensors |= {name: stored.index_entry(number) for name, stored in announced.items()}
         shardings |= {rule.target: rule.cut.to_json() for rule in group if not rule.is_buffer}
     texts = {
         META: json.dumps(_meta(source, to_dict(parse_config(config)), _precision(source)), indent=1),
@@ -161,14 +158,11 @@ def _dtype(source: Source, rule: BlockMapping) -> torch.dtype:
 
 
 def _meta(source: Source, config: Json, precision: str) -> Json:
-    sizes = dict.fromkeys(("ranks", "tensor", "expert", "expert_tensor"), 1)
     counts = dict.fromkeys(("step", "samples", "micro_batches", "skipped_steps", "tokens"), 0)
     return {
         "format": FORMAT,
-        "saved_at": datetime.now(UTC).isoformat(timespec="seconds"),
         **counts,
-        "layout": {**sizes, "zero_stage": 0, "precision": precision},
-        "loss_scaler": {},
+        **one_rank(precision),
         "vocabulary": source.vocab_size,
         "config": config,
     }
@@ -263,8 +257,8 @@ def _check_tensors(
     further = None if family.left_out is None else family.left_out.format(n=config.model.num_layers)
     unused: dict[str, list[str]] = {}
     for name in sorted(folder.tensors.keys() - expected):
-        if name == HEAD and config.model.tie_embeddings:
-            _check_copy(folder, name, EMBEDDING)
+        if name == HF_HEAD and config.model.tie_embeddings:
+            _check_copy(folder, name)
         elif INVERSE_FREQUENCIES.fullmatch(name):
             unused.setdefault("for they follow from the configuration", []).append(name)
         elif further is not None and name.startswith(further):
@@ -293,11 +287,11 @@ def _check_tensor(folder: Weights, name: str, shape: Shape, family: Family, is_b
         )
 
 
-def _check_copy(folder: Weights, name: str, main: str) -> None:
-    """Check that a tensor is the same as another, which the model has once: a tied weight."""
-    same_shape = folder.tensors[name].shape == folder.tensors[main].shape
-    if not same_shape or not torch.equal(folder.read(name), folder.read(main)):
-        raise UserError(f"{folder.path}: {short(name)} is not {main}, of which it must be a copy")
+def _check_copy(folder: Weights, name: str) -> None:
+    """Check that a tensor is the same as the embedding, which the model has once: a tied weight."""
+    same_shape = folder.tensors[name].shape == folder.tensors[HF_WORDS].shape
+    if not same_shape or not torch.equal(folder.read(name), folder.read(HF_WORDS)):
+        raise UserError(f"{folder.path}: {short(name)} is not {HF_WORDS}, of which it must be a copy")
 
 
 def _name(dtype: torch.dtype) -> str:

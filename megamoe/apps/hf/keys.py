@@ -9,7 +9,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megamoe.config import RunConfig
-from megamoe.config.shapes import expert_ffn_size, ffn_size, shared_ffn_size
+from megamoe.config.shapes import (
+    expert_ffn_size,
+    ffn_size,
+    has_input_bias,
+    has_output_bias,
+    head_size,
+    shared_ffn_size,
+)
 from megamoe.errors import printable
 
 Json = dict[str, Any]
@@ -50,7 +57,17 @@ class Entry:
 
 
 # Keys whose default follows from others.
+OF_ATTENTION: dict[str, Callable[[RunConfig], Any]] = {
+    "model.num_query_groups": lambda config: (
+        config.model.num_query_groups or config.model.num_attention_heads
+    ),
+    "model.head_size": lambda config: head_size(config.model),
+    "model.attention.input_bias": lambda config: has_input_bias(config.model),
+    "model.attention.output_bias": lambda config: has_output_bias(config.model),
+    "model.attention.scale": lambda config: config.model.attention.scale or head_size(config.model) ** -0.5,
+}
 FILLED_IN: dict[str, Callable[[RunConfig], Any]] = {
+    **OF_ATTENTION,
     "model.ffn_hidden_size": lambda config: ffn_size(config.model),
     "moe.expert_ffn_hidden_size": expert_ffn_size,
     "moe.shared_expert_ffn_hidden_size": lambda config: shared_ffn_size(config.moe, expert_ffn_size(config)),

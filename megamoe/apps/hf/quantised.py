@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megamoe.apps.checkpoints.stream import Stored
 from megamoe.apps.hf.folder import CONFIG, Folder, short
 from megamoe.apps.hf.keys import Json
-from megamoe.apps.hf.tensor_files import Shape, Stored
+from megamoe.apps.hf.tensor_files import Shape
 from megamoe.errors import UserError
 
 KEY = "quantization_config"

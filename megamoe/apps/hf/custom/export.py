@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.hf.families.common import loss_weight
+from megamoe.apps.hf.families.common import HEAD, loss_weight
 from megamoe.apps.hf.family import Family, as_config
 from megamoe.apps.hf.folder import CONFIG, GENERATION, short
-from megamoe.apps.hf.keys import IRRELEVANT, Json, equal
+from megamoe.apps.hf.keys import IRRELEVANT, Json, equal, value_of
 from megamoe.apps.hf.rules import EXPERT_BIAS, EXPERT_DOWN, EXPERT_UP, WHOLE, BlockMapping, whole
 from megamoe.checkpoint.format.reader import WEIGHT, CheckpointReader
 from megamoe.config import RunConfig, to_dict
@@ -63,7 +63,6 @@ SAME_NAME = (
     *("hidden_size", "num_attention_heads", "position", "rope_base", "norm", "norm_position", "norm_eps"),
     *("activation", "residual_scale", "logit_scale", "logit_soft_cap"),
 )  # keys of `model` and of config.json
-HEAD = "model.output_layer.weight"  # if it is tied, a folder has the embedding alone
 CUTS = {"up": EXPERT_UP, "down": EXPERT_DOWN, "up_bias": EXPERT_UP, "down_bias": EXPERT_BIAS}
 
 
@@ -125,7 +124,7 @@ class CustomFamily(Family):
             [
                 BlockMapping(name, tuple(tensor.shape), (name,), whole, _cut(name), name in buffers, {})
                 for name, tensor in model.state_dict().items()
-                if not (config.model.tie_embeddings and name == HEAD)
+                if not (config.model.tie_embeddings and name == HEAD)  # then a folder has the embedding alone
             ]
         ]
 
@@ -215,7 +214,7 @@ def _model(config: RunConfig) -> Json:
     return {
         **{name: getattr(model, name) for name in SAME_NAME},
         "num_hidden_layers": model.num_layers,
-        "num_key_value_heads": model.num_query_groups or model.num_attention_heads,
+        "num_key_value_heads": value_of(config, "model.num_query_groups"),
         "head_dim": head_size(model),
         "ffn_size": ffn_size(model),
         "rotary_share": model.rotary.share,
@@ -225,7 +224,7 @@ def _model(config: RunConfig) -> Json:
         "query_key_norm": model.attention.query_key_norm,
         "windows": [window_of(model, block) for block in range(1, model.num_layers + 1)],
         "sinks": model.attention.sinks,
-        "attention_scale": model.attention.scale or head_size(model) ** -0.5,
+        "attention_scale": value_of(config, "model.attention.scale"),
         "attention_soft_cap": model.attention.soft_cap,
         "embedding_scale": scale,
         "tie_word_embeddings": model.tie_embeddings,

@@ -16,27 +16,35 @@ from megamoe.apps.hf.keys import (
     same,
     unsupported,
 )
-from megamoe.apps.hf.rules import BLOCK, COLUMNS, GATED, ROWS, WHOLE, TensorMapping, halves, query_key_value
+from megamoe.apps.hf.rules import (
+    BLOCK,
+    COLUMNS,
+    EXPERT_DOWN,
+    EXPERT_UP,
+    GATED,
+    ROWS,
+    WHOLE,
+    Blocks,
+    TensorMapping,
+    halves,
+    of_each_expert,
+    query_key_value,
+    whole,
+)
 from megamoe.config import RunConfig
 from megamoe.config.shapes import has_input_bias, head_size, moe_layer_numbers
 from megamoe.parallel.chunks import Sharding
 
+WORDS, HF_WORDS = "model.embedding.word_embeddings.weight", "model.embed_tokens.weight"
+HEAD, HF_HEAD = "model.output_layer.weight", "lm_head.weight"
 HF_LAYER = "model.layers.{b}."
 ATTENTION, HF_ATTENTION = f"{BLOCK}self_attention.", f"{HF_LAYER}self_attn."
 LAYER = f"{BLOCK}mlp.layer."
 
 ENDS = (
-    TensorMapping(
-        "model.embedding.word_embeddings.weight",
-        "V H",
-        "model.embed_tokens.weight",
-        cut=COLUMNS,
-        blocks="once",
-    ),
+    TensorMapping(WORDS, "V H", HF_WORDS, cut=COLUMNS, blocks="once"),
     TensorMapping("model.decoder.final_layernorm.weight", "H", "model.norm.weight", blocks="once"),
-    TensorMapping(
-        "model.output_layer.weight", "V H", "lm_head.weight", cut=COLUMNS, blocks="once", needs="untied"
-    ),
+    TensorMapping(HEAD, "V H", HF_HEAD, cut=COLUMNS, blocks="once", needs="untied"),
 )
 NORMS = (
     TensorMapping(f"{BLOCK}input_layernorm.weight", "H", f"{HF_LAYER}input_layernorm.weight"),
@@ -75,19 +83,36 @@ def attention(
     )
 
 
+PROJECTIONS = ("gate_proj", "up_proj", "down_proj")  # the usual names of the three weights of a gated FFN
+
+
+def routed_experts(
+    theirs: str, names: tuple[str, str, str] = PROJECTIONS, blocks: Blocks = "moe"
+) -> tuple[TensorMapping, ...]:
+    """The routed experts, of which a folder has three weights each; theirs: their module, with {e}."""
+    gate, value, down = (f"{theirs}{name}.weight" for name in names)
+    return (
+        TensorMapping(
+            f"{LAYER}experts.up", "E 2X H", (gate, value), of_each_expert(halves), EXPERT_UP, blocks
+        ),
+        TensorMapping(f"{LAYER}experts.down", "E H X", down, of_each_expert(whole), EXPERT_DOWN, blocks),
+    )
+
+
+def shared_experts(name: str) -> tuple[TensorMapping, ...]:
+    """The shared experts, as one FFN; name: that of their module."""
+    gate, value, down = (f"{HF_LAYER}mlp.{name}.{each}.weight" for each in PROJECTIONS)
+    return (
+        TensorMapping(f"{LAYER}shared.up", "2S H", (gate, value), halves, blocks="moe", needs="shared"),
+        TensorMapping(f"{LAYER}shared.down", "H S", down, blocks="moe", needs="shared"),
+    )
+
+
 QUERY_KEY_VALUE = (qkv("weight", "Q+2K H"), attention("linear_proj", "H Q", "o_proj", ROWS))
+GATE, VALUE, DOWN = (f"{HF_LAYER}mlp.{name}.weight" for name in PROJECTIONS)
 DENSE_FFN = (
-    TensorMapping(
-        f"{BLOCK}mlp.linear_fc1.weight",
-        "2F H",
-        (f"{HF_LAYER}mlp.gate_proj.weight", f"{HF_LAYER}mlp.up_proj.weight"),
-        halves,
-        GATED,
-        blocks="dense",
-    ),
-    TensorMapping(
-        f"{BLOCK}mlp.linear_fc2.weight", "H F", f"{HF_LAYER}mlp.down_proj.weight", cut=ROWS, blocks="dense"
-    ),
+    TensorMapping(f"{BLOCK}mlp.linear_fc1.weight", "2F H", (GATE, VALUE), halves, GATED, "dense"),
+    TensorMapping(f"{BLOCK}mlp.linear_fc2.weight", "H F", DOWN, cut=ROWS, blocks="dense"),
 )
 INPUT_BIAS = qkv("bias", "Q+2K", needs="input bias")
 OUTPUT_BIAS = TensorMapping(
@@ -98,18 +123,6 @@ WHOLE_NORMS = (
     attention("q_layernorm", "Q", "q_norm", needs="whole norms"),
     attention("k_layernorm", "K", "k_norm", needs="whole norms"),
 )
-
-
-def shared_experts(name: str) -> tuple[TensorMapping, ...]:
-    """The shared experts, as one FFN; name: that of their module."""
-    theirs = f"{HF_LAYER}mlp.{name}."
-    up = (f"{theirs}gate_proj.weight", f"{theirs}up_proj.weight")
-    return (
-        TensorMapping(f"{LAYER}shared.up", "2S H", up, halves, blocks="moe", needs="shared"),
-        TensorMapping(
-            f"{LAYER}shared.down", "H S", f"{theirs}down_proj.weight", blocks="moe", needs="shared"
-        ),
-    )
 
 
 SHARED = shared_experts("shared_experts")
@@ -343,15 +356,8 @@ def attention_keys(
     head, see `heads`; ABSENT: the class has no such key. bias, output: see `biases`; None: no such key.
     positions: in place of `rotary` with its options.
     """
-    count = converted(
-        "num_key_value_heads",
-        "model.num_query_groups",
-        groups,
-        read=lambda count: count,
-        write=lambda config: config.model.num_query_groups or config.model.num_attention_heads,
-    )
     return (
-        count,
+        same("num_key_value_heads", "model.num_query_groups", groups),
         *(() if size is ABSENT else (heads(size),)),
         same("rms_norm_eps", "model.norm_eps", eps),
         positions or rotary(**options),

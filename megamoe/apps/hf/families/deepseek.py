@@ -12,15 +12,6 @@ from megamoe.config import RunConfig
 LATENT_EPS = 1e-6  # of the norms of compressed states in transformers, whatever rms_norm_eps says
 
 
-def norm_eps(default: float) -> Entry:
-    """The epsilon of the norms but for those of compressed states; default: the class's."""
-
-    def read(given: Json) -> Json:
-        return {"model.norm_eps": given["rms_norm_eps"], "model.latent.norm_eps": LATENT_EPS}
-
-    return Entry({"rms_norm_eps": default}, read, lambda config: {"rms_norm_eps": config.model.norm_eps})
-
-
 TABLE = (
     *(*common.ENDS, *common.NORMS, *common.LATENT_ATTENTION, *common.DENSE_FFN),
     *(ROUTER, *EXPERTS, *common.SHARED, common.BIAS),
@@ -68,7 +59,8 @@ def latent_keys(
     """Keys of latent attention, norms and rotary positions with the class's defaults."""
     return (
         *common.SHARED_KEYS,
-        norm_eps(eps),
+        same("rms_norm_eps", "model.norm_eps", eps),
+        fixed(model__latent__norm_eps=LATENT_EPS),
         common.rotary(),
         common.TIED,
         same("q_lora_rank", "model.latent.query_rank", query_rank),

@@ -8,29 +8,11 @@ from megamoe.apps.hf.families.blocks import block_range, dense_first, first_dens
 from megamoe.apps.hf.families.common import HF_LAYER, LAYER
 from megamoe.apps.hf.family import Family
 from megamoe.apps.hf.keys import NUM_FURTHER, REQUIRED, Entry, constant, fixed, ignored, mapped, only, same
-from megamoe.apps.hf.rules import EXPERT_DOWN, EXPERT_UP, TensorMapping, halves, of_each_expert, row, whole
+from megamoe.apps.hf.rules import TensorMapping, row
 from megamoe.config.shapes import expert_ffn_size, ffn_size, head_size
 
-EXPERT = f"{HF_LAYER}mlp.experts.{{e}}."
 ROUTER = TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{HF_LAYER}mlp.gate.weight", blocks="moe")
-EXPERTS = (
-    TensorMapping(
-        f"{LAYER}experts.up",
-        "E 2X H",
-        (f"{EXPERT}gate_proj.weight", f"{EXPERT}up_proj.weight"),
-        of_each_expert(halves),
-        EXPERT_UP,
-        blocks="moe",
-    ),
-    TensorMapping(
-        f"{LAYER}experts.down",
-        "E H X",
-        f"{EXPERT}down_proj.weight",
-        of_each_expert(whole),
-        EXPERT_DOWN,
-        blocks="moe",
-    ),
-)
+EXPERTS = common.routed_experts(f"{HF_LAYER}mlp.experts.{{e}}.")
 MOE_DECODER = (*common.DECODER, ROUTER, common.BIAS, *EXPERTS, *common.SHARED)
 
 

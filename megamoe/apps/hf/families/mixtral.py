@@ -24,29 +24,17 @@ from megamoe.apps.hf.rules import (
     EXPERT_DOWN,
     EXPERT_UP,
     TensorMapping,
-    halves,
     interleaved,
-    of_each_expert,
     transposed,
     transposed_interleaved,
-    whole,
 )
 from megamoe.config import RunConfig
 from megamoe.config.shapes import expert_ffn_size, head_size, shared_ffn_size, window_of
 
 MOE = f"{HF_LAYER}block_sparse_moe."
-EXPERTS = f"{MOE}experts.{{e}}."
-
 EXPERT_LINES = (
     TensorMapping(f"{LAYER}router.scorer.weight", "E H", f"{MOE}gate.weight"),
-    TensorMapping(
-        f"{LAYER}experts.up",
-        "E 2X H",
-        (f"{EXPERTS}w1.weight", f"{EXPERTS}w3.weight"),
-        of_each_expert(halves),
-        EXPERT_UP,
-    ),
-    TensorMapping(f"{LAYER}experts.down", "E H X", f"{EXPERTS}w2.weight", of_each_expert(whole), EXPERT_DOWN),
+    *common.routed_experts(f"{MOE}experts.{{e}}.", ("w1", "w3", "w2"), "all"),
 )
 
 
@@ -147,14 +135,6 @@ EMBEDDING_FACTOR = converted(
     read=lambda factor: None if factor == 1 else factor,
     write=lambda config: config.model.embedding_scale or 1.0,
 )
-# The factor on the attention logits.
-ATTENTION_FACTOR = converted(
-    "attention_multiplier",
-    "model.attention.scale",
-    1.0,
-    read=lambda factor: factor,
-    write=lambda config: config.model.attention.scale or head_size(config.model) ** -0.5,
-)
 # The divisor of the logits.
 LOGIT_DIVISOR = converted(
     "logits_scaling",
@@ -183,7 +163,7 @@ GRANITE_KEYS = (
     EMBEDDING_FACTOR,
     LOGIT_DIVISOR,
     same("residual_multiplier", "model.residual_scale", 1.0),
-    ATTENTION_FACTOR,
+    same("attention_multiplier", "model.attention.scale", 1.0),
     *common.attention_keys(bias=False),
 )
 GRANITE_TABLE = (
