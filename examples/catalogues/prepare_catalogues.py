@@ -22,6 +22,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from megamoe import __version__
+from megamoe.apps.command import run_preparation
 from megamoe.apps.prepare.write import file_card
 from megamoe.apps.translation import prepare_command
 from megamoe.apps.translation.pairs import SPLITS, Counts, Pair, check_language, normalize_language
@@ -397,7 +398,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--min-label", type=int, help="leave out labels with fewer training texts (default 20)")
     add("--max-label", type=int, help="keep at most so many training texts of a label (default all)")
     add("--label-by", choices=("module", "application"), help="what the labels are (default module)")
-    return prepare_command.run(parser, arguments, _work)
+    options = vars(parser.parse_args(arguments))
+    return run_preparation(lambda: _work(options))
 
 
 def _work(options: dict[str, Any]) -> None:

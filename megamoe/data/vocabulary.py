@@ -52,6 +52,11 @@ class Vocabulary:
         return replace(self, size=model_vocab_size, added=ids)
 
     @property
+    def pad(self) -> int:
+        """The id that fills sequences up: the reserved one, or the end-of-document id; 0 without either."""
+        return (self.eod or 0) if self.special.pad is None else self.special.pad
+
+    @property
     def of_data(self) -> "Vocabulary":
         """The vocabulary without the ids that the data does not have."""
         return replace(self, size=self.size - self.added, added=0)

@@ -21,6 +21,7 @@ from megamoe.data.batches import Item
 from megamoe.data.byte_files import open_bytes, size_of
 from megamoe.data.index_file import read_header
 from megamoe.errors import UserError
+from megamoe.objectives.objective import TrainingObjective
 
 TooLong = Literal["error", "drop", "truncate"]
 WINDOW = 4096  # conversations that are packed together
@@ -155,29 +156,24 @@ class PackedConversations(Dataset[Item]):
     (int64 [], the tokens before the padding).
 
     Args:
+        objective: of chats, whose options say how conversations are packed and their tokens weighted.
         places: of the conversations, int64.
-        order: returns a random order of so many, for an epoch.
-        averages: whether the weights of a conversation's tokens sum to 1, and are not 1 each.
+        name: of the set, for its random order.
         repeats: whether an epoch follows another; otherwise sequences without a loss follow.
-        packs: whether a sequence may hold several conversations.
     """
 
     def __init__(
         self,
+        objective: TrainingObjective,
         conversations: Conversations,
         places: np.ndarray,
-        order: Callable[[int, int], np.ndarray],
-        *,
+        name: str,
         samples: int,
-        size: int,
-        pad: int,
-        averages: bool = False,
         repeats: bool = True,
-        packs: bool = True,
     ) -> None:
-        self._conversations, self._place_N, self._order = conversations, places, order
-        self._samples, self._size, self._pad = samples, size, pad
-        self._averages, self._repeats, self._packs = averages, repeats, packs
+        self._objective, self._conversations, self._place_N = objective, conversations, places
+        self._name, self._samples, self._repeats = name, samples, repeats
+        self._size, self._pad = objective.config.data.sequence_length, objective.vocabulary.pad
         self._starts = [0]  # the first sequence of each epoch
         self.plan = lru_cache(maxsize=PLANS)(self._plan)
 
@@ -186,9 +182,9 @@ class PackedConversations(Dataset[Item]):
 
     def _plan(self, epoch: int) -> list[list[int]]:
         """Return the places of the conversations of each sequence of an epoch."""
-        order_N = self._place_N[self._order(epoch, len(self._place_N))]
-        length_N = self._conversations.lengths[order_N]
-        groups = pack(length_N, self._size) if self._packs else [[place] for place in range(len(order_N))]
+        order_N = self._objective.draws(f"{self._name}/order/{epoch}").permutation(self._place_N)
+        length_N, packs = self._conversations.lengths[order_N], self._objective.options.packing
+        groups = pack(length_N, self._size) if packs else [[place] for place in range(len(order_N))]
         return [order_N[group].tolist() for group in groups]
 
     def __getitem__(self, index: int) -> Item:
@@ -202,7 +198,7 @@ class PackedConversations(Dataset[Item]):
         return self._item(plan[place] if place < len(plan) else [])
 
     def _item(self, places: list[int]) -> Item:
-        size = self._size
+        size, averages = self._size, self._objective.options.average == "conversation"
         tokens_S = np.full(size, self._pad, dtype=np.int64)
         labels_S, position_S = tokens_S.copy(), np.zeros(size, dtype=np.int64)
         mask_S, start_S = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.int32)
@@ -214,7 +210,7 @@ class PackedConversations(Dataset[Item]):
             labels_S[first : last - 1] = own_S[1:]
             position_S[first:last] = np.arange(len(own_S))
             start_S[first:last] = first
-            mask_S[first : last - 1] = learned_S[1:] / (learned_S[1:].sum() or 1 if self._averages else 1)
+            mask_S[first : last - 1] = learned_S[1:] / (learned_S[1:].sum() or 1 if averages else 1)
             first = last
         length = max(first, 1)  # a sequence has a token
         start_S[length:] = length

@@ -13,8 +13,8 @@ CALLS = "tool_calls"  # the file of the macros for tools
 FILES = {"chatml": [CALLS, "chatml"], "llama3": [CALLS, "llama3"], "zephyr": ["zephyr"], "plain": ["plain"]}
 
 
-def _text(name: str) -> str:
-    return Path(__file__).with_name("named").joinpath(f"{name}.jinja").read_text(encoding="utf-8")
-
-
-NAMED = {name: "".join(map(_text, files)) for name, files in FILES.items()}
+FOLDER = Path(__file__).with_name("named")
+NAMED = {
+    name: "".join((FOLDER / f"{each}.jinja").read_text(encoding="utf-8") for each in files)
+    for name, files in FILES.items()
+}

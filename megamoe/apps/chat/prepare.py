@@ -9,6 +9,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -20,19 +21,19 @@ from megamoe import __version__
 from megamoe.apps.chat.conversation import ASSISTANT, Conversation, conversation_of
 from megamoe.apps.chat.sandbox import BrokenTemplateError
 from megamoe.apps.chat.templates import ChatTemplate, load_template
-from megamoe.apps.prepare.index_writer import token_dtype, write_index
 from megamoe.apps.prepare.new_tokenizers import load_with_special
-from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
+from megamoe.apps.prepare.sources import Source, Tap, find_sources
 from megamoe.apps.prepare.write import (
+    EncodedDocuments,
     TextCounts,
     blocked_card,
     in_workers,
     locked_folder,
     reference_of,
-    unwritable,
     write_card,
+    write_encoded,
 )
-from megamoe.data.card import BlockedCard, DataFiles, SourceCard, load_checked, save_checked
+from megamoe.data.card import BlockedCard, DataFiles, load_checked, save_checked
 from megamoe.data.tokenizers import Tokenizer
 from megamoe.errors import UserError, listed
 from megamoe.io import parse_json, sync
@@ -199,33 +200,30 @@ def prepare_chat(preparation: ChatPreparation) -> ChatCard:
     sources = find_sources(preparation.inputs, stdlib=False)
     tokenizer = load_with_special(preparation.tokenizer, preparation.special)
     template = load_template(preparation.template, tokenizer)
-    try:
-        with locked_folder(files.data.partial, preparation.output):
-            new = ChatFiles(files.data.partial / files.prefix.name)
-            counts, skipped = TextCounts(), Counter[str]()
-            lines = _lines(sources, counts)
-            found = _encoded(lines, tokenizer, (template, preparation), skipped)
-            counts_V, answers, learned = _write(found, tokenizer, new, counts)
-            reference = reference_of(tokenizer, files.prefix.parent, new.data.tokenizer, files.data.tokenizer)
-            card = write_card(counts, tokenizer, reference, new.data, counts_V)
-            chat = ChatCard(
-                megamoe=__version__,
-                template_name=template.name,
-                template=template.text,
-                named=template.named,
-                learn=preparation.learn,
-                conversations=counts.documents,
-                answers=answers,
-                tokens_learned=learned,
-                learned=blocked_card(new.learned),
-                idx_sha256=card.idx.sha256,
-                skipped=dict(skipped.most_common()),
-                warnings=_warnings(template, tokenizer),
-            )
-            save_checked(asdict(chat), new.card)
-            _publish(new, files)
-    except OSError as error:
-        raise unwritable(preparation.output, error) from error
+    with locked_folder(files.data.partial, preparation.output):
+        new = ChatFiles(files.data.partial / files.prefix.name)
+        counts, skipped = TextCounts(), Counter[str]()
+        lines = _lines(sources, counts)
+        found = _encoded(lines, tokenizer, (template, preparation), skipped)
+        counts_V, answers, learned = _write(found, tokenizer, new, counts)
+        reference = reference_of(tokenizer, files.prefix.parent, new.data.tokenizer, files.data.tokenizer)
+        card = write_card(counts, tokenizer, reference, new.data, counts_V)
+        chat = ChatCard(
+            megamoe=__version__,
+            template_name=template.name,
+            template=template.text,
+            named=template.named,
+            learn=preparation.learn,
+            conversations=counts.documents,
+            answers=answers,
+            tokens_learned=learned,
+            learned=blocked_card(new.learned),
+            idx_sha256=card.idx.sha256,
+            skipped=dict(skipped.most_common()),
+            warnings=_warnings(template, tokenizer),
+        )
+        save_checked(asdict(chat), new.card)
+        _publish(new, files)
     return chat
 
 
@@ -247,12 +245,12 @@ def _lines(sources: list[Source], counts: TextCounts) -> Iterator[tuple[str, str
         if source.kind != ".jsonl":
             raise UserError(f"{source.name}: expected JSON lines, a file such as chats.jsonl(.gz)")
         lines = 0
-        with Tap(source, lambda _: None) as tap:
-            for number, line in enumerate(read_lines(source, tap), start=1):
+        with closing(Tap(source)) as tap:
+            for number, line in enumerate(tap.lines(), start=1):
                 if line.strip():
                     lines += 1
                     yield f"{source.name}:{number}", line
-            counts.sources.append(SourceCard(source.name, tap.num_bytes, tap.sha256(), lines))
+            counts.sources.append(tap.card(lines))
 
 
 Work = tuple[ChatTemplate, ChatPreparation]  # what a worker needs to encode lines
@@ -290,46 +288,41 @@ def _encode_line(line: str, template: ChatTemplate, tokenizer: Tokenizer, learn:
 
 def _encoded(
     lines: Iterator[tuple[str, str]], tokenizer: Tokenizer, work: Work, skipped: Counter[str]
-) -> Iterator[Encoded]:
-    """Yield the conversations in the order of the lines; count those that are left out."""
+) -> Iterator[list[Encoded]]:
+    """Yield batches of the conversations in the order of the lines; count those that are left out."""
     batches = iter(lambda: list(islice(lines, BATCH)), [])
     for results in in_workers(_encode_lines, batches, tokenizer, work, work[1].workers):
-        for result in results:
-            if isinstance(result, str):
-                skipped[re.sub(r"\d+", "N", result)] += 1
-            else:
-                yield result
+        skipped.update(re.sub(r"\d+", "N", result) for result in results if isinstance(result, str))
+        if kept := [result for result in results if not isinstance(result, str)]:
+            yield kept
 
 
 def _write(
-    conversations: Iterator[Encoded], tokenizer: Tokenizer, files: ChatFiles, counts: TextCounts
+    batches: Iterator[list[Encoded]], tokenizer: Tokenizer, files: ChatFiles, counts: TextCounts
 ) -> tuple[np.ndarray, int, int]:
     """Write .bin, .idx, the counts and what is learned.
 
     Returns:
         Each token's count, int64 [vocabulary], the learned answers, and their tokens.
     """
-    dtype = token_dtype(tokenizer.vocab_size)
-    counts_V = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     answers, learned = 0, 0
 
-    def written() -> Iterator[np.ndarray]:
+    def documents() -> Iterator[EncodedDocuments]:
         nonlocal answers, learned
-        with open(files.data.bin, "wb") as out, open(files.learned, "wb") as marks:
-            for each in conversations:
-                out.write(each.tokens_S.astype(dtype).tobytes())
-                marks.write(each.learned_S.tobytes())
-                np.add.at(counts_V, each.tokens_S, 1)
-                counts.documents += 1
-                counts.text_bytes += each.text_bytes
-                answers += each.answers
-                learned += int(each.learned_S.sum())
-                yield np.array([len(each.tokens_S)], dtype=np.int64)
+        with open(files.learned, "wb") as marks:
+            for batch in batches:
+                learned_S = np.concatenate([each.learned_S for each in batch])
+                marks.write(learned_S.tobytes())
+                counts.documents += len(batch)
+                counts.text_bytes += sum(each.text_bytes for each in batch)
+                answers += sum(each.answers for each in batch)
+                learned += int(learned_S.sum())
+                lengths = np.array([len(each.tokens_S) for each in batch], dtype=np.int64)
+                yield EncodedDocuments(np.concatenate([each.tokens_S for each in batch]), lengths)
 
-    write_index(files.data.idx, dtype, written())
+    counts_V = write_encoded(documents(), tokenizer, files.data)
     if not counts.documents:
         raise UserError(f"no conversation in {len(counts.sources)} files; name others")
-    np.save(files.data.counts, counts_V, allow_pickle=False)
     return counts_V, answers, learned
 
 

@@ -7,23 +7,13 @@ A line is {"messages": [{"role": "user", "content": "..."}, {"role": "assistant"
 """
 
 import argparse
-import signal
-import warnings
 
 from megamoe.apps.chat.named_templates import NAMED
-from megamoe.apps.command import parser_of, run_tool
+from megamoe.apps.command import parser_of, run_preparation
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prepare; return the exit code."""
-    options = _parser().parse_args(arguments)
-    # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return run_tool(lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("inputs", nargs="+", metavar="INPUT", help=".jsonl files (also .gz, .zst), folders, globs")
@@ -37,7 +27,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--bad-lines", choices=("error", "skip"), default="error", help="lines that are no conversation")
     add("--workers", type=int, default=1, help="processes that render and tokenize (default 1)")
     add("--overwrite", action="store_true", help="replace an output that exists")
-    return parser
+    options = parser.parse_args(arguments)
+    return run_preparation(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:

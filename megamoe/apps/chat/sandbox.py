@@ -52,8 +52,7 @@ def _bounded(request: dict[str, Any]) -> dict[str, Any]:
         process.stdin.flush()
         line = process.stdout.readline()
     if line:
-        reply: dict[str, Any] = json.loads(line)
-        return reply
+        return json.loads(line)
     _process.cache_clear()  # the next request gets another one
     is_slow = (code := process.wait()) == -signal.SIGPROF
     words = f"it takes more than {MOST_SECONDS:g} s" if is_slow else f"it ended its process ({code})"

@@ -8,7 +8,6 @@ template without them, what it adds to the prompt of an answer.
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -48,11 +47,6 @@ class ChatTemplate:
     text: str
     named: dict[str, str]
 
-    @cached_property
-    def has_generation(self) -> bool:
-        """Whether the template itself says what an assistant generates."""
-        return GENERATION.search(self.text) is not None
-
     def render(self, conversation: Conversation) -> Rendered:
         """Return the text of a conversation, with a span for each message of an assistant.
 
@@ -73,9 +67,8 @@ class ChatTemplate:
             return self._checked(conversation)
 
     def _checked(self, conversation: Conversation) -> Rendered:
-        text, spans = self._rendered(
-            conversation.messages, conversation.tools, BLOCKS if self.has_generation else ADDED
-        )
+        answers_are = BLOCKS if GENERATION.search(self.text) else ADDED
+        text, spans = self._rendered(conversation.messages, conversation.tools, answers_are)
         if spans is None:
             raise UserError(
                 f"template {self.name}: it writes the same messages differently when others follow, so the "

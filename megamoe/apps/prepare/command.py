@@ -13,7 +13,8 @@ from megamoe.apps.command import parser_of, run_plain
 from megamoe.errors import UserError
 
 
-def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+def main(argv: list[str] | None = None) -> int:
+    """Prepare or verify; return the exit code, 2 also for damaged data."""
     parser = parser_of(__doc__)
     add = parser.add_argument
     texts = "text, .jsonl (both also .gz, .zst, .xz), .parquet; folders, globs and URLs of them"
@@ -43,12 +44,6 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("--output and --tokenizer are required, or --verify alone")
     if arguments.verify is not None and (given or arguments.inputs or arguments.stdlib):
         parser.error("--verify prepares nothing: give the prefix of prepared data alone")
-    return arguments
-
-
-def main(argv: list[str] | None = None) -> int:
-    """Prepare or verify; return the exit code, 2 also for damaged data."""
-    arguments = parse_arguments(argv)
     return run_plain(lambda: _run(arguments))
 
 

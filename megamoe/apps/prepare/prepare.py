@@ -33,11 +33,10 @@ from megamoe.apps.prepare.write import (
     TextCounts,
     locked_folder,
     reference_of,
-    unwritable,
     write_card,
     write_tokens,
 )
-from megamoe.data.card import DataCard, DataFiles, SourceCard
+from megamoe.data.card import DataCard, DataFiles
 from megamoe.data.special import expand
 from megamoe.data.tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from megamoe.errors import UserError
@@ -92,23 +91,20 @@ def prepare(preparation: Preparation) -> DataCard:
     sources = find_sources(preparation.inputs, preparation.stdlib, unit, preparation.other_files)
     if preparation.shuffle_files is not None:
         random.Random(preparation.shuffle_files).shuffle(sources)
-    try:
-        new = DataFiles(files.partial / files.prefix.name)
-        with locked_folder(files.partial, str(files.prefix), kept=(FOLDER, new.bin.name), worth=RECORDS):
-            tokenizer = _tokenizer(preparation, sources, new)
-            groups = [tuple(sources)] if preparation.max_documents else cut(sources, PART_BYTES)
-            if len(groups) == 1:
-                corpus = _Corpus(sources, preparation, "tokenize", preparation.selection(tokenizer))
-                counts = corpus.counts
-                counts_V = write_tokens(in_batches(corpus), tokenizer, new, preparation.workers)
-            else:
-                parts = _parts(groups, preparation, tokenizer, files.partial / FOLDER)
-                counts, counts_V = _write_in_parts(parts, preparation, tokenizer, new)
-            reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
-            card = write_card(counts, tokenizer, reference, new, counts_V)
-            publish(new, files, tokenizer)
-    except OSError as error:
-        raise unwritable(preparation.output, error) from error
+    new = DataFiles(files.partial / files.prefix.name)
+    with locked_folder(files.partial, preparation.output, kept=(FOLDER, new.bin.name), worth=RECORDS):
+        tokenizer = _tokenizer(preparation, sources, new)
+        groups = [tuple(sources)] if preparation.max_documents else cut(sources, PART_BYTES)
+        if len(groups) == 1:
+            corpus = _Corpus(sources, preparation, "tokenize", preparation.selection(tokenizer))
+            counts = corpus.counts
+            counts_V = write_tokens(in_batches(corpus), tokenizer, new, preparation.workers)
+        else:
+            parts = _parts(groups, preparation, tokenizer, files.partial / FOLDER)
+            counts, counts_V = _write_in_parts(parts, preparation, tokenizer, new)
+        reference = reference_of(tokenizer, files.prefix.parent, new.tokenizer, files.tokenizer)
+        card = write_card(counts, tokenizer, reference, new, counts_V)
+        publish(new, files, tokenizer)
     return card
 
 
@@ -139,10 +135,8 @@ class _Corpus:
     def __init__(
         self, sources: list[Source], preparation: Preparation, title: str, selection: Selection
     ) -> None:
-        self._sources = sources
-        self._preparation = preparation
-        self._title = title
-        self._selection = selection
+        self._sources, self._preparation = sources, preparation
+        self._title, self._selection = title, selection
         self.counts = TextCounts()
 
     def __iter__(self) -> Iterator[Document]:
@@ -177,10 +171,7 @@ class _Corpus:
                 yield found
                 if self._is_full():
                     break
-            digest = reader.sha256()
-            self.counts.sources.append(
-                SourceCard(source.name, reader.num_bytes, digest, self.counts.documents - before)
-            )
+            self.counts.sources.append(reader.card(self.counts.documents - before))
 
     def _is_full(self) -> bool:
         limit = self._preparation.max_documents

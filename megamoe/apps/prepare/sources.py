@@ -16,7 +16,6 @@ import itertools
 import string
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +25,7 @@ from megamoe.apps.prepare import remote
 from megamoe.apps.prepare.decompression import decompressed
 from megamoe.apps.prepare.documents import LARGEST_DOCUMENT, Document, Selection, Skipped, check_size
 from megamoe.apps.prepare.tables import PARQUET, TableReader, row_groups
+from megamoe.data.card import SourceCard
 from megamoe.errors import UserError, listed
 from megamoe.io import parse_json, real
 from megamoe.object_storage import is_url, without_credentials
@@ -92,15 +92,15 @@ class Source:
             raise UserError(f"{self.name}: cannot be read: {error.strerror or error}") from error
 
 
-class Tap(AbstractContextManager["Tap"]):
-    """A file that hashes and counts its bytes as they are read. Usable as a context manager.
+class Tap:
+    """A file that hashes and counts its bytes as they are read; `close` it at the end.
 
     `advance` is called with the size of each read.
     """
 
-    def __init__(self, source: Source, advance: Callable[[int], Any]) -> None:
+    def __init__(self, source: Source, advance: Callable[[int], Any] = lambda _: None) -> None:
         self._file: Any = source.open()
-        self._advance = advance
+        self._source, self._advance = source, advance
         self._digest = hashlib.sha256()
         self.num_bytes = 0
 
@@ -118,8 +118,26 @@ class Tap(AbstractContextManager["Tap"]):
             pass
         return self._digest.hexdigest()
 
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
+        """Close the file."""
         self._file.close()
+
+    def lines(self) -> Iterator[str]:
+        """Yield the lines, without their ends (LF, or CR LF).
+
+        Raises:
+            UserError: naming file and line, for text that is not UTF-8; naming the file, if it cannot be read
+                or decompressed.
+        """
+        source = self._source
+        with decompressed(self.chunks(), source.compression, source.name) as stream:
+            for number, line in enumerate(_lines(source, stream), start=1):
+                yield _decode(source, line, first_line=number).removesuffix("\n").removesuffix("\r")
+
+    def card(self, documents: int) -> SourceCard:
+        """Return what the data card says of the whole file; documents: their number."""
+        digest = self.sha256()
+        return SourceCard(self._source.name, self.num_bytes, digest, documents)
 
 
 def find_sources(
@@ -231,18 +249,15 @@ def open_source(
         return TableReader(*of_source, selection, advance)
     if selection.ids is not None and source.kind != ".jsonl":
         raise UserError(f"{source.name}: --ids-column is for parquet and JSON lines only")
-    return _FileReader(source, Tap(source, advance), selection)
+    return _FileReader(source, advance, selection)
 
 
-class _FileReader:
+class _FileReader(Tap):
     """The documents of a file that is read from its start to its end."""
 
-    def __init__(self, source: Source, tap: Tap, selection: Selection) -> None:
-        self._source, self._tap, self._selection = source, tap, selection
-
-    @property
-    def num_bytes(self) -> int:
-        return self._tap.num_bytes
+    def __init__(self, source: Source, advance: Callable[[int], Any], selection: Selection) -> None:
+        super().__init__(source, advance)
+        self._selection = selection
 
     def documents(self) -> Iterator[Document | Skipped]:
         """Yield each line's text of JSON lines, otherwise the whole text.
@@ -255,7 +270,7 @@ class _FileReader:
                 missing key; naming the file, if it cannot be read or decompressed.
         """
         source, selection = self._source, self._selection
-        with decompressed(self._tap.chunks(), source.compression, source.name) as stream:
+        with decompressed(self.chunks(), source.compression, source.name) as stream:
             if source.kind == ".jsonl":
                 yield from _read_json_lines(source, _lines(source, stream), selection)
             elif source.kind == ".json":
@@ -266,24 +281,6 @@ class _FileReader:
                     yield _decode(source, first + _whole(stream, source.name), first_line=1)
             else:
                 yield _decode(source, _whole(stream, source.name), first_line=1)
-
-    def sha256(self) -> str:
-        return self._tap.sha256()
-
-    def close(self) -> None:
-        self._tap.__exit__()
-
-
-def read_lines(source: Source, tap: Tap) -> Iterator[str]:
-    """Yield the lines of one file, without their ends (LF, or CR LF).
-
-    Raises:
-        UserError: naming file and line, for text that is not UTF-8; naming the file, if it cannot be read or
-            decompressed.
-    """
-    with decompressed(tap.chunks(), source.compression, source.name) as stream:
-        for number, line in enumerate(_lines(source, stream), start=1):
-            yield _decode(source, line, first_line=number).removesuffix("\n").removesuffix("\r")
 
 
 def _lines(source: Source, stream: IO[bytes]) -> Iterator[bytes]:

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from megamoe.apps.prepare.documents import Document, Selection, Skipped, check_size
+from megamoe.data.card import SourceCard
 from megamoe.errors import UserError
 
 PARQUET = ".parquet"
@@ -51,8 +52,7 @@ def row_groups(location: str, name: str) -> list[int]:
         UserError: if it is no parquet file, or ends early.
     """
     *_, (answer, _, _) = _answers({"place": name, "location": location})
-    sizes: list[int] = answer["end"]
-    return sizes
+    return answer["end"]
 
 
 class TableReader:
@@ -68,7 +68,7 @@ class TableReader:
         advance: Callable[[int], Any],
     ) -> None:
         """See `table_child.Table`."""
-        self.num_bytes = num_bytes
+        self._name, self.num_bytes = name, num_bytes
         self._selection, self._advance, self._digest = selection, advance, hashlib.sha256()
         option = "--key" if selection.ids is None else "--ids-column"
         wanted = {"column": selection.column, "option": option, "groups": groups}
@@ -98,8 +98,9 @@ class TableReader:
         self._digest.update(data)
         return document
 
-    def sha256(self) -> str:
-        return self._digest.hexdigest()
+    def card(self, documents: int) -> SourceCard:
+        """Return what the data card says of the table; documents: their number."""
+        return SourceCard(self._name, self.num_bytes, self._digest.hexdigest(), documents)
 
     def close(self) -> None:
         self._answers.close()

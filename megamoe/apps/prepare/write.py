@@ -39,14 +39,16 @@ from megamoe.io import real
 Result = TypeVar("Result")
 
 
-class Encoded(NamedTuple):
+class EncodedDocuments(NamedTuple):
     """Documents as tokens, one after another, each ended by the end-of-document token."""
 
     tokens: np.ndarray  # [sum of lengths], the dtype of the .bin
     lengths: np.ndarray  # [documents], int64
 
 
-def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, dtype: type[np.number]) -> Encoded:
+def encode_documents(
+    documents: Sequence[Document], tokenizer: Tokenizer, dtype: type[np.number]
+) -> EncodedDocuments:
     """Return the tokens and lengths of documents, end-of-document tokens included.
 
     Raises:
@@ -62,7 +64,7 @@ def encode_documents(documents: Sequence[Document], tokenizer: Tokenizer, dtype:
         joined[end - length : end - 1] = tokens
     if texts:
         tokenizer.check_text_only(np.delete(joined, ends - 1))
-    return Encoded(joined, lengths)
+    return EncodedDocuments(joined, lengths)
 
 
 def in_workers(
@@ -174,12 +176,19 @@ def write_tokens(
         Each token's count, int64 [vocabulary], end-of-document tokens included.
     """
     dtype = token_dtype(tokenizer.vocab_size)
+    encoded = in_workers(encode_documents, batches, tokenizer, dtype, workers)
+    return write_encoded(encoded, tokenizer, files)
+
+
+def write_encoded(encoded: Iterable[EncodedDocuments], tokenizer: Tokenizer, files: DataFiles) -> np.ndarray:
+    """As `write_tokens`, for documents that are encoded."""
+    dtype = token_dtype(tokenizer.vocab_size)
     counts_V = np.zeros(tokenizer.vocab_size, dtype=np.int64)
 
     def written() -> Iterator[np.ndarray]:
         with open(files.bin, "wb") as out:
-            for tokens, lengths in in_workers(encode_documents, batches, tokenizer, dtype, workers):
-                out.write(tokens.tobytes())
+            for tokens, lengths in encoded:
+                out.write(tokens.astype(dtype, copy=False).tobytes())
                 np.add(counts_V, np.bincount(tokens, minlength=tokenizer.vocab_size), out=counts_V)
                 yield lengths
 
@@ -251,28 +260,35 @@ def locked_folder(folder: Path, output: str, kept: Sequence[str] = (), worth: st
         worth: a glob; if a file matches it after an error, the folder is not removed.
 
     Raises:
-        UserError: if another process has locked it: `output` is being written.
+        UserError: if another process has locked it: `output` is being written; for an OSError, in the block
+            too: `output` cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(f"output {output!r} is being written by another run") from error
-        done = False
-        try:
-            for path in folder.iterdir():
-                if path.name in (LOCK, *kept):
-                    continue
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
-            yield
-            done = True
-        finally:
-            if done or not worth or not any(folder.glob(worth)):
-                shutil.rmtree(folder, ignore_errors=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / LOCK, "w", encoding="utf-8") as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise UserError(f"output {output!r} is being written by another run") from error
+            done = False
+            try:
+                for path in folder.iterdir():
+                    if path.name in (LOCK, *kept):
+                        continue
+                    if path.is_dir() and not path.is_symlink():
+                        shutil.rmtree(path)
+                    else:
+                        path.unlink()
+                yield
+                done = True
+            finally:
+                if done or not worth or not any(folder.glob(worth)):
+                    shutil.rmtree(folder, ignore_errors=True)
+    except OSError as error:
+        raise UserError(
+            f"output {output!r} cannot be written: {error.strerror or error}; "
+            "name a writable folder with enough free space"
+        ) from error
 
 
 def file_card(path: Path) -> FileCard:
@@ -285,11 +301,3 @@ def blocked_card(path: Path) -> BlockedCard:
     """Return the size, the SHA-256 and the checksums of the blocks of a file."""
     sha256, sums = block_sums(path, BLOCK_BYTES)
     return BlockedCard(path.stat().st_size, sha256, BLOCK_BYTES, sums)
-
-
-def unwritable(output: str, error: OSError) -> UserError:
-    """Return the error to raise where prepared data cannot be written."""
-    return UserError(
-        f"output {output!r} cannot be written: {error.strerror or error}; "
-        "name a writable folder with enough free space"
-    )

@@ -5,10 +5,11 @@ import itertools
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megamoe.apps.prepare.sources import Source, Tap, read_lines
+from megamoe.apps.prepare.sources import Source, Tap
 from megamoe.data.card import SourceCard
 from megamoe.errors import UserError
 
@@ -202,7 +203,7 @@ def _lines(path: str, counts: Counts) -> Iterator[str]:
     if not Path(path).is_file():
         raise UserError(f"{path!r} is no file; expected text, also as .gz or .zst")
     source, number = Source(path, Path(path)), 0
-    with Tap(source, lambda _: None) as tap:
-        for number, line in enumerate(read_lines(source, tap), start=1):  # noqa: B007
+    with closing(Tap(source)) as tap:
+        for number, line in enumerate(tap.lines(), start=1):  # noqa: B007
             yield line
-        counts.sources.append(SourceCard(path, tap.num_bytes, tap.sha256(), number))
+        counts.sources.append(tap.card(number))

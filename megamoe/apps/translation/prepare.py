@@ -19,7 +19,6 @@ from megamoe.apps.prepare.write import (
     lengths_of,
     locked_folder,
     reference_of,
-    unwritable,
     write_card,
     write_tokens,
 )
@@ -144,15 +143,12 @@ def prepare_pairs(
             f"split: all {len(pairs)} pairs fell into valid and test; add pairs or raise the share of train"
         )
     partial = output.with_name(f".{output.name}.partial")
-    try:
-        with locked_folder(partial, preparation.output):
-            writer = _Writer(preparation, source_language, pairs, splits, partial / "new", output)
-            summary = writer.write(counts)
-            if finish is not None:
-                finish(pairs, splits, partial / "new")
-            _publish(partial, output)
-    except OSError as error:
-        raise unwritable(preparation.output, error) from error
+    with locked_folder(partial, preparation.output):
+        writer = _Writer(preparation, source_language, pairs, splits, partial / "new", output)
+        summary = writer.write(counts)
+        if finish is not None:
+            finish(pairs, splits, partial / "new")
+        _publish(partial, output)
     return summary
 
 

@@ -6,30 +6,17 @@ python tools/prepare_pairs.py --tsv de pairs.tsv.gz --tsv fr more.tsv --output d
 """
 
 import argparse
-import signal
 import sys
-import warnings
-from collections.abc import Callable
 from typing import Any
 
-from megamoe.apps.command import parser_of, run_tool
+from megamoe.apps.command import parser_of, run_preparation
 from megamoe.errors import UserError, printable
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Prepare; return the exit code."""
-    return run(pairs_parser(__doc__), arguments, prepare)
-
-
-def run(
-    parser: argparse.ArgumentParser, arguments: list[str] | None, work: Callable[[dict[str, Any]], None]
-) -> int:
-    """Do the work with the options that were given, by name; return the exit code."""
-    options = vars(parser.parse_args(arguments))
-    # Megatron-Core warns of accelerators and ranks, which preparing data has no use for.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    return run_tool(lambda: work(options))
+    options = vars(pairs_parser(__doc__).parse_args(arguments))
+    return run_preparation(lambda: prepare(options))
 
 
 def pairs_parser(description: str | None) -> argparse.ArgumentParser:

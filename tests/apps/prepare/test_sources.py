@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megamoe import object_storage
 from megamoe.apps.prepare import prepare as prepare_module
 from megamoe.apps.prepare import remote
-from megamoe.apps.prepare.sources import Source, Tap, find_sources, read_lines
+from megamoe.apps.prepare.sources import Source, Tap, find_sources
 from megamoe.errors import UserError
 from tests.support.data.sources import documents_of, prepared
 
@@ -130,8 +131,8 @@ def test_a_byte_order_mark_at_the_start_of_a_file_is_no_text(tmp_path: Path) -> 
     assert documents_of(tmp_path / "out") == ["one \ufeff", "two", "three", "four"]
     assert card.empty_documents == 1
     source = Source("2.jsonl", tmp_path / "2.jsonl")
-    with Tap(source, lambda _: None) as tap:
-        assert next(read_lines(source, tap)) == '{"text": "two"}'
+    with closing(Tap(source)) as tap:
+        assert next(tap.lines()) == '{"text": "two"}'
 
 
 def test_lines_packed_by_xz(tmp_path: Path) -> None:

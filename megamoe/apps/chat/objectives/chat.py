@@ -83,8 +83,6 @@ class Chat(TrainingObjective):
 
     def __init__(self, options: Any, config: RunConfig, vocabulary: Vocabulary) -> None:
         super().__init__(options, config, vocabulary)
-        assert vocabulary.eod is not None  # every card has one
-        self._pad = vocabulary.eod if vocabulary.special.pad is None else vocabulary.special.pad
         split = check_split(config.data)
         train = self._train = self._open(config.data.sources[0].path)
         bounds = np.cumsum([0.0, *split])
@@ -104,7 +102,7 @@ class Chat(TrainingObjective):
         }
 
     def samples_per_epoch(self) -> int:
-        return len(self._packed(self._train, self._parts[0], "train", 1).plan(0))
+        return len(PackedConversations(self, self._train, self._parts[0], "train", 1).plan(0))
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
         """Return the batch of sequences with their padding."""
@@ -116,10 +114,10 @@ class Chat(TrainingObjective):
         identities = verify_sources(self.config.data, paths, self.vocabulary.of_data.size)
         once_per_machine(lambda stop: _verify_learned(self.config.data, identities))
         self._tell_cuts()
-        train = self._packed(self._train, self._parts[0], "train", train_samples)
+        train = PackedConversations(self, self._train, self._parts[0], "train", train_samples)
         if not validation_samples:
             return Datasets(train, {})
-        evaluated = partial(self._packed, samples=validation_samples, repeats=False)
+        evaluated = partial(PackedConversations, self, samples=validation_samples, repeats=False)
         validation: dict[str, Dataset[Item]] = {}
         if len(self._parts[1]):
             validation[VALID] = evaluated(self._train, self._parts[1], VALID)
@@ -131,21 +129,6 @@ class Chat(TrainingObjective):
     def _open(self, path: str) -> Conversations:
         most = self.config.data.sequence_length
         return Conversations(path, most, self.options.too_long, self.vocabulary.size)
-
-    def _packed(
-        self, conversations: Conversations, places: np.ndarray, name: str, samples: int, repeats: bool = True
-    ) -> PackedConversations:
-        return PackedConversations(
-            conversations,
-            places,
-            lambda epoch, count: self.draws(f"{name}/order/{epoch}").permutation(count),
-            samples=samples,
-            size=self.config.data.sequence_length,
-            pad=self._pad,
-            averages=self.options.average == "conversation",
-            repeats=repeats,
-            packs=self.options.packing,
-        )
 
     def _tell_cuts(self) -> None:
         """Say on the first rank what long conversations have lost."""

@@ -110,7 +110,6 @@ class Translation(TrainingObjective):
         if vocabulary.eod is None:
             raise UserError("train.objective translation: the data has no end-of-document token")
         self._end = vocabulary.eod
-        self._pad = self._end if vocabulary.special.pad is None else vocabulary.special.pad
         data = config.data
         self._prefix = data.sources[0].path
         try:
@@ -137,7 +136,7 @@ class Translation(TrainingObjective):
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
         """Return the batch of pairs; their lengths are filled up to a `length_multiple`."""
         multiple = length_multiple(self.config)
-        return pair_batch(items, indices, start=self._end, pad=self._pad, multiple=multiple)
+        return pair_batch(items, indices, start=self._end, pad=self.vocabulary.pad, multiple=multiple)
 
     def datasets(self, train_samples: int, validation_samples: int) -> Datasets:
         verify_pairs(self.config.data, self._checked, self.vocabulary.of_data)
