@@ -86,16 +86,13 @@ def _with_layers(size: ModelSize, kind: LayerKind, padded_vocab: int) -> ModelSi
     parts = _parts(config, padded_vocab)
     counts = [parameter.numel() for part in parts.values() for parameter in part.parameters()]
     constant = 3 * config.model.hidden_size * moe.zero_experts.constant
-    moe_dense = layers * (sum(counts) + _shared(config) + _latent(config) + constant)
+    shared, gates = _shared(config)
+    moe_dense = layers * (sum(counts) + shared + gates + _latent(config) + constant)
     dense = moe_dense + (inserted * _norm(config.model) if shapes.inserted_has_norm(moe) else 0)
     each = layers * _expert(config)
     expert = moe.num_experts * each
-    hidden, width = config.model.hidden_size, shapes.expert_ffn_size(config)
-    activation = shapes.expert_activation(config)
-    shared = _weights(hidden, shapes.shared_ffn_size(moe, width), activation)
     beside_in_matrices = layers * (shared + _latent(config))
-    of_expert = moe.expert_sublayers * _weights(shapes.expert_hidden_size(config), width, activation)
-    experts_in_matrices = layers * moe.num_experts * of_expert
+    experts_in_matrices = layers * moe.num_experts * moe.expert_sublayers * _expert_weights(config)
     return ModelSize(
         size.total + dense + expert,
         size.active + dense + round(mean_choices(moe) * each),
@@ -142,7 +139,9 @@ def _replicated(config: RunConfig, num_ffns: int) -> int:
     model, blocks, crosses = config.model, shapes.num_blocks(config), _num_cross(config.model)
     biases = model.hidden_size * num_ffns if model.bias else 0
     biases += model.hidden_size * (blocks + crosses) if shapes.has_output_bias(model) else 0
-    norms = (2 * blocks + crosses) * _norm(model) + blocks * _head_norms(model) + final_norms(config)
+    norms = (
+        (2 * blocks + crosses) * _norm(model) + blocks * _query_key_norms(model, "head") + final_norms(config)
+    )
     latent = 0 if model.latent is None else blocks * latent_norms(model, model.latent)
     return position_size(config) + norms + biases + latent
 
@@ -187,7 +186,7 @@ def _attention(model: ModelConfig) -> int:
         own = latent_weights(model, model.latent) + latent_norms(model, model.latent)
     else:
         own = model.hidden_size * (2 * shapes.query_size(model) + 2 * shapes.key_size(model))
-        own += _head_norms(model) + _whole_norms(model)
+        own += _query_key_norms(model)
     sinks = model.num_attention_heads if model.attention.sinks else 0
     return own + _attention_biases(model) + 2 * _norm(model) + sinks
 
@@ -197,16 +196,13 @@ def _attention_biases(model: ModelConfig) -> int:
     return inputs + (model.hidden_size if shapes.has_output_bias(model) else 0)
 
 
-def _head_norms(model: ModelConfig) -> int:
-    """Return the parameters of norms of queries and keys that all heads share."""
-    own = model.attention.query_key_norm == "head"
-    return 2 * shapes.head_size(model) * _norm_vectors(model) if own else 0
-
-
-def _whole_norms(model: ModelConfig) -> int:
-    """Return the parameters of norms over all heads together, which tensor parallelism splits."""
-    size = shapes.query_size(model) + shapes.key_size(model)
-    return size * _norm_vectors(model) if model.attention.query_key_norm == "whole" else 0
+def _query_key_norms(model: ModelConfig, *kinds: str) -> int:
+    """Return the parameters of norms of queries and keys, if they are of these kinds: `head`, which all heads
+    share, or `whole`, over all heads together, which tensor parallelism splits. Default: either.
+    """
+    sizes = {"head": 2 * shapes.head_size(model), "whole": shapes.query_size(model) + shapes.key_size(model)}
+    kind = model.attention.query_key_norm
+    return sizes[kind] * _norm_vectors(model) if kind in (kinds or sizes) else 0
 
 
 def _dense_ffn(model: ModelConfig) -> int:
@@ -219,21 +215,28 @@ def _weights(hidden: int, size: int, activation: Activation) -> int:
     return hidden * up_width(size, activation) + size * hidden
 
 
+def _expert_weights(config: RunConfig) -> int:
+    """Return the weights of one sub-layer of an expert."""
+    hidden, size = shapes.expert_hidden_size(config), shapes.expert_ffn_size(config)
+    return _weights(hidden, size, shapes.expert_activation(config))
+
+
 def _expert(config: RunConfig) -> int:
     hidden, size = shapes.expert_hidden_size(config), shapes.expert_ffn_size(config)
-    ffn = _weights(hidden, size, shapes.expert_activation(config))
+    ffn = _expert_weights(config)
     ffn += up_width(size, shapes.expert_activation(config)) + hidden if config.moe.expert_bias else 0
     sublayers = config.moe.expert_sublayers
     return ffn if sublayers == 1 else sublayers * (ffn + _norm(config.model))
 
 
-def _shared(config: RunConfig) -> int:
+def _shared(config: RunConfig) -> tuple[int, int]:
+    """Return the weights of the shared experts, and the parameters that mix them with the routed ones."""
     moe, hidden = config.moe, config.model.hidden_size
     if moe.num_shared_experts == 0:
-        return 0
-    mode = {"sum": 0, "gated": hidden, "residual": 2 * hidden + 2}[moe.shared_expert_mode]
+        return 0, 0
+    gates = {"sum": 0, "gated": hidden, "residual": 2 * hidden + 2}[moe.shared_expert_mode]
     size = shapes.shared_ffn_size(moe, shapes.expert_ffn_size(config))
-    return _weights(hidden, size, shapes.expert_activation(config)) + mode
+    return _weights(hidden, size, shapes.expert_activation(config)), gates
 
 
 def _latent(config: RunConfig) -> int:
@@ -243,19 +246,11 @@ def _latent(config: RunConfig) -> int:
 
 def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:
     """Return a layer's router and losses on the meta device, which allocates nothing."""
+    moe, sizes = config.moe, (config.model.hidden_size, shapes.routed_experts(config.moe))
     with torch.device("meta"):
-        router = Router(config.moe.router, _dims(config, vocab_size))
-        losses = {name: build_part(choice, router.dims) for name, choice in config.moe.losses.items()}
+        router = Router(moe.router, Dims(*sizes, vocab_size=vocab_size, num_zero=moe.zero_experts.total))
+        losses = {name: build_part(choice, router.dims) for name, choice in moe.losses.items()}
     return {"router": router, "losses": nn.ModuleDict(losses)}
-
-
-def _dims(config: RunConfig, vocab_size: int | None) -> Dims:
-    return Dims(
-        config.model.hidden_size,
-        shapes.routed_experts(config.moe),
-        vocab_size=vocab_size,
-        num_zero=config.moe.zero_experts.total,
-    )
 
 
 PASSES = 3  # forward, and in backward the gradients of the inputs and of the weights
@@ -300,7 +295,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     model = config.model
     shares = shares or StackShares()
     hidden, length = model.hidden_size, config.data.sequence_length
-    works = {number: _work(kind.config) for kind in kinds(config) for number in kind.layers}
+    works = {number: layer_products(kind.config) for kind in kinds(config) for number in kind.layers}
     products = 0.0
     of_prediction = shares.stacks.get("decoder", 1.0)  # its blocks compute the decoder's tokens
     for stack in shapes.stacks(config):
@@ -308,7 +303,7 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
         layers = [works[stack.first - 1 + block][0] for block in stack.moe_layers]
         of_token = float(stack.num_layers * _projections(model))
         of_token += _scores(model) * _seen_keys(model, stack, share * length)
-        of_token += (stack.num_layers - len(stack.moe_blocks)) * _dense_ffn_flops(model)
+        of_token += (stack.num_layers - len(stack.moe_blocks)) * dense_ffn_products(model)
         of_token += sum(layers)
         products += share * of_token
     if model.architecture == "encoder_decoder":
@@ -329,12 +324,12 @@ def model_flops(config: RunConfig, vocab_size: int, shares: StackShares | None =
     )
     token = PASSES * 2.0 * products
     if not config.moe.groups:
-        return ModelFlops(token, PASSES * 2.0 * _work(config)[1])
+        return ModelFlops(token, PASSES * 2.0 * layer_products(config)[1])
     by_layer = {number: PASSES * 2.0 * pair for number, (_, pair) in works.items()}
     return ModelFlops(token, sum(by_layer.values()) / len(by_layer), by_layer)
 
 
-def _work(config: RunConfig) -> tuple[float, float]:
+def layer_products(config: RunConfig) -> tuple[float, float]:
     """Return the products of a token in router, shared experts and latent projections of an MoE layer, and
     of each of its pairs.
 
@@ -362,14 +357,14 @@ def block_flops(config: RunConfig, vocab_size: int) -> tuple[list[float], float]
     length = float(config.data.sequence_length)
     layers: dict[int, float] = {}
     for kind in kinds(config):
-        beside, pair = _work(kind.config)
+        beside, pair = layer_products(kind.config)
         work = beside + mean_choices(kind.moe) * pair if kind.layers else 0.0
         layers |= dict.fromkeys(kind.layers, work)
 
     def of(block: int, is_moe: bool) -> float:
         keys = min(shapes.window_of(model, block) or length, length)
         scores = _scores(model) * (keys - keys * keys / (2 * length))
-        return _projections(model) + scores + (layers[block] if is_moe else _dense_ffn_flops(model))
+        return _projections(model) + scores + (layers[block] if is_moe else dense_ffn_products(model))
 
     blocks = [of(block, block in stack.moe_blocks) for block in range(1, stack.num_layers + 1)]
     for block in stack.layers.insert_after:
@@ -410,5 +405,6 @@ def _scores(model: ModelConfig) -> int:
     return 2 * shapes.query_size(model)
 
 
-def _dense_ffn_flops(model: ModelConfig) -> int:
+def dense_ffn_products(model: ModelConfig) -> int:
+    """Return the products of one token in a block's dense FFN."""
     return model.hidden_size * (up_width(shapes.ffn_size(model), model.activation) + shapes.ffn_size(model))

@@ -17,7 +17,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import check_positive, check_writable, model_parser, run_tool, write_text
+from megamoe.apps.command import check_options, model_parser, run_tool, write_text
 from megamoe.errors import UserError
 from megamoe.metrics.formats import name_non_finite
 
@@ -30,17 +30,23 @@ COLUMNS = ("data", "loss", "perplexity", "experts/token", "dropped", "of dense",
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = model_parser(__doc__)
+    add, values = parser.add_argument, "evaluate with each of these values"
+    prepared = "prepared data, instead of the run's"
+    add("--data", action="append", default=[], metavar="NAME=PREFIX", help=prepared)
+    add("--samples", type=int, help="of each data set; default: as many as in training")
+    add("--sweep", action="append", default=[], metavar="KEY=V1,V2,...", help=values)
+    add("--json", type=Path, metavar="FILE", help="also write the results as JSON")
+    options = parser.parse_intermixed_args(arguments)
     return run_tool(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
     """Evaluate every data set at every point of the sweeps; the first rank shows and writes the results."""
     points = list(itertools.product(*map(_values, options.sweep)))
-    check_positive("--samples", options.samples)
-    check_writable("--json", options.json)
+    check_options(options, "samples", "json")
     from megamoe.apps.command import data_overrides
-    from megamoe.apps.evaluation.perplexity import datasets_of, perplexity_on
+    from megamoe.apps.evaluation.perplexity import perplexity_on, validation_sets
     from megamoe.apps.evaluation.trained_model import session
 
     rows: list[dict[str, Any]] = []
@@ -54,12 +60,7 @@ def _run(options: argparse.Namespace) -> None:
             trained = ranks.open(options.path, point, ARCHITECTURES)
             if ranks.world.is_first and not rows:
                 print(f"{trained.path}, step {trained.step}, {trained.precision}")
-            samples = trained.validation_samples if options.samples is None else options.samples
-            sets = datasets_of(trained, samples).validation
-            if not sets:
-                raise UserError(
-                    "no validation set: data.split has no second share; name data with --data NAME=PREFIX"
-                )
+            sets, samples = validation_sets(trained, options.samples)
             for name, dataset in sets.items():
                 found = perplexity_on(trained, dataset, samples, name)
                 row = {"data": name, "settings": list(point), "samples": samples, **found.as_data()}
@@ -69,17 +70,6 @@ def _run(options: argparse.Namespace) -> None:
             if options.json is not None and rows:
                 text = json.dumps(name_non_finite(rows), indent=1, allow_nan=False)
                 write_text("--json", options.json, text + "\n")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = model_parser(__doc__)
-    add, values = parser.add_argument, "evaluate with each of these values"
-    prepared = "prepared data, instead of the run's"
-    add("--data", action="append", default=[], metavar="NAME=PREFIX", help=prepared)
-    add("--samples", type=int, help="of each data set; default: as many as in training")
-    add("--sweep", action="append", default=[], metavar="KEY=V1,V2,...", help=values)
-    add("--json", type=Path, metavar="FILE", help="also write the results as JSON")
-    return parser
 
 
 def _values(sweep: str) -> list[str]:

@@ -3,23 +3,21 @@
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.config import RunConfig
 from megamoe.config.layer_kinds import kinds
-from megamoe.config.shapes import expert_activation, expert_ffn_size, expert_hidden_size, ffn_size
-from megamoe.data.batches import Batch, BatchStream
-from megamoe.data.datasets import Datasets
+from megamoe.data.batches import Batch, BatchStream, Item
 from megamoe.errors import UserError
 from megamoe.metrics.names import of_validation_set
-from megamoe.moe.experts.activations import up_width
+from megamoe.model.size import dense_ffn_products, layer_products
 from megamoe.parallel.consensus import raise_any_error_fast
 from megamoe.parallel.process_groups import replica_group
 from megamoe.train.micro_batch import micro_batch_of
@@ -63,13 +61,21 @@ class Perplexity:
         return {**data.pop("further"), **data, "load": load}
 
 
-def datasets_of(trained: TrainedModel, samples: int) -> Datasets:
-    """Build the validation and test sets of the model's configuration, of so many samples each.
+def validation_sets(trained: TrainedModel, samples: int | None) -> tuple[Mapping[str, Dataset[Item]], int]:
+    """Build the validation sets of the model's configuration; return them by name, and the samples of each.
+
+    samples: None: as many as in training.
 
     Raises:
-        UserError: as `TrainingObjective.datasets`.
+        UserError: as `TrainingObjective.datasets`; if there is no set.
     """
-    return trained.objective.datasets(train_samples=1, validation_samples=samples)
+    samples = trained.validation_samples if samples is None else samples
+    sets = trained.objective.datasets(train_samples=1, validation_samples=samples).validation
+    if not sets:
+        raise UserError(
+            "no validation set: data.split has no second share; name data with --data NAME=PREFIX"
+        )
+    return sets, samples
 
 
 @torch.no_grad()
@@ -170,8 +176,8 @@ def _reduced(
     wanted, flops = total.get("wanted", 0.0), 0.0
     for kind in kinds(trained.config):
         of_kind = sum(sum(loads.get(number, ())) for number in kind.layers)
-        flops += of_kind * flops_of_pair(kind.config) / routed
-    dense = layer_tokens / routed * flops_of_dense(trained.config)
+        flops += of_kind * 2 * layer_products(kind.config)[1] / routed
+    dense = layer_tokens / routed * 2 * dense_ffn_products(trained.config.model)
     loss = total["loss"] / tokens
     return Perplexity(
         lm_loss=loss,
@@ -186,16 +192,3 @@ def _reduced(
         load_LE=loads,
         further={name: total[f"{FURTHER}{name}"] / tokens for name in trained.objective.metrics},
     )
-
-
-def flops_of_pair(config: RunConfig) -> int:
-    """Return the floating-point operations of one expert for one token, forward; config: of its kind."""
-    size, activation = expert_ffn_size(config), expert_activation(config)
-    rows = up_width(size, activation) + size
-    return 2 * expert_hidden_size(config) * rows * config.moe.expert_sublayers
-
-
-def flops_of_dense(config: RunConfig) -> int:
-    """Return the floating-point operations of a block's dense FFN for one token, forward."""
-    size = ffn_size(config.model)
-    return 2 * config.model.hidden_size * (up_width(size, config.model.activation) + size)

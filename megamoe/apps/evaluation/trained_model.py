@@ -1,6 +1,6 @@
 """A trained model from a checkpoint, without optimizer and DeepSpeed engine, at any layout."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from megamoe.apps.routing_record.replay import RunRouting
 from megamoe.checkpoint.format.folder import candidates, find_checkpoints
@@ -231,6 +232,19 @@ def session(
         yield Session(launch.find_world(), overrides, precision, replays)
     finally:
         launch.stop()
+
+
+@contextmanager
+def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
+    """Add forward hooks to modules, and remove them at the end. A hook takes the module, its positional
+    arguments, those by name, and its output.
+    """
+    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def without_fp8(meta: Meta) -> Meta:

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.generate import without_text
 from megamoe.apps.generation.runner import Runner
 from megamoe.apps.generation.sampling import finite_norms
 from megamoe.errors import UserError
@@ -178,9 +176,3 @@ def _best(
         agree(tensor)
     columns = zip(best_BM.tolist(), parent_BM.tolist(), token_BM.tolist(), strict=True)
     return [list(zip(*each, strict=True)) for each in columns]
-
-
-def never_written(trained: TrainedModel) -> list[int]:
-    """Return the tokens that are no text: all reserved ones, and ids that no data has."""
-    vocabulary = trained.vocabulary
-    return sorted({*vocabulary.special.ids.values(), *without_text(trained)} - {vocabulary.eod})

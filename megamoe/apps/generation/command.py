@@ -18,15 +18,7 @@ import dataclasses
 import json
 from pathlib import Path
 
-from megamoe.apps.command import (
-    CONTROLS,
-    check_positive,
-    check_writable,
-    lines_of,
-    model_parser,
-    run_tool,
-    write_text,
-)
+from megamoe.apps.command import CONTROLS, check_options, lines_of, model_parser, run_tool, write_text
 from megamoe.errors import UserError
 
 MOST_BYTES, LONGEST = 1 << 28, 1 << 23  # of a file; characters of a prompt
@@ -34,11 +26,6 @@ MOST_BYTES, LONGEST = 1 << 28, 1 << 23  # of a file; characters of a prompt
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    return run_tool(lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
     add = parser.add_argument
     add("--prompt", action="append", default=[], metavar="TEXT", help="may be repeated")
@@ -55,7 +42,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--batch-size", type=int, default=8, help="prompts computed together; default: 8")
     add("--show-experts", action="store_true", help="print each token's experts and weights")
     add("--json", type=Path, metavar="FILE", help="the results as JSON")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
 
 
 def _prompts(options: argparse.Namespace) -> list[str]:
@@ -83,18 +71,13 @@ def _check_chat(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace) -> None:
     _check_chat(options)
     prompts = _prompts(options)
-    check_positive("--batch-size", options.batch_size)
-    check_writable("--json", options.json)
+    check_options(options, "batch_size", "json")
     from megamoe.apps.generation.sampling import Sampling
 
-    sampling = Sampling(
-        options.max_tokens,
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.seed,
-        tuple(options.stop),
-    )
+    numbers = {
+        name: getattr(options, name) for name in ("max_tokens", "temperature", "top_k", "top_p", "seed")
+    }
+    sampling = Sampling(**numbers, stop=tuple(options.stop))
     from megamoe.apps.evaluation.trained_model import session
     from megamoe.apps.generation.chat import chat_of, converse
     from megamoe.apps.generation.experts import lines_of_experts
@@ -109,7 +92,7 @@ def _run(options: argparse.Namespace) -> None:
             tokens = [chat.prompt(chat.ask(prompt), sampling.max_tokens) for prompt in prompts]
         else:
             tokens = encoded(trained, prompts, sampling.max_tokens)
-        say = print if ranks.world.is_first else lambda *unused, **also_unused: None
+        say = ranks.world.say
         for line in leave_capacity_out(trained):
             say(line)
         rows = []

@@ -2,12 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
 
-from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.apps.evaluation.trained_model import TrainedModel, hooked
 from megamoe.moe.routing import Routing
 
 Experts = dict[str, list[tuple[int, float]]]  # by layer: (expert, weight) in order of choice
@@ -23,25 +23,17 @@ class ExpertRecord:
         self.by_token: dict[int, dict[int, Experts]] = defaultdict(dict)
         self._last: dict[str, Routing] = {}
 
-    @contextmanager
-    def watching(self, trained: TrainedModel) -> Iterator[None]:
+    def watching(self, trained: TrainedModel) -> AbstractContextManager[None]:
         """Record the routings of the model's forward passes meanwhile."""
-        handles, known = [], set()
+        names: dict[nn.Module, str] = {}
         for number, layer in trained.model.moe_layers():
-            name = f"{number} inserted" if str(number) in known else str(number)
-            known.add(name)
-            handles.append(layer.router.register_forward_hook(self._keeper(name)))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+            is_known = str(number) in names.values()
+            names[layer.router] = f"{number} inserted" if is_known else str(number)
 
-    def _keeper(self, name: str) -> Any:
-        def keep(router: nn.Module, inputs: Any, routing: Routing) -> None:
-            self._last[name] = routing
+        def keep(router: nn.Module, inputs: Any, options: Any, routing: Routing) -> None:
+            self._last[names[router]] = routing
 
-        return keep
+        return hooked((router, keep) for router in names)
 
     def take(self, position_BS: Tensor) -> None:
         """Keep what the last forward pass chose; position_BS: int64 on the CPU, -1 for no token."""

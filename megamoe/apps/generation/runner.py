@@ -184,10 +184,8 @@ def encoder_decoder_of(trained: TrainedModel) -> EncoderDecoder:
 def encoded(trained: TrainedModel, sources: list[list[int]]) -> SourceCache:
     """Run the encoder on sources, filled up to the longest; collective over all ranks."""
     device, context = trained.world.device, trained.context
-    end = trained.vocabulary.eod
-    pad = trained.vocabulary.special.pad
     sequences = [torch.tensor(source) for source in sources]
-    source_BL, lengths_B = filled(sequences, (end or 0) if pad is None else pad, trained.layout.tensor)
+    source_BL, lengths_B = filled(sequences, trained.vocabulary.pad, trained.layout.tensor)
     size = source_BL.shape[1]
     position_BL = positions(lengths_B, size)
     position_T = position_BL.T.reshape(-1).to(device)

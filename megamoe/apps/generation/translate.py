@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search, never_written
-from megamoe.apps.generation.generate import agreement, check_tokens, tokenizer_of
+from megamoe.apps.generation.beam_search import BeamOptions, Hypothesis, beam_search
+from megamoe.apps.generation.generate import agreement, check_tokens, tokenizer_of, without_text
 from megamoe.apps.generation.runner import Runner, check_cache
 from megamoe.apps.translation.card import load_pair_card
 from megamoe.apps.translation.dataset import Direction, PairDataset, PairOptions, Tag, directions
@@ -43,7 +43,7 @@ def direction_of(trained: TrainedModel, source: str, target: str) -> Translation
         UserError: for another one, a model that was not trained to translate, or a missing tag.
     """
     options = _options(trained)
-    card = load_pair_card(_own_pairs(trained))[0]
+    card = load_pair_card(trained.config.data.sources[0].path)[0]
     learned = directions(card, options.languages, options.direction)
     known = [(left, right) for each, left, right in learned if options.languages or each.pairs]
     wanted = normalize_language(source) or source, normalize_language(target) or target
@@ -73,10 +73,6 @@ def _options(trained: TrainedModel) -> Any:
             "translate"
         )
     return choice.options
-
-
-def _own_pairs(trained: TrainedModel) -> str:
-    return trained.config.data.sources[0].path
 
 
 @dataclass(frozen=True)
@@ -153,7 +149,7 @@ def of_pairs(
 
 def _prefix(trained: TrainedModel, pairs: str | None, split: str) -> str:
     if pairs is None:
-        return beside(_own_pairs(trained), split, trained.config.data)
+        return beside(trained.config.data.sources[0].path, split, trained.config.data)
     return pairs if is_pairs(pairs) else str(Path(pairs) / split)
 
 
@@ -203,6 +199,8 @@ def translate(
     check_cache(trained)
     end = _end(trained)
     prefix = [end, *direction.target_prefix]
+    # What is no text: all reserved tokens, and ids that no data has.
+    forbidden = sorted({*trained.vocabulary.special.ids.values(), *without_text(trained)} - {end})
     most = trained.config.data.sequence_length - len(direction.target_prefix)
     most = max(1, min(most, max_length or most))
     found: list[list[Hypothesis]] = [[] for _ in sentences.tokens]
@@ -214,7 +212,7 @@ def translate(
         limits = [min(most, len(source) + EXTRA) for source in sources]
         runner = Runner(trained, [prefix] * len(batch), max(limits), sources=sources)
         hypotheses = beam_search(
-            runner, limits, search, end=end, forbidden=never_written(trained), agree=agreement(trained)
+            runner, limits, search, end=end, forbidden=forbidden, agree=agreement(trained)
         )
         for number, of_source in zip(batch, hypotheses, strict=True):
             found[number] = of_source

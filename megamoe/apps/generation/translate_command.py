@@ -19,16 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.command import (
-    CONTROLS,
-    STDIN,
-    check_positive,
-    check_writable,
-    lines_of,
-    model_parser,
-    run_tool,
-    write_text,
-)
+from megamoe.apps.command import CONTROLS, STDIN, check_options, lines_of, model_parser, run_tool, write_text
 from megamoe.errors import UserError
 
 MOST_BYTES = 1 << 28
@@ -37,11 +28,6 @@ OF_PAIRS = ("pairs", "split", "samples", "write_references")  # and --score
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    return run_tool(lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
     add = parser.add_argument
     add("--from", required=True, dest="source", metavar="LANGUAGE", help="of the sources, such as en")
@@ -60,7 +46,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="FILE", help="the translations, one on each line")
     add("--write-references", type=Path, metavar="FILE", help="the pairs' references, one on each line")
     add("--json", type=Path, metavar="FILE", help="scores, signatures, hypotheses and speed as JSON")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
@@ -114,21 +101,13 @@ def _run(options: argparse.Namespace) -> None:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that cannot be, or that have no effect beside others, before anything is loaded."""
-    for name in ("batch_size", "samples", "max_length"):
-        check_positive(_spelling(name), getattr(options, name))
-    for name in ("output", "write_references", "json"):
-        check_writable(_spelling(name), getattr(options, name))
+    check_options(options, "batch_size", "samples", "max_length", "output", "write_references", "json")
     if options.input == STDIN and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("--input: -, but only one of several ranks has the standard input; name a file")
     for name in (*OF_PAIRS, "score") if options.input is not None else ():
         if getattr(options, name) not in (None, False):
-            raise UserError(
-                f"{_spelling(name)}: is for pairs, but --input names lines; leave one of the two out"
-            )
-
-
-def _spelling(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+            option = f"--{name.replace('_', '-')}"
+            raise UserError(f"{option}: is for pairs, but --input names lines; leave one of the two out")
 
 
 def _rows(trained: Any, sentences: Any, found: list[list[Any]]) -> list[dict[str, Any]]:

@@ -13,17 +13,12 @@ import logging
 import os
 from pathlib import Path
 
-from megamoe.apps.command import check_positive, check_writable, model_parser, run_tool, write_text
+from megamoe.apps.command import check_options, model_parser, run_tool, write_text
 from megamoe.errors import UserError
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    return run_tool(lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = model_parser(__doc__)
     add = parser.add_argument
     add("--tasks", required=True, metavar="NAME,...", help="tasks, groups or tags")
@@ -35,15 +30,14 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-length", type=int, metavar="S", help="input tokens; default: data.sequence_length")
     add("--keep-capacity", action="store_true", help="let the routers' capacity drop pairs")
     add("--json", type=Path, metavar="FILE", help="write the results and every answer")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:
-    for name in ("limit", "batch_size", "max_length"):
-        check_positive(f"--{name.replace('_', '-')}", getattr(options, name))
+    check_options(options, "limit", "batch_size", "max_length", "json")
     if options.num_fewshot is not None and options.num_fewshot < 0:
         raise UserError(f"--num-fewshot: found {options.num_fewshot}, expected at least 0")
-    check_writable("--json", options.json)
     # The libraries read these when they are imported.
     os.environ.setdefault("TQDM_DISABLE", "1")
     if not options.online:
@@ -61,7 +55,7 @@ def _run(options: argparse.Namespace) -> None:
 
     with session(options.overrides, options.precision) as ranks:
         trained = ranks.open(options.path)
-        say = print if ranks.world.is_first else lambda *unused: None
+        say = ranks.world.say
         say(f"{trained.path}, step {trained.step}, {trained.precision}")
         model = Megamoe(trained, options.batch_size, options.max_length, options.keep_capacity)
         for note in model.notes:

@@ -1,6 +1,6 @@
 """A checkpoint as a model of lm-evaluation-harness, with any router, without conversion."""
 
-from typing import Any
+from typing import Any, TypeVar
 
 from lm_eval import utils
 from lm_eval.api.instance import Instance
@@ -16,6 +16,7 @@ from megamoe.errors import UserError
 
 MOST_GENERATED = 256  # tokens, where a task does not say; as for the harness' other models
 # Keys of a task's generation_kwargs that `Sampling` has, or that `normalize_gen_kwargs` has used up.
+Result = TypeVar("Result")
 KNOWN_OPTIONS = {"until", "do_sample", "max_gen_toks", "temperature", "top_k", "top_p"}
 
 
@@ -92,10 +93,7 @@ class Megamoe(TemplateLM):
         self, requests: list[tuple[Any, list[int], list[int]]], **unused: Any
     ) -> list[Answer]:
         questions = [Question(context, continuation) for _, context, continuation in requests]
-        found = self._answers(questions)
-        for (texts, _, _), answer in zip(requests, found, strict=True):
-            self.cache_hook.add_partial("loglikelihood", texts, answer)
-        return found
+        return self._cached("loglikelihood", [texts for texts, _, _ in requests], self._answers(questions))
 
     def _answers(self, questions: list[Question]) -> list[Answer]:
         return answers(self.trained, questions, self.batch_size, self.max_length)
@@ -118,9 +116,7 @@ class Megamoe(TemplateLM):
             counts.append(len(found))
         values = iter(self._answers(windows))
         sums = [sum(next(values)[0] for _ in range(count)) for count in counts]
-        for request, value in zip(requests, sums, strict=True):
-            self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)
-        return sums
+        return self._cached("loglikelihood_rolling", [request.args for request in requests], sums)
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return the text after each context, up to a stop text or the end of a document."""
@@ -136,9 +132,13 @@ class Megamoe(TemplateLM):
             results = generate(self.trained, ordered, sampling, batch_size=self.batch_size)
             for place, result in zip(order, results, strict=True):
                 texts[numbers[place]] = result.text
-        for request, text in zip(requests, texts, strict=True):
-            self.cache_hook.add_partial("generate_until", request.args, text)
-        return texts
+        return self._cached("generate_until", [request.args for request in requests], texts)
+
+    def _cached(self, kind: str, asked: list[Any], results: list[Result]) -> list[Result]:
+        """Return the results, which the harness' cache keeps too."""
+        for request, result in zip(asked, results, strict=True):
+            self.cache_hook.add_partial(kind, request, result)
+        return results
 
     def _prompt(self, context: str, sampling: Sampling) -> list[int]:
         """Return the last tokens of a context that leave room for the generated ones."""

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.data.batches import Batch
+from megamoe.data.batches import Batch, filled, positions
 from megamoe.errors import UserError
 from megamoe.parallel.process_groups import replica_group
 from megamoe.train.micro_batch import micro_batch_of
@@ -94,19 +94,15 @@ def _batch(trained: TrainedModel, rows: list[list[int]], numbers: list[int]) -> 
 
     numbers: keys of the rows' random draws, which thus do not depend on the batches.
     """
-    unit = trained.layout.tensor  # tensor-parallel ranks share a pass's positions evenly
-    length = -(-max(map(len, rows)) // unit) * unit
-    tokens_BS = torch.tensor([row + [0] * (length - len(row)) for row in rows])
-    position_S = torch.arange(length)
-    if trained.config.model.position == "learned":  # padding may be beyond the last position
-        position_S = position_S.clamp_max(trained.config.data.sequence_length - 1)
+    # Tensor-parallel ranks share a pass's positions evenly.
+    tokens_BS, lengths_B = filled([torch.tensor(row) for row in rows], 0, trained.layout.tensor)
     batch = Batch(
         tokens_BS=tokens_BS,
         labels_BS=tokens_BS,
-        position_ids_BS=position_S.expand_as(tokens_BS),
+        position_ids_BS=positions(lengths_B, tokens_BS.shape[1]),
         loss_mask_BS=torch.ones(tokens_BS.shape),
         document_start_BS=None,
         sample_index_B=torch.tensor(numbers),
-        lengths_B=torch.tensor([len(row) for row in rows]),
+        lengths_B=lengths_B,
     )
     return batch.to(trained.world.device)

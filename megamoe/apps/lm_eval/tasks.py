@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megamoe.errors import UserError
+from megamoe.errors import UserError, listed
 from megamoe.redaction import line_of
 
 SHOWN_NAMES = 8
@@ -31,21 +31,17 @@ def loaded_tasks(names: Sequence[str], folders: Sequence[Path]) -> Any:
     except Exception as error:  # the harness raises anything on a broken task file
         raise UserError(f"--include: {_one_line(error)}") from error
     known = manager.all_tasks
+    some = listed(known, SHOWN_NAMES) or "(no task file was found)"
     if not names:
-        raise UserError(f"--tasks: found none, expected some of {_some(known)}")
+        raise UserError(f"--tasks: found none, expected some of {some}")
     for name in names:
         if name not in known:
-            raise UserError(f"--tasks: {name!r} is not known, expected some of {_some(known)}")
+            raise UserError(f"--tasks: {name!r} is not known, expected some of {some}")
         try:
             manager.load([name])
         except Exception as error:
             raise UserError(f"--tasks: {name} cannot be loaded: {_one_line(error)}") from error
     return manager
-
-
-def _some(names: Sequence[str]) -> str:
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return f"{', '.join(names[:SHOWN_NAMES])}{more}" or "(no task file was found)"
 
 
 def _one_line(error: Exception) -> str:

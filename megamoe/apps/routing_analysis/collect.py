@@ -3,17 +3,16 @@ its tokens.
 """
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megamoe.apps.evaluation.perplexity import micro_batches
-from megamoe.apps.evaluation.trained_model import TrainedModel
+from megamoe.apps.evaluation.trained_model import TrainedModel, hooked
 from megamoe.data.batches import Batch
 from megamoe.errors import UserError
 from megamoe.moe.layer import MoELayer
@@ -257,16 +256,3 @@ def _over_ranks(tensor: Tensor, device: torch.device) -> Tensor:
     on_device = tensor.to(device)
     dist.all_reduce(on_device, group=replica_group())
     return on_device.cpu()
-
-
-@contextmanager
-def hooked(hooks: Iterable[tuple[nn.Module, Callable[..., Any]]]) -> Iterator[None]:
-    """Add forward hooks to modules, and remove them at the end. A hook takes the module, its positional
-    arguments, those by name, and its output.
-    """
-    handles = [module.register_forward_hook(hook, with_kwargs=True) for module, hook in hooks]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

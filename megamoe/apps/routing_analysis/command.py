@@ -13,22 +13,13 @@ import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megamoe.apps.command import check_positive, parser_of, run_tool
 from megamoe.errors import UserError
 
-if TYPE_CHECKING:
-    from megamoe.apps.routing_analysis.study import Options
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parsed = _parser().parse_intermixed_args(arguments)
-    return run_tool(lambda: _analyze(parsed))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     paths = "step_* folders or runs' folders, and overrides of the saved YAML"
@@ -44,21 +35,29 @@ def _parser() -> argparse.ArgumentParser:
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: as trained")
     add("--output", type=Path, help="default: the folder routing/ in the first one's run")
     add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    return parser
+    parsed = parser.parse_intermixed_args(arguments)
+    return run_tool(lambda: _analyze(parsed))
 
 
 def _analyze(parsed: argparse.Namespace) -> None:
     from megamoe.apps.command import data_overrides
     from megamoe.apps.evaluation.trained_model import session
     from megamoe.apps.routing_analysis.figures import summary_lines, write_study
-    from megamoe.apps.routing_analysis.study import check_names, study
+    from megamoe.apps.routing_analysis.study import Options, check_names, study
 
     paths = [Path(text) for text in parsed.inputs if _is_path(text)]
     overrides = [text for text in parsed.inputs if not _is_path(text)]
     if not paths:
         raise UserError("no checkpoint is named; expected a step_* folder, or runs/<name>")
     check_positive("--samples", parsed.samples)
-    options = _options(parsed)
+    options = Options(
+        analyses=tuple(name for name in parsed.analyses.split(",") if name),
+        validation=parsed.set,
+        samples=parsed.samples,
+        tokens=parsed.tokens,
+        layers=_layers(parsed.layers),
+        thresholds=tuple(parsed.threshold or (0.9,)),
+    )
     check_names(options, len(paths))
     overrides += data_overrides([parsed.data] if parsed.data else [])
     with session(overrides, parsed.precision) as ranks:
@@ -66,7 +65,7 @@ def _analyze(parsed: argparse.Namespace) -> None:
         if is_first and parsed.output:
             with _made(parsed.output):  # what cannot be written must not cost a long evaluation first
                 pass
-        results = study(ranks, paths, options, report=print if is_first else lambda line: None)
+        results = study(ranks, paths, options, report=ranks.world.say)
         if is_first:
             folder = parsed.output or _default_folder(Path(results["checkpoints"][0]["path"]))
             print("\n".join(summary_lines(results)))
@@ -89,21 +88,11 @@ def _is_path(text: str) -> bool:
     return "=" not in text or Path(text).exists()
 
 
-def _options(parsed: argparse.Namespace) -> "Options":
-    from megamoe.apps.routing_analysis.study import Options
-
+def _layers(text: str) -> tuple[int, ...]:
     try:
-        layers = tuple(int(number) for number in parsed.layers.split(",") if number)
+        return tuple(int(number) for number in text.split(",") if number)
     except ValueError:
-        raise UserError(f"--layers: found {parsed.layers!r}, expected numbers such as 2,4") from None
-    return Options(
-        analyses=tuple(name for name in parsed.analyses.split(",") if name),
-        validation=parsed.set,
-        samples=parsed.samples,
-        tokens=parsed.tokens,
-        layers=layers,
-        thresholds=tuple(parsed.threshold or (0.9,)),
-    )
+        raise UserError(f"--layers: found {text!r}, expected numbers such as 2,4") from None
 
 
 def _default_folder(checkpoint: Path) -> Path:

@@ -101,7 +101,8 @@ def draw_load(figure: Figure, results: Results) -> None:
         experts = np.arange(len(modes["inference"]))
         for offset, mode in ((-0.2, "training"), (0.2, "inference")):
             axes.bar(experts + offset, 100 * np.asarray(modes[mode]), width=0.4, label=f"{mode} mode")
-        _expert_axis(axes)
+        axes.set_xlabel("expert (number)")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         axes.set_ylabel("share of pairs (%)")
         axes.margins(y=0.25)  # for the legend
         axes.legend(loc="upper left", ncols=2)
@@ -206,11 +207,6 @@ def _panels(figure: Figure, title: str, numbers: list[str]) -> list[tuple[Axes, 
     return [*zip(grid.flat, shown, strict=False)]
 
 
-def _expert_axis(axes: Axes) -> None:
-    axes.set_xlabel("expert (number)")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-
-
 def _legend(axes: Axes, lines: int) -> None:
     axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), ncols=-(-lines // 12))
 
@@ -288,8 +284,7 @@ def _of_checkpoint(name: str, found: dict[str, Any]) -> Iterator[str]:
     if name == "positive":
         for kind in ("experts", "dense"):
             for number, share in found[kind].items():
-                percent = None if share is None else 100 * share
-                yield f"  layer {number}, {kind}: positive activations {_number(percent, '{:.2f} %')}"
+                yield f"  layer {number}, {kind}: positive activations {_number(_percent(share), '{:.2f} %')}"
     else:
         label, number_of = _NUMBERS[name]
         for number, layer in found.items():

@@ -2,8 +2,7 @@
 between runs and checkpoints, collapse, and which tokens go to which expert.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -30,14 +29,16 @@ def training_load(
     """
     sums: dict[int, NDArray[np.int64]] = {}
     nothing, first_step = TokenSample.draw(0, 0), trained.context.step
+    modules = nn.ModuleList(layer for _, layer in trained.model.moe_layers())
     try:
-        with _in_training(trained):
-            for draw in range(DRAWS):
-                trained.context.step = first_step + draw
-                found = collect(trained, dataset, samples, sample=nothing, layers=layers)
-                for number, layer in found.layers.items():
-                    sums[number] = sums.get(number, 0) + layer.load_E.numpy()
+        modules.train()
+        for draw in range(DRAWS):
+            trained.context.step = first_step + draw
+            found = collect(trained, dataset, samples, sample=nothing, layers=layers)
+            for number, layer in found.layers.items():
+                sums[number] = sums.get(number, 0) + layer.load_E.numpy()
     finally:
+        modules.eval()
         trained.context.step = first_step
     return sums
 
@@ -68,16 +69,6 @@ def shares(load_E: ArrayLike) -> NDArray[np.float64]:
     """Return each expert's share of the pairs; 0 for all where there is no pair."""
     load = np.asarray(load_E, dtype=np.float64)
     return load / max(load.sum(), 1.0)
-
-
-@contextmanager
-def _in_training(trained: TrainedModel) -> Iterator[None]:
-    layers = nn.ModuleList(layer for _, layer in trained.model.moe_layers())
-    try:
-        layers.train()
-        yield
-    finally:
-        layers.eval()
 
 
 def required(layer: LayerPass, thresholds: tuple[float, ...]) -> dict[str, Any]:

@@ -10,8 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.apps.evaluation.perplexity import micro_batches
-from megamoe.apps.evaluation.trained_model import TrainedModel
-from megamoe.apps.routing_analysis.collect import hooked
+from megamoe.apps.evaluation.trained_model import TrainedModel, hooked
 from megamoe.config.layer_kinds import kinds
 from megamoe.config.shapes import expert_activation
 from megamoe.errors import UserError
@@ -31,20 +30,16 @@ def check_activation(trained: TrainedModel) -> None:
     Raises:
         UserError: for such a model.
     """
-    for activation in set(_activations(trained)) - SIGNED:
+    for activation in unsigned(trained):
         known = ", ".join(sorted(SIGNED))
         raise UserError(
             f"{trained.path}: positive activations need experts with {known}; these have {activation}"
         )
 
 
-def has_signs(trained: TrainedModel) -> bool:
-    """Return whether the activation of all experts is zero or negative for some inputs: ReLU or GELU."""
-    return set(_activations(trained)) <= SIGNED
-
-
-def _activations(trained: TrainedModel) -> list[str]:
-    return [expert_activation(kind.config) for kind in kinds(trained.config)]
+def unsigned(trained: TrainedModel) -> set[str]:
+    """Return the experts' activations that are neither ReLU nor GELU, zero or negative for some inputs."""
+    return {expert_activation(kind.config) for kind in kinds(trained.config)} - SIGNED
 
 
 @torch.no_grad()

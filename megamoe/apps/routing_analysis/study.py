@@ -6,7 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.evaluation.perplexity import datasets_of
+from megamoe.apps.evaluation.perplexity import validation_sets
 from megamoe.apps.evaluation.trained_model import Session, TrainedModel
 from megamoe.apps.routing_analysis.collect import LayerPass, RoutingPass, TokenSample, chosen_layers, collect
 from megamoe.apps.routing_analysis.measures import (
@@ -18,7 +18,7 @@ from megamoe.apps.routing_analysis.measures import (
     token_specialisation,
     training_load,
 )
-from megamoe.apps.routing_analysis.positives import check_activation, has_signs, positive_activations
+from megamoe.apps.routing_analysis.positives import check_activation, positive_activations, unsigned
 from megamoe.errors import UserError
 from megamoe.objectives.objective import objective_class
 
@@ -83,12 +83,7 @@ class StudyData:
 
     @classmethod
     def of(cls, trained: TrainedModel, options: Options) -> "StudyData":
-        samples = trained.validation_samples if options.samples is None else options.samples
-        sets = datasets_of(trained, samples).validation
-        if not sets:
-            raise UserError(
-                "no validation set: data.split has no second share; name data with --data NAME=PREFIX"
-            )
+        sets, samples = validation_sets(trained, options.samples)
         name = options.validation or next(iter(sets))
         if name not in sets:
             raise UserError(f"--set: no data set {name!r}; expected one of {', '.join(sets)}")
@@ -182,7 +177,7 @@ def check_names(options: Options, checkpoints: int) -> None:
 def examine(trained: TrainedModel, data: StudyData, options: Options) -> Examined:
     """Run the analyses of one checkpoint. Collective over all ranks."""
     layers = chosen_layers(trained, options.layers)
-    wanted = options.analyses or tuple(name for name in ALONE if name != "positive" or has_signs(trained))
+    wanted = options.analyses or tuple(name for name in ALONE if name != "positive" or not unsigned(trained))
     if "positive" in wanted:
         check_activation(trained)
     inputs = trained, data.dataset, data.samples

@@ -95,8 +95,7 @@ def fingerprint(run: ResolvedRun) -> dict[str, Any]:
     }
     data = to_dict(config)["data"]
     found |= {f"data.{key}": value for key, value in data.items() if key not in NOT_OF_DATA}
-    plain: dict[str, Any] = json.loads(json.dumps(found))
-    return plain
+    return json.loads(json.dumps(found))
 
 
 def file_name(step: int, phase: str, rank: int) -> str:
@@ -223,10 +222,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
     if head != MAGIC + hashlib.sha256(payload).digest():
         raise ValueError(f"{path.name} is torn or was changed: its checksum does not match")
     try:
-        tensors: dict[str, Tensor] = load(payload)
+        return load(payload)
     except SafetensorError as error:
         raise ValueError(f"{path.name}: {error}") from error
-    return tensors
 
 
 def last_whole_step(folder: Path, num_layers: int) -> tuple[int, str]:

@@ -20,11 +20,6 @@ TRAIN = "train"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    return run_tool(lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("--config", type=Path, required=True, metavar="FILE", help="the YAML of the run")
@@ -33,7 +28,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--count", type=int, metavar="N", help="samples to show (default train.micro_batch_size)")
     add("--colour", choices=("auto", "always", "never"), default="auto", help="default: in a terminal")
     add("overrides", nargs="*", metavar="section.key=value", help="overrides of the YAML")
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return run_tool(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> None:

@@ -10,15 +10,10 @@ from typing import Any
 import pytest
 
 from megamoe.apps.command import check_writable
-from megamoe.apps.evaluation.perplexity import (
-    Perplexity,
-    datasets_of,
-    flops_of_dense,
-    flops_of_pair,
-    perplexity_on,
-)
+from megamoe.apps.evaluation.perplexity import Perplexity, perplexity_on, validation_sets
 from megamoe.apps.evaluation.trained_model import session
 from megamoe.errors import UserError
+from megamoe.model.size import dense_ffn_products, layer_products
 from megamoe.train.trainer import Trainer
 from tests.support.ranks.pool import Pool
 from tests.support.ranks.runs import ds_config, small_run
@@ -55,7 +50,7 @@ def evaluated(
         for point in points:
             trained = ranks.open(path, point, ("decoder", "encoder_decoder"))
             samples = trained.validation_samples
-            sets = datasets_of(trained, samples).validation
+            sets, _ = validation_sets(trained, samples)
             found += [perplexity_on(trained, sets[name], samples, name).as_data() for name in names]
     return found
 
@@ -167,7 +162,7 @@ def refusals(path: Path, cases: list[tuple[list[str], int, str]]) -> list[str]:
         try:
             with session(overrides, replays=True) as ranks:
                 trained = ranks.open(path)
-                perplexity_on(trained, datasets_of(trained, 8).validation["valid"], samples)
+                perplexity_on(trained, validation_sets(trained, 8)[0]["valid"], samples)
         except UserError as error:
             lines.append(str(error))
     return lines
@@ -232,11 +227,11 @@ def test_plugins_of_a_checkpoint_are_not_run_unasked(tmp_path: Path, monkeypatch
     assert mark.exists()
 
 
-def test_flops_by_hand() -> None:
-    # SwiGLU: three matrices of 16 x 12, 2 operations for each weight; the dense FFN is 24 wide.
-    assert flops_of_pair(tiny()) == 2 * 3 * 16 * 12
-    assert flops_of_dense(tiny()) == 2 * 3 * 16 * 24
-    assert flops_of_pair(tiny("moe.expert_activation=gelu")) == 2 * 2 * 16 * 12
+def test_products_by_hand() -> None:
+    # SwiGLU: three matrices of 16 x 12, a product for each weight; the dense FFN is 24 wide.
+    assert layer_products(tiny())[1] == 3 * 16 * 12
+    assert dense_ffn_products(tiny().model) == 3 * 16 * 24
+    assert layer_products(tiny("moe.expert_activation=gelu"))[1] == 2 * 16 * 12
 
 
 def test_the_page_has_every_key_of_the_json() -> None:

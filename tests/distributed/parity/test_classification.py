@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from megamoe.apps.evaluation.perplexity import datasets_of, perplexity_on
+from megamoe.apps.evaluation.perplexity import perplexity_on, validation_sets
 from megamoe.apps.evaluation.trained_model import session
 from megamoe.train.trainer import Trainer
 from tests.support.checkpoint_files import assert_same_bits, read_tensors
@@ -128,7 +128,7 @@ def evaluated(path: Path, overrides: list[str]) -> dict[str, Any]:
     """Job: what `perplexity_on` finds on the set `de`."""
     with session(overrides) as ranks:
         trained = ranks.open(path, [], ("encoder",))
-        dataset = datasets_of(trained, 16).validation["de"]
+        dataset = validation_sets(trained, 16)[0]["de"]
         return perplexity_on(trained, dataset, 16, "de").as_data()
 
 

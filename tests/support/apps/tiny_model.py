@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from megamoe.apps.evaluation.perplexity import datasets_of
+from megamoe.apps.evaluation.perplexity import validation_sets
 from megamoe.apps.evaluation.trained_model import TrainedModel
 from megamoe.apps.routing_record.replay import RunRouting
 from megamoe.data.vocabulary import Vocabulary
@@ -32,4 +32,4 @@ def opened(*overrides: str) -> TrainedModel:
 
 def data_of(trained: TrainedModel) -> Any:
     """Return its validation set."""
-    return datasets_of(trained, SAMPLES).validation["valid"]
+    return validation_sets(trained, SAMPLES)[0]["valid"]
