@@ -15,7 +15,7 @@ import sys
 import warnings
 from pathlib import Path
 
-from megamoe.apps.command import check_positive, check_writable, parser_of, run_tool, write_text
+from megamoe.apps.command import check_options, parser_of, run_tool, write_text
 from megamoe.apps.plan import cuda_device
 from megamoe.errors import UserError
 
@@ -47,9 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace) -> None:
-    check_positive("--nodes", options.nodes)
-    check_positive("--gpus-per-node", options.gpus_per_node)
-    check_positive("--simulate", options.simulate)
+    check_options(options, "nodes", "gpus_per_node", "simulate", "json")
     if options.nodes * options.gpus_per_node > MOST_GPUS:
         asked = f"{options.nodes:,} x {options.gpus_per_node:,} GPUs"
         raise UserError(f"--nodes, --gpus-per-node: found {asked}, expected at most {MOST_GPUS:,} together")
@@ -57,7 +55,6 @@ def _run(options: argparse.Namespace) -> None:
         raise UserError(f"--load: found {options.load:g}, expected at least 1, the mean")
     if options.simulate and not options.search:
         raise UserError("--simulate: is for --search alone; add --search, or leave it out")
-    check_writable("--json", options.json)
     # A notice for PyTorch's developers: its fake tensors have no data, whose pointers attention compares.
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     from megamoe.apps.plan.assumptions import read

@@ -6,7 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +116,17 @@ def part_of(module: nn.Module) -> str | None:
 CATEGORY_OF_PHASE = {"forward": ACTIVATIONS, "step": BATCH}  # of what is allocated then
 
 
+class Total:
+    """Numbers that are added."""
+
+    def add(self, other: Self) -> None:
+        """Add other numbers to these."""
+        for name, number in vars(other).items():
+            setattr(self, name, getattr(self, name) + number)
+
+
 @dataclass
-class OperatorTotal:
+class OperatorTotal(Total):
     """Calls of one operator in one part and phase, with one dtype."""
 
     calls: int = 0
@@ -151,7 +160,7 @@ class CollectiveKey:
 
 
 @dataclass
-class CollectiveTotal:
+class CollectiveTotal(Total):
     """bytes: of the largest of input and output on this rank."""
 
     calls: int = 0
@@ -174,14 +183,9 @@ class Counts:
     def add(self, other: "Counts") -> None:
         """Add other counts to these."""
         for key, operator in other.operators.items():
-            mine = self.operators[key]
-            mine.calls += operator.calls
-            mine.launches += operator.launches
-            mine.bytes += operator.bytes
-            mine.flops += operator.flops
+            self.operators[key].add(operator)
         for group, collective in other.collectives.items():
-            self.collectives[group].calls += collective.calls
-            self.collectives[group].bytes += collective.bytes
+            self.collectives[group].add(collective)
         self.syncs += other.syncs
         self.uploads += other.uploads
 
@@ -267,11 +271,7 @@ class CostCounter(TorchDispatchMode):
             return
         shape = tuple(tuple(tensor.shape) for tensor in given[:2])
         key = OperatorKey(part, self.phase, name, str(dtype_of(args)).removeprefix("torch."), shape)
-        total = self.counts.operators[key]
-        total.calls += 1
-        total.launches += cost.launches
-        total.bytes += cost.bytes
-        total.flops += cost.flops
+        self.counts.operators[key].add(OperatorTotal(1, cost.launches, cost.bytes, cost.flops))
 
     def _count_copy(self, given: list[Tensor], made: list[Tensor], kwargs: Any, args: Any, part: str) -> None:
         """A copy between host and device. The host waits for one from the device."""
@@ -292,6 +292,6 @@ class CostCounter(TorchDispatchMode):
         is_async = bool(
             {**dict(zip(names, args, strict=False)), **kwargs}.get("async_op", "async_op" in names)
         )
-        total = self.counts.collectives[CollectiveKey(part, self.phase, kind, ranks, is_async)]
-        total.calls += 1
-        total.bytes += max(sum(map(tensor_bytes, tensors_in(arg))) for arg in args)
+        key = CollectiveKey(part, self.phase, kind, ranks, is_async)
+        most = max(sum(map(tensor_bytes, tensors_in(arg))) for arg in args)
+        self.counts.collectives[key].add(CollectiveTotal(1, most))

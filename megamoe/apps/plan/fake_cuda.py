@@ -70,14 +70,6 @@ class _Event:
         return 0.0
 
 
-class _Device:
-    def __init__(self, device: Any = None) -> None: ...
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *error: object) -> None: ...
-
-
 def _constant(value: Any) -> Callable[..., Any]:
     return lambda *arguments, **options: value
 
@@ -85,11 +77,6 @@ def _constant(value: Any) -> Callable[..., Any]:
 def _constants(names: str, value: Any = None) -> dict[str, Any]:
     """Make a function of its own for each name: torch._dynamo refuses one of two names."""
     return {name: _constant(value) for name in names.split()}
-
-
-@contextlib.contextmanager
-def _stream(stream: Any) -> Iterator[None]:
-    yield
 
 
 def _answers(properties: FakeProperties) -> dict[str, Any]:
@@ -115,10 +102,10 @@ def _answers(properties: FakeProperties) -> dict[str, Any]:
         "default_generators": (generator,),
         "Stream": _Stream,
         "Event": _Event,
-        "stream": _stream,
+        "stream": lambda stream: contextlib.nullcontext(),
         "current_stream": lambda *_: _Stream(),
         "default_stream": lambda *_: _Stream(),
-        "device": _Device,
+        "device": lambda device=None: contextlib.nullcontext(),
     }
 
 
@@ -343,11 +330,8 @@ def _attention(
     """Flash attention in 16 bits without a mask; else the memory-efficient kernel, with an additive mask."""
     aten = torch.ops.aten
     if attn_mask is None and query.element_size() == 2:
-        options = (dropout_p, is_causal)
-        output: torch.Tensor = aten._scaled_dot_product_flash_attention(
-            query, key, value, *options, scale=scale
-        )[0]
-        return output
+        flash = aten._scaled_dot_product_flash_attention
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if enable_gqa:
         groups = query.shape[1] // key.shape[1]
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
@@ -358,5 +342,4 @@ def _attention(
         bias = bias.expand(*query.shape[:3], key.shape[2])  # type: ignore[union-attr]
     keeps = query.requires_grad
     efficient = aten._scaled_dot_product_efficient_attention
-    output = efficient(query, key, value, bias, keeps, dropout_p, is_causal, scale=scale)[0]
-    return output
+    return efficient(query, key, value, bias, keeps, dropout_p, is_causal, scale=scale)[0]

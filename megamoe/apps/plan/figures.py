@@ -2,7 +2,7 @@
 
 import copy
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
@@ -284,10 +284,3 @@ def fewer_blocks(config: RunConfig, own: Sequence[int] | None = None) -> list[tu
 def is_worth_it(config: RunConfig) -> bool:
     """Whether the simulated sets have fewer blocks together than the model."""
     return sum(len(blocks) for _, blocks in fewer_blocks(config)) < len(block_kinds(config))
-
-
-def extrapolated(config: RunConfig, simulate: Callable[[RunConfig], Figures]) -> tuple[Figures, list[int]]:
-    """Return the figures of the whole model, and the numbers of blocks of the models that were simulated."""
-    terms = fewer_blocks(config)
-    whole = combined((factor, simulate(with_blocks(config, blocks))) for factor, blocks in terms)
-    return whole, [len(blocks) for _, blocks in terms]

@@ -291,10 +291,7 @@ def table(found: SearchResult) -> str:
 def search_record(found: SearchResult) -> dict[str, Any]:
     """Return a search for JSON; each layout has its overrides, the formulas' figures and its plan."""
     return {
-        "considered": found.considered,
-        "illegal": found.illegal,
-        "too_large": found.too_large,
-        "skipped": found.skipped,
+        **{name: getattr(found, name) for name in ("considered", "illegal", "too_large", "skipped")},
         "refused": [{"overrides": each.overrides, "reason": reason} for each, reason in found.refused],
         "layouts": [
             {

@@ -10,8 +10,10 @@ from megamoe.apps.plan.figures import (
     Figures,
     Models,
     block_kinds,
-    extrapolated,
+    combined,
+    fewer_blocks,
     is_worth_it,
+    with_blocks,
     with_micro_batches,
 )
 from megamoe.apps.plan.hardware import Gpu, Topology
@@ -179,16 +181,18 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
     whole = whole or config.optimizer.name == "muon"
     blocks = len(block_kinds(config))
     size = model_size(config, run.vocabulary.size)
+    pipeline, simulated = None, [blocks]
     if run.plan.layout.pipeline > 1:
         pipeline = plan_stages(config, run.vocabulary.size, send_seconds, micro_batches, whole, simulate)
         figures = pipeline.fullest.figures
-        return Plan(
-            config, run, cluster, load, size, micro_batches, figures, changes, [blocks], blocks, pipeline
-        )
-    if whole or blocks <= WHOLE or config.model.architecture == "encoder" or not is_worth_it(config):
-        figures, simulated = simulate(config), [blocks]
+    elif whole or blocks <= WHOLE or config.model.architecture == "encoder" or not is_worth_it(config):
+        figures = simulate(config)
     else:
-        figures, simulated = extrapolated(config, simulate)
+        terms = fewer_blocks(config)
+        figures = combined((factor, simulate(with_blocks(config, kept))) for factor, kept in terms)
+        simulated = [len(kept) for _, kept in terms]
     if config.train.in_flight == 2:  # the simulated passes are those of one after the other
         figures = holding(figures, 1)
-    return Plan(config, run, cluster, load, size, micro_batches, figures, changes, simulated, blocks)
+    return Plan(
+        config, run, cluster, load, size, micro_batches, figures, changes, simulated, blocks, pipeline
+    )

@@ -17,6 +17,13 @@ LINKS = ("bytes", "inside", "between")  # of a row of collectives
 CATEGORIES = (PARAMETERS, OPTIMIZER, GRADIENTS, BATCH, ACTIVATIONS, TEMPORARY)
 
 
+# Attributes of a plan that its JSON has under their names.
+RECORDED = (
+    *("micro_batches", "load", "fits", "usable_bytes", "peak_bytes", "checkpoint_bytes"),
+    *("step_seconds", "tokens_per_second", "run_seconds"),
+)
+
+
 def page(plan: Plan) -> str:
     """Return the page of `tools/plan.py`."""
     head, differences = _head(plan), differences_told(plan.config.differences)
@@ -280,11 +287,7 @@ def record(plan: Plan) -> dict[str, Any]:
         "parameters": plan.size.total,
         "active_parameters": plan.size.active,
         "differences": plan.config.differences,
-        "micro_batches": plan.micro_batches,
-        "load": plan.load,
-        "fits": plan.fits,
-        "usable_bytes": plan.usable_bytes,
-        "peak_bytes": plan.peak_bytes,
+        **{name: getattr(plan, name) for name in RECORDED},
         "states": dict(figures.states),
         "phases": {
             phase: {name: size for (of, name), size in figures.peaks.items() if of == phase}
@@ -293,16 +296,12 @@ def record(plan: Plan) -> dict[str, Any]:
         "collectives": collective_rows(plan),
         "stages": stage_rows(plan),
         "idle": 0.0 if plan.pipeline is None else plan.pipeline.timeline.idle,
-        "step_seconds": plan.step_seconds,
         "optimistic_step_seconds": plan.seconds_of_case("optimistic"),
         "pessimistic_step_seconds": plan.seconds_of_case("pessimistic"),
         "serial_step_seconds": figures.step_seconds,
         "seconds_by_part": dict(figures.seconds),
-        "tokens_per_second": plan.tokens_per_second,
         "model_flop_utilisation": plan.utilisation,
         "flops": figures.numbers["flops"],
         "steps": plan.run.steps,
-        "run_seconds": plan.run_seconds,
-        "checkpoint_bytes": plan.checkpoint_bytes,
         "assumptions": _assumptions(plan)[1:],
     }

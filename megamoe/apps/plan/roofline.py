@@ -109,7 +109,9 @@ def hidden_exchange(
                 seconds[key.part] += operator_seconds(key, total, gpu, assumed)[0]
         travel = {part: 0.0 for part in (DISPATCH, COMBINE)}
         for each, sent in traffic.items():
-            if each.phase == phase and each.ranks == costs.travel_ranks and _travels(each):
+            # Rows, not counts or pairs, for which the host or the pass waits at once.
+            are_rows = each.part == COMBINE or (each.part == DISPATCH and each.is_async)
+            if each.phase == phase and each.ranks == costs.travel_ranks and are_rows:
                 travel[each.part] += seconds_of(each, sent, gpu, assumed)
         own = min(seconds[SHARED_EXPERTS] + seconds[WEIGHT_GRADIENTS], travel[DISPATCH])
         found[phase, DISPATCH] = own
@@ -121,11 +123,6 @@ def hidden_exchange(
             found[phase, DISPATCH] += covered * left[DISPATCH]
             found[phase, COMBINE] = covered * left[COMBINE]
     return found
-
-
-def _travels(key: CollectiveKey) -> bool:
-    """Whether these are rows, not counts or pairs, for which the host or the pass waits at once."""
-    return key.part == COMBINE or (key.part == DISPATCH and key.is_async)
 
 
 def beside_seconds(

@@ -13,6 +13,7 @@ STEPS = 3
 GLOBAL_BATCH = 4  # sequences; the data-parallel ranks of every layout divide them
 Tree = dict[str, Any]
 Changes = dict[str, Any]  # by dotted key
+DEFAULTS: Tree = to_dict(RunConfig())
 # What a few steps cannot show, or what writes elsewhere.
 TRAINING: Changes = {
     "name": "run",
@@ -35,12 +36,7 @@ TRAINING: Changes = {
     "train.exit_after_minutes": None,
     "evaluation.every": 0,
     "evaluation.batches": 1,
-    "checkpoint.every": 0,
-    "checkpoint.keep": 2,
-    "checkpoint.init.path": None,
-    "checkpoint.init.experts": "same",
-    "checkpoint.remote": None,
-    "checkpoint.resume": "never",
+    "checkpoint": DEFAULTS["checkpoint"],
     "log.wandb.enabled": False,
     "log.tensorboard": False,
     "log.report": False,
@@ -48,19 +44,7 @@ TRAINING: Changes = {
     "moe.router.replay": None,
 }
 ON_ONE_RANK: Changes = {  # in fp32
-    "parallel.pipeline": 1,
-    "parallel.pipeline_chunks": 1,
-    "parallel.blocks_per_stage": None,
-    "parallel.context": 1,
-    "parallel.tensor": 1,
-    "parallel.sequence": False,
-    "parallel.expert": 1,
-    "parallel.expert_tensor": 1,
-    "parallel.exchange": {"name": "auto"},
-    "parallel.exchange_dtype": "model",
-    "parallel.node_size": None,
-    "parallel.precision": "fp32",
-    "parallel.deepspeed": None,
+    "parallel": {**DEFAULTS["parallel"], "precision": "fp32"},
     "model.recompute": "none",
     "model.fp8": "none",
     "model.fp8_format": None,
