@@ -40,8 +40,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return ExitCode.MISTAKE
     except (RuntimeError, OSError) as error:
-        text = line_of(error)[:200]
-        print(f"error: {_master()} cannot be reached from {socket.gethostname()}: {text}", file=sys.stderr)
+        first = f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
+        text = f"{first} cannot be reached from {socket.gethostname()}: {line_of(error)[:200]}"
+        print(f"error: {text}", file=sys.stderr)
         return ExitCode.UNEXPECTED
 
 
@@ -79,10 +80,6 @@ def _run(options: argparse.Namespace) -> int:
         if outcome.bad:
             print(f"exclude: {','.join(outcome.bad)}")
     return outcome.code
-
-
-def _master() -> str:
-    return f"{os.environ.get('MASTER_ADDR', '127.0.0.1')}:{os.environ.get('MASTER_PORT', '29500')}"
 
 
 def _give_up() -> None:

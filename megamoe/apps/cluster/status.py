@@ -76,7 +76,9 @@ def read_status(folder: Path, now: float | None = None) -> RunReport:
     slow = _read_json(folder / STRAGGLERS).get("ranks")
     report.stragglers = [it for it in slow if isinstance(it, dict)] if isinstance(slow, list) else []
     _add_metrics(report, _lines(folder / METRICS_FILE))
-    _add_checkpoint(report, now)
+    if saved := candidates(folder / "checkpoints"):
+        report.checkpoint = saved[0].name
+        report.checkpoint_age_s = max(0.0, now - saved[0].stat().st_mtime)
     if beat:
         _judge(report, beat, now)
     elif report.step:
@@ -168,13 +170,6 @@ def _add_metrics(report: RunReport, records: list[dict[str, Any]]) -> None:
     report.tokens_per_s = statistics.median(float(it[names.TOKENS_PER_S]) for it in steps[-RECENT:])
     report.step_s = statistics.median(float(it[names.STEP_S]) for it in steps[-RECENT:])
     report.skipped_steps = int(last.get(names.SKIPPED_STEPS, 0))
-
-
-def _add_checkpoint(report: RunReport, now: float) -> None:
-    found = candidates(report.folder / "checkpoints")
-    if found:
-        report.checkpoint = found[0].name
-        report.checkpoint_age_s = max(0.0, now - found[0].stat().st_mtime)
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

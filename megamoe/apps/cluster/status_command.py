@@ -28,11 +28,6 @@ CLEAR = "\033[H\033[2J"
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command and return its exit code."""
-    options = _parser().parse_intermixed_args(arguments)
-    return run_plain(lambda: _run(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add = parser.add_argument
     add("run", nargs="*", metavar="RUN", help="the run's folder; with --config: overrides")
@@ -42,7 +37,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="as JSON, with --watch a line each")
     newest = "print only the newest checkpoint and the time of its saving in ns, `none`, or `complete`"
     add("--checkpoint", action="store_true", help=newest)
-    return parser
+    options = parser.parse_intermixed_args(arguments)
+    return run_plain(lambda: _run(options))
 
 
 def _run(options: argparse.Namespace) -> int:

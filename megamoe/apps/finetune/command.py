@@ -20,7 +20,18 @@ PREFIX = "task."  # of overrides that change the task
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    options = _parser().parse_intermixed_args(arguments)
+    parser = parser_of(__doc__)
+    add = parser.add_argument
+    add("--task", type=Path, required=True, help="the task's YAML")
+    add("--checkpoint", type=Path, required=True, help="a step_* folder, or a run's")
+    add("--output", type=Path, metavar="DIR", help="default: runs/<task>/<pretrained run>")
+    add("--overwrite", action="store_true", help="replace the results in the output folder")
+    bad_lines = "a line that is no example is an error (default), or is left out and counted"
+    add("--bad-lines", choices=("error", "skip"), default="error", help=bad_lines)
+    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
+    of_runs = "overrides of the runs; task.KEY=VALUE: of the task"
+    add("overrides", nargs="*", metavar="section.key=value", help=of_runs)
+    options = parser.parse_intermixed_args(arguments)
     end_with_launcher()
     codes: list[int] = []
     return run_tool(lambda: codes.append(_run(options))) or codes[0]
@@ -40,18 +51,3 @@ def _run(options: argparse.Namespace) -> int:
         places = options.checkpoint, options.output
         how = {"overwrite": options.overwrite, "bad_lines": options.bad_lines}
         return int(finetune(task, ranks, *places, of_run, **how))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = parser_of(__doc__)
-    add = parser.add_argument
-    add("--task", type=Path, required=True, help="the task's YAML")
-    add("--checkpoint", type=Path, required=True, help="a step_* folder, or a run's")
-    add("--output", type=Path, metavar="DIR", help="default: runs/<task>/<pretrained run>")
-    add("--overwrite", action="store_true", help="replace the results in the output folder")
-    bad_lines = "a line that is no example is an error (default), or is left out and counted"
-    add("--bad-lines", choices=("error", "skip"), default="error", help=bad_lines)
-    add("--local_rank", "--local-rank", help=argparse.SUPPRESS)
-    of_runs = "overrides of the runs; task.KEY=VALUE: of the task"
-    add("overrides", nargs="*", metavar="section.key=value", help=of_runs)
-    return parser

@@ -5,7 +5,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,7 +79,7 @@ def finetune(
     examples = read_examples(task, bad_lines)
     if left_out := examples.left_out:
         session.world.say(f"bad lines left out: {len(left_out)}, the first: {left_out[0]}")
-    work = _Work.of(task, examples, session, checkpoint, output, overrides)
+    work = _Work(task, examples, session, checkpoint, output, overrides)
     _on_first(session, lambda: work.open(overwrite))
     found: dict[int, SeedScores] = {}
     for number, seed in enumerate(task.seeds, 1):
@@ -113,28 +113,18 @@ def _on_first(session: Session, action: Callable[[], Result]) -> Result:
     return gather_from_ranks(results)[0][0]
 
 
-@dataclass(frozen=True)
 class _Work:
     """What the runs of all seeds have in common. configs: their configurations, by seed."""
 
-    task: Task
-    examples: Examples
-    output: Path
-    session: Session
-    configs: dict[int, RunConfig]
-    identity: dict[str, Any]
-    about: dict[str, Any]
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         task: Task,
         examples: Examples,
         session: Session,
         path: Path,
         output: Path | None,
         overrides: Sequence[str],
-    ) -> "_Work":
+    ) -> None:
         """Find the checkpoint and make the configurations; collective."""
         checkpoint = session.verified(path)
         meta = read_meta(checkpoint, "--checkpoint")
@@ -142,20 +132,21 @@ class _Work:
         session.tell_changes(pretrained, meta)
         tokenizer = tokenizer_of(task, pretrained, meta["vocabulary"])
         name = str(meta["config"].get("name") or checkpoint.name)
-        output = output or Path("runs") / task.name / name
+        self.task, self.examples, self.session = task, examples, session
+        self.output = output or Path("runs") / task.name / name
         if task.frozen and not moe_layer_numbers(pretrained):
             session.world.say(f"{checkpoint}: a dense model, of which nothing is frozen")
-        tree = run_tree(task, examples, pretrained, tokenizer, meta["vocabulary"], checkpoint, output)
-        configs = {seed: run_config(task, tree, seed, overrides, session.world.size) for seed in task.seeds}
+        tree = run_tree(task, examples, pretrained, tokenizer, meta["vocabulary"], checkpoint, self.output)
+        ranks = session.world.size
+        self.configs = {seed: run_config(task, tree, seed, overrides, ranks) for seed in task.seeds}
         settings = {key: value for key, value in asdict(task).items() if key != "seeds"}
-        identity = {
+        self.identity = {
             "task": settings,
             "examples": digest(examples),
             "checkpoint": hashlib.sha256((checkpoint / SUMS).read_bytes()).hexdigest(),
             "overrides": [each for each in overrides if not each.startswith(NO_RESULT)],
         }
-        about = {"checkpoint": name, "path": str(checkpoint), "pretrained_step": meta["step"]}
-        return cls(task, examples, output, session, configs, identity, about)
+        self.about = {"checkpoint": name, "path": str(checkpoint), "pretrained_step": meta["step"]}
 
     @property
     def sets(self) -> list[str]:

@@ -125,8 +125,8 @@ def load_task(path: Path, overrides: list[str]) -> Task:
     tree = read_run(path, "--task")
     for override in overrides:
         apply_override(tree, override.removeprefix(PREFIX))
-    if "labels" in tree:
-        tree["labels"] = _as_text(tree["labels"])
+    if isinstance(labels := tree.get("labels"), list):  # in YAML, labels may be numbers
+        tree["labels"] = [str(each) if type(each) is int else each for each in labels]
     try:
         task: Task = _TASK.validate_json(json.dumps(tree))
     except ValidationError as error:
@@ -135,13 +135,6 @@ def load_task(path: Path, overrides: list[str]) -> Task:
     if problem is not None:
         raise UserError(f"{path}: {problem}")
     return task
-
-
-def _as_text(value: Any) -> Any:
-    """Return a list with its numbers as text: labels may be numbers in YAML."""
-    if not isinstance(value, list):
-        return value
-    return [str(each) if type(each) is int else each for each in value]
 
 
 def _problem(task: Task) -> str | None:

@@ -18,16 +18,12 @@ COMPARISON_FILE = "comparison.html"
 
 def main(arguments: list[str] | None = None) -> int:
     """Write the reports and print where they are; 2 for a user's mistake, and then nothing is written."""
-    options = _parser().parse_args(arguments)
-    return run_plain(lambda: _write(options))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     add, beside = parser.add_argument, f"{COMPARISON_FILE} beside the first run's folder"
     add("run_folders", nargs="+", type=Path, metavar="RUN_FOLDER", help="a run's folder, runs/<name>")
     add("--output", type=Path, metavar="FILE", help=f"the page that compares runs; default: {beside}")
-    return parser
+    options = parser.parse_args(arguments)
+    return run_plain(lambda: _write(options))
 
 
 def _write(options: argparse.Namespace) -> None:

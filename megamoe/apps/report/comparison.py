@@ -51,7 +51,9 @@ def grouped(runs: list[Run]) -> list[Group]:
     """Return the groups in the order of their first runs; a run without a configuration is alone."""
     members: dict[str, list[int]] = {}
     for at, run in enumerate(runs):
-        known = {key: value for key, value in run.config.items() if _trains_by(key)}
+        # Runs of another seed, or that log something else, are the same experiment.
+        free = {*NAMES, "seed", *(key for key in run.config if key.startswith("log."))}
+        known = {key: value for key, value in run.config.items() if key not in free}
         key = json.dumps(known, sort_keys=True) if known else f"no configuration {at}"
         members.setdefault(key, []).append(at)
     labels = labels_of(runs)
@@ -59,11 +61,6 @@ def grouped(runs: list[Run]) -> list[Group]:
         Group(_name_of([labels[at] for at in group], [runs[at] for at in group]), [runs[at] for at in group])
         for group in members.values()
     ]
-
-
-def _trains_by(key: str) -> bool:
-    """Whether runs of another value are another experiment; what is logged changes no training."""
-    return key not in NAMES | {"seed"} and not key.startswith("log.")
 
 
 def differ_in_seed(runs: list[Run]) -> bool:

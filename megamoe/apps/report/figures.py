@@ -35,8 +35,7 @@ def as_json(sections: list[Section]) -> str:
 def _plain(figure: go.Figure) -> dict[str, Any]:
     """Return data and layout without plotly's default template, which is 7 KB a figure."""
     figure.layout.template = None
-    found: dict[str, Any] = figure.to_plotly_json()
-    return found
+    return figure.to_plotly_json()
 
 
 def twins(panels: list[Panel]) -> dict[str, str]:

@@ -135,7 +135,7 @@ def test_a_stopped_seed_is_not_evaluated(
         output=tmp_path, configs={1: None}, about={}, open=lambda _: None, load=lambda _: None,
         evaluate=evaluated.append,
     )  # fmt: skip
-    monkeypatch.setattr(module._Work, "of", lambda *_: work)
+    monkeypatch.setattr(module, "_Work", lambda *_: work)
     monkeypatch.setattr(module, "train", train)
     monkeypatch.setattr(module, "_on_first", lambda _, action: action())
     for name in ("check_libraries", "results", "save_results", "table_of"):

@@ -170,7 +170,6 @@ class Labelled(TrainingObjective, ABC):
         super().__init__(options, config, vocabulary)
         assert vocabulary.eod is not None  # every tokenizer has one
         self._end = vocabulary.eod
-        self._pad = self._end if vocabulary.special.pad is None else vocabulary.special.pad
         path = config.data.sources[0].path
         self.labels = _labels(type(self), path)
         outputs = len(self.labels) if self.outputs is None else self.outputs
@@ -186,9 +185,8 @@ class Labelled(TrainingObjective, ABC):
         return len(self._train)
 
     def batch(self, items: list[Item], indices: list[int]) -> Batch:
-        tokens_BS, lengths_B = filled(
-            [item["tokens"] for item in items], self._pad, length_multiple(self.config)
-        )
+        tokens = [item["tokens"] for item in items]
+        tokens_BS, lengths_B = filled(tokens, self.vocabulary.pad, length_multiple(self.config))
         labels_BS = torch.zeros(tokens_BS.shape, dtype=items[0]["labels"].dtype)
         mask_BS = torch.zeros(tokens_BS.shape)
         for row, item in enumerate(items):
@@ -322,8 +320,7 @@ def _read(
     changed: tuple[int, int],
 ) -> list[Example]:
     reading = Reading(load_tokenizer(tokenizer), end, most, labels)
-    found: list[Example] = part.examples(read_lines(path), reading)
-    return found
+    return part.examples(read_lines(path), reading)
 
 
 class _Ordered(Dataset[Item]):
