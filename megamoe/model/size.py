@@ -246,7 +246,8 @@ def _latent(config: RunConfig) -> int:
 
 def _parts(config: RunConfig, vocab_size: int) -> dict[str, nn.Module]:
     """Return a layer's router and losses on the meta device, which allocates nothing."""
-    moe, sizes = config.moe, (config.model.hidden_size, shapes.routed_experts(config.moe))
+    moe = config.moe
+    sizes = config.model.hidden_size, shapes.routed_experts(moe)
     with torch.device("meta"):
         router = Router(moe.router, Dims(*sizes, vocab_size=vocab_size, num_zero=moe.zero_experts.total))
         losses = {name: build_part(choice, router.dims) for name, choice in moe.losses.items()}

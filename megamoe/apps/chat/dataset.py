@@ -183,7 +183,8 @@ class PackedConversations(Dataset[Item]):
     def _plan(self, epoch: int) -> list[list[int]]:
         """Return the places of the conversations of each sequence of an epoch."""
         order_N = self._objective.draws(f"{self._name}/order/{epoch}").permutation(self._place_N)
-        length_N, packs = self._conversations.lengths[order_N], self._objective.options.packing
+        length_N = self._conversations.lengths[order_N]
+        packs = self._objective.options.packing
         groups = pack(length_N, self._size) if packs else [[place] for place in range(len(order_N))]
         return [order_N[group].tolist() for group in groups]
 
@@ -198,7 +199,8 @@ class PackedConversations(Dataset[Item]):
         return self._item(plan[place] if place < len(plan) else [])
 
     def _item(self, places: list[int]) -> Item:
-        size, averages = self._size, self._objective.options.average == "conversation"
+        size = self._size
+        averages = self._objective.options.average == "conversation"
         tokens_S = np.full(size, self._pad, dtype=np.int64)
         labels_S, position_S = tokens_S.copy(), np.zeros(size, dtype=np.int64)
         mask_S, start_S = np.zeros(size, dtype=np.float32), np.zeros(size, dtype=np.int32)

@@ -181,7 +181,8 @@ def make_plan(config: RunConfig, cluster: Cluster, load: float = 1.0, whole: boo
     whole = whole or config.optimizer.name == "muon"
     blocks = len(block_kinds(config))
     size = model_size(config, run.vocabulary.size)
-    pipeline, simulated = None, [blocks]
+    pipeline = None
+    simulated = [blocks]
     if run.plan.layout.pipeline > 1:
         pipeline = plan_stages(config, run.vocabulary.size, send_seconds, micro_batches, whole, simulate)
         figures = pipeline.fullest.figures

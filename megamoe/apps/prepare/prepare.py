@@ -135,8 +135,10 @@ class _Corpus:
     def __init__(
         self, sources: list[Source], preparation: Preparation, title: str, selection: Selection
     ) -> None:
-        self._sources, self._preparation = sources, preparation
-        self._title, self._selection = title, selection
+        self._sources = sources
+        self._preparation = preparation
+        self._title = title
+        self._selection = selection
         self.counts = TextCounts()
 
     def __iter__(self) -> Iterator[Document]:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from megamoe.apps.evaluation.perplexity import micro_batches
 from megamoe.apps.evaluation.trained_model import TrainedModel, hooked
 from megamoe.config.layer_kinds import kinds
+from megamoe.config.schema import Activation
 from megamoe.config.shapes import expert_activation
 from megamoe.errors import UserError
 from megamoe.model.architectures.decoder import GPT
@@ -37,8 +38,8 @@ def check_activation(trained: TrainedModel) -> None:
         )
 
 
-def unsigned(trained: TrainedModel) -> set[str]:
-    """Return the experts' activations that are neither ReLU nor GELU, zero or negative for some inputs."""
+def unsigned(trained: TrainedModel) -> set[Activation]:
+    """Return the experts' activations that use neither ReLU nor GELU, gated or not."""
     return {expert_activation(kind.config) for kind in kinds(trained.config)} - SIGNED
 
 

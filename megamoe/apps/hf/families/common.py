@@ -35,8 +35,10 @@ from megamoe.config import RunConfig
 from megamoe.config.shapes import has_input_bias, head_size, moe_layer_numbers
 from megamoe.parallel.chunks import Sharding
 
-WORDS, HF_WORDS = "model.embedding.word_embeddings.weight", "model.embed_tokens.weight"
-HEAD, HF_HEAD = "model.output_layer.weight", "lm_head.weight"
+WORDS = "model.embedding.word_embeddings.weight"
+HF_WORDS = "model.embed_tokens.weight"
+HEAD = "model.output_layer.weight"
+HF_HEAD = "lm_head.weight"
 HF_LAYER = "model.layers.{b}."
 ATTENTION, HF_ATTENTION = f"{BLOCK}self_attention.", f"{HF_LAYER}self_attn."
 LAYER = f"{BLOCK}mlp.layer."
