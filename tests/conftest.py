@@ -123,7 +123,7 @@ def _early_ranks(request: pytest.FixtureRequest) -> None:
     if not takes_groups(request.config) and any(map(needs_ranks, request.session.items)):
         from tests.support.ranks.pool import Pool
 
-        Pool().prepare()
+        Pool()
 
 
 @pytest.fixture

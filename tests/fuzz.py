@@ -29,9 +29,9 @@ import yaml
 
 from megamoe.apps.verify.compare import Result, differences, first_of
 from megamoe.apps.verify.layouts import Variant
-from megamoe.apps.verify.ranks import Worlds
+from megamoe.apps.verify.ranks import RankError, RankPool
 from megamoe.apps.verify.session import FP32, NOISE, Session
-from megamoe.apps.verify.small import ON_ONE_RANK, TRAINING, Changes, Tree, changed, problems
+from megamoe.apps.verify.small import Changes, Tree, changed, on_one_rank, problems
 from megamoe.apps.verify.train_run import train_each
 from megamoe.config import parse_config, to_dict
 from megamoe.errors import UserError
@@ -158,8 +158,8 @@ class Case:
 @cache
 def base() -> Tree:
     """Return the tiny run, with what `megamoe verify` sets in every run; two steps."""
-    always = {**TRAINING, **ON_ONE_RANK, "train.steps": 2}
-    return to_dict(parse_config(changed(to_dict(parse_config(BASE)), always)))
+    tree = on_one_rank(to_dict(parse_config(BASE)))
+    return to_dict(parse_config(changed(tree, {"train.steps": 2})))
 
 
 class Findings:
@@ -262,9 +262,9 @@ def _laid_out(tree: Tree, variant: Variant) -> Tree:
     return variant.tree(tree, folder)
 
 
-def judge(case: Case, folder: Path, worlds: Worlds) -> str:
+def judge(case: Case, folder: Path, pool: RankPool) -> str:
     """Return what is wrong with a case; nothing if it equals one rank."""
-    session = Session(case.tree, folder, worlds, most_tries=0)
+    session = Session(case.tree, folder, pool, most_tries=0)
     try:
         wrong, _, problem = session.compare(case.variant)
     except UserError as error:
@@ -272,22 +272,23 @@ def judge(case: Case, folder: Path, worlds: Worlds) -> str:
     return "\n".join(map(str, first_of(wrong))) or problem
 
 
-def suspects(cases: list[Case], folder: Path, worlds: Worlds, resume: bool) -> list[Case]:
+def suspects(cases: list[Case], folder: Path, pool: RankPool, resume: bool) -> list[Case]:
     """Train the runs in one world of one rank, also with weights that are rounded otherwise, and the cases in
     one of their ranks; return those that may differ.
     """
     alone = [replace(case, variant=Variant(1, {})) for case in cases[::LAYOUTS]]
     found: list[list[Result]] = []
     for several, resumed, noise in ((alone, False, (0.0, NOISE)), (cases, resume, (0.0,))):
-        sessions = [Session(case.tree, folder / f"{len(found)}_{case.number}", worlds, 0) for case in several]
+        sessions = [Session(case.tree, folder / f"{len(found)}_{case.number}", pool, 0) for case in several]
         places = [
             session.prepared(case.variant)
             for session, case in zip(sessions, several, strict=True)
             for _ in noise
         ]
         runs = [(tree, resumed, noise[n % len(noise)]) for n, (_, tree) in enumerate(places)]
-        metrics, problem = worlds.run(train_each, several[0].variant.ranks, runs, log=folder / "log")
-        if problem:
+        try:
+            metrics, *_ = pool.run(train_each, runs, ranks=several[0].variant.ranks, log=folder / "log")
+        except RankError:
             return cases
         found.append([Result(each, place) for each, (place, _) in zip(metrics, places, strict=True)])
     differ = []
@@ -298,7 +299,7 @@ def suspects(cases: list[Case], folder: Path, worlds: Worlds, resume: bool) -> l
     return differ
 
 
-def smallest(case: Case, folder: Path, worlds: Worlds) -> Case:
+def smallest(case: Case, folder: Path, pool: RankPool) -> Case:
     """Take features of the layout and of the run away as long as the case still fails."""
     numbers = itertools.count()
     quiet = Findings()
@@ -308,7 +309,7 @@ def smallest(case: Case, folder: Path, worlds: Worlds) -> Case:
             legal = quiet.legal(_laid_out(smaller.tree, smaller.variant), smaller.variant.ranks, "")
         except (KeyError, TypeError, UserError):
             return False
-        return legal and bool(judge(smaller, folder / f"smaller_{next(numbers)}", worlds))
+        return legal and bool(judge(smaller, folder / f"smaller_{next(numbers)}", pool))
 
     shrinks = True
     while shrinks:
@@ -356,7 +357,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--case", type=int, help="this one alone")
     options = parser.parse_args()
-    worlds, findings = Worlds("megamoe.apps.verify.train_run"), Findings()
+    pool, findings = RankPool(), Findings()
     started, done, only = time.monotonic(), 0, options.case
     by_ranks: Counter[int] = Counter()
     failed: list[Case] = []
@@ -368,8 +369,8 @@ def main() -> int:
             cases = [case for case in cases if only in (None, case.number)]
             folder = Path(scratch) / str(batch)
             folder.mkdir()
-            for case in suspects(cases, folder, worlds, resumes(batch)):
-                if why := judge(case, folder / f"again_{case.number}", worlds):
+            for case in suspects(cases, folder, pool, resumes(batch)):
+                if why := judge(case, folder / f"again_{case.number}", pool):
                     findings.say(f"case {case.number}, {case.variant}: {why}")
                     write(case, why, options.seed)
                     failed.append(case)
@@ -379,8 +380,8 @@ def main() -> int:
             each_s = (time.monotonic() - started) / done
             print(f"{done} cases, {each_s:.1f} s each, by ranks {dict(by_ranks)}", flush=True)
         for case in failed:
-            small = smallest(case, Path(scratch) / f"smaller_{case.number}", worlds)
-            why = judge(small, Path(scratch) / f"smallest_{case.number}", worlds)
+            small = smallest(case, Path(scratch) / f"smaller_{case.number}", pool)
+            why = judge(small, Path(scratch) / f"smallest_{case.number}", pool)
             print(f"{write(small, why, options.seed)}: {small.variant}, {small.features}\n{why}", flush=True)
     print(f"{sum(findings.refused.values())} refusals, by key: {dict(findings.refused.most_common())}")
     print(f"{done} cases of seed {options.seed}: {len(findings.wrong)} findings")

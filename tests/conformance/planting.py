@@ -34,7 +34,8 @@ class Edit:
 
 def fails_with(*edits: Edit) -> pytest.MarkDecorator:
     """Run a test as it is, and among the full tests once more with these edits, where it must fail."""
-    mark = pytest.mark.xfail(strict=True, raises=AssertionError, reason="the defect is planted")
+    failures = (AssertionError, RankError)
+    mark = pytest.mark.xfail(strict=True, raises=failures, reason="the defect is planted")
     planted_too = pytest.param(edits, id="planted", marks=[pytest.mark.full, mark])
     return pytest.mark.parametrize("defect", [pytest.param((), id="as it is"), planted_too], indirect=True)
 
@@ -58,18 +59,26 @@ def on_ranks(pool: Pool, job: Callable[..., Any], *arguments: Any, ranks: int, h
     """Return what `pool.run` returns; the ranks have the defect that is planted here, and hang no longer.
 
     hangs: the defect shows in a rank that waits for another one in vain. Any other end of a job with a defect
-    is no proof that the test notices the defect, so it is not an AssertionError.
+    is no proof that the test notices the defect, so it is no RankError.
     """
     timeout_s = HANG_S if ACTIVE and hangs else 120.0
     try:
-        return pool.run(_with_edits, tuple(ACTIVE), job, arguments, ranks=ranks, timeout_s=timeout_s)
+        return pool.run(with_edits, tuple(ACTIVE), job, arguments, ranks=ranks, timeout_s=timeout_s)
     except RankError as error:
         if ACTIVE and not (hangs and any(words in str(error) for words in LEFT_WAITING)):
             raise RuntimeError(f"the planted defect ended the ranks:\n{error}") from None
         raise
 
 
-def _with_edits(edits: tuple[Edit, ...], job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+def edits_of(test: Any) -> tuple[Edit, ...]:
+    """Return what `fails_with` plants for a test."""
+    [planted_too] = [mark.args[1][1] for mark in test.pytestmark if mark.args[:1] == ("defect",)]
+    edits: tuple[Edit, ...] = planted_too.values[0]
+    return edits
+
+
+def with_edits(edits: tuple[Edit, ...], job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    """Job: do another one with edits planted."""
     with planted(*edits):
         return job(*arguments)
 

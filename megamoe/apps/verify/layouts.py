@@ -3,7 +3,6 @@
 import json
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megamoe.apps.verify.small import Changes, Tree, changed, value_at
 from megamoe.config import PartChoice, RunConfig, parse_config
@@ -84,15 +83,20 @@ class Variant:
         return str(self.changes.get("precision", "fp32"))
 
     def alone(self, tree: Tree) -> "Variant":
-        """Return one rank with the same precision. Where a part takes the micro batches of all data-parallel
-        ranks together, its micro batch is as large.
+        """Return what this one is compared with: one rank with the same precision.
+
+        Where a part takes the micro batches of all data-parallel ranks together, its micro batch is as large.
+        Beside a loss of one rank's micro batch, which would change, it is as many ranks with nothing else.
         """
         parallel = parse_config(changed(tree, self.parallel)).parallel
         data = self.ranks // (parallel.pipeline * parallel.context * parallel.tensor)
         parts = [part for kind in kinds(parse_config(tree)) for _, part in chosen_parts(kind.config.moe)]
-        together = any(provides("over_all_ranks", part) for part in parts)
+        together = [part for part in parts if provides("over_all_ranks", part)]
+        precision = {"precision": self.precision} if self.precision != "fp32" else {}
+        if data > 1 and together and any(part.kind == "loss" for part in parts if part not in together):
+            return Variant(data, precision)
         wide = {"train.micro_batch_size": data} if data > 1 and together else {}
-        return Variant(1, {"precision": self.precision, **wide} if self.precision != "fp32" else wide)
+        return Variant(1, {**precision, **wide})
 
     @property
     def parallel(self) -> Changes:
@@ -122,10 +126,7 @@ def own_variant(config: RunConfig, stage: int, tree: Tree) -> Variant:
     if config.parallel.exchange != PartChoice.default("exchange") and config.parallel.expert > 2:
         changes |= {"parallel.exchange": config.parallel.exchange.to_dict(), "parallel.expert": 4}
         changes["parallel.node_size"] = 2
-    kept: dict[str, Any] = {
-        "model.recompute": config.model.recompute,
-        "train.in_flight": config.train.in_flight,
-    }
+    kept = {"model.recompute": config.model.recompute, "train.in_flight": config.train.in_flight}
     changes |= {key: value for key, value in kept.items() if value != value_at(tree, key)}
     own = Variant(2, changes | ({"zero": stage} if stage else {}))
     fewest = fewest_ranks(parse_config(changed(tree, own.parallel)).parallel)

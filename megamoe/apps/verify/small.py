@@ -13,47 +13,26 @@ STEPS = 3
 GLOBAL_BATCH = 4  # sequences; the data-parallel ranks of every layout divide them
 Tree = dict[str, Any]
 Changes = dict[str, Any]  # by dotted key
-DEFAULTS: Tree = to_dict(RunConfig())
-# What a few steps cannot show, or what writes elsewhere.
-TRAINING: Changes = {
-    "name": "run",
+# What a few steps cannot show, what writes elsewhere, and what more than one rank in fp32 has.
+CHANGED: Changes = {
     "overwrite": True,
-    "differences": [],
     "data.workers": 0,
     "model.cpu_kernels": "plain",
     "model.keep_freed_memory": False,
-    "optimizer.warmup_steps": 0,
-    "optimizer.warmup_share": None,
-    "optimizer.decay_steps": None,
-    "optimizer.wsd_decay_steps": None,
+    "parallel.precision": "fp32",
     "train.steps": STEPS,
-    "train.epochs": None,
-    "train.tokens": None,
     "train.micro_batch_size": 1,
     "train.global_batch_size": GLOBAL_BATCH,
-    "train.batch_rampup": None,
-    "train.exit_after_steps": None,
-    "train.exit_after_minutes": None,
-    "evaluation.every": 0,
     "evaluation.batches": 1,
-    "checkpoint": DEFAULTS["checkpoint"],
-    "log.wandb.enabled": False,
-    "log.tensorboard": False,
     "log.report": False,
-    "log.timers": False,
     "moe.router.replay": None,
 }
-ON_ONE_RANK: Changes = {  # in fp32
-    "parallel": {**DEFAULTS["parallel"], "precision": "fp32"},
-    "model.recompute": "none",
-    "model.fp8": "none",
-    "model.fp8_format": None,
-    "model.fp8_amax_history": None,
-    "optimizer.moments": "fp32",
-    "train.in_flight": 1,
+SECTIONS = ("parallel", "evaluation", "checkpoint", "log")  # which have their defaults, as have these keys
+KEYS: dict[str, tuple[str, ...]] = {
     # Megatron-Core's draws belong to the rank.
-    "model.hidden_dropout": 0.0,
-    "model.attention_dropout": 0.0,
+    "model": ("recompute", "fp8", "fp8_format", "fp8_amax_history", "hidden_dropout", "attention_dropout"),
+    "optimizer": ("warmup_steps", "warmup_share", "decay_steps", "wsd_decay_steps", "moments"),
+    "train": ("epochs", "tokens", "batch_rampup", "in_flight", "exit_after_steps", "exit_after_minutes"),
 }
 MOCK: Changes = {
     "data.mock": True,
@@ -76,7 +55,7 @@ def shrunk(config: RunConfig, prepared: Changes | None = None) -> tuple[Tree, li
         UserError: if the run itself is refused.
     """
     lines: list[str] = []
-    tree = changed(to_dict(config), {**TRAINING, **ON_ONE_RANK})
+    tree = on_one_rank(to_dict(config))
     if config.model.hidden_dropout or config.model.attention_dropout:
         lines.append("dropout: off in the blocks, where each rank draws by itself")
     for data, line in (
@@ -101,6 +80,15 @@ def shrunk(config: RunConfig, prepared: Changes | None = None) -> tuple[Tree, li
                 lines.append(f"{what}: " + ", ".join(f"{key} {value}" for key, value in changes.items()))
                 break
     return tree, lines
+
+
+def on_one_rank(tree: Tree) -> Tree:
+    """Return a run as a few steps in fp32 on one rank."""
+    defaults = to_dict(parse_config({}))
+    tree = {**tree, **{name: defaults[name] for name in ("name", "differences", *SECTIONS)}}
+    for section, keys in KEYS.items():
+        tree[section] = {**tree[section], **{key: defaults[section][key] for key in keys}}
+    return changed(tree, CHANGED)
 
 
 def changed(tree: Tree, changes: Changes) -> Tree:

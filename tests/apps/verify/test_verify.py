@@ -8,8 +8,8 @@ from megamoe.apps.verify import command
 from megamoe.apps.verify.compare import Result, differences
 from megamoe.apps.verify.layouts import Variant, own_variant, variants_of
 from megamoe.apps.verify.mock_data import mock_data
-from megamoe.apps.verify.session import FP32
-from megamoe.apps.verify.small import shrunk
+from megamoe.apps.verify.session import FP32, Session
+from megamoe.apps.verify.small import changed, shrunk
 from megamoe.config import load_config, parse_config
 from tests.support.ranks.runs import ROOT
 
@@ -70,8 +70,13 @@ def test_a_run_in_bf16_is_compared_in_both_precisions() -> None:
 
 @pytest.mark.parametrize("name", ["presets/base", "recipes/qwen3_30b_a3b"])
 def test_parts_over_all_ranks_are_compared_with_as_large_a_micro_batch(name: str) -> None:
-    """An assignment of the tokens of all ranks, and a balance loss over the global batch."""
+    """An assignment of the tokens of all ranks, and a balance loss over the global batch.
+
+    A loss of one rank's tokens beside them would change: they are compared with as many ranks.
+    """
     tree, _ = shrunk(load_config(EXAMPLES / f"{name}.yaml"))
+    beside = changed(tree, {"moe.losses": {"importance": 0.1}, "moe.router.selector": "balanced"})
+    assert Variant(4, {"parallel.tensor": 2}).alone(beside) == Variant(2, {})
     alone = [Variant(4, changes).alone(tree) for changes in ({}, {"parallel.tensor": 4})]
     assert alone == [Variant(1, {"train.micro_batch_size": 4}), Variant(1, {})]
 
@@ -111,6 +116,16 @@ def test_a_mistake_is_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert (code, lines) == (2, [])
 
 
+def test_several_runs_are_verified_and_refused_layouts_are_no_success(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "compare", lambda *unused: ([], {}, ""))
+    dense, both = EXAMPLES / "demo_dense.yaml", ["--config", str(EXAMPLES / "demo.yaml")]
+    code, lines = verified(capsys, dense, *both, "--only", "2 ranks, EP 2")
+    verdicts = [line for line in lines if line.startswith(("all", "no", "a layout"))]
+    assert (code, verdicts) == (1, ["no layout was compared", "all layouts are equal to one rank"])
+
+
 def test_gpus_that_are_not_there_are_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,9 +137,13 @@ def test_gpus_that_are_not_there_are_one_line(
 
 @pytest.mark.parametrize("precision", ["fp32", pytest.param("bf16", marks=pytest.mark.full)])
 def test_a_faulty_part_is_named_with_the_smallest_layout(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, precision: str
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    own_registry: None,
+    tmp_path: Path,
+    precision: str,
 ) -> None:
-    monkeypatch.setattr(command, "MOST_TRIES", 3)
+    monkeypatch.setattr(command, "MOST_TRIES", 4)
     (tmp_path / "faulty.py").write_text(FAULTY)
     (tmp_path / "run.yaml").write_text(
         f"base: {EXAMPLES / 'demo.yaml'}\nplugins: [faulty.py]\nmoe: {{losses: {{of_rank: 0.5}}}}\n"
