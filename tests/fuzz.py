@@ -32,7 +32,7 @@ from megamoe.apps.verify.layouts import Variant
 from megamoe.apps.verify.ranks import RankError, RankPool
 from megamoe.apps.verify.session import FP32, NOISE, Session
 from megamoe.apps.verify.small import Changes, Tree, changed, on_one_rank, problems
-from megamoe.apps.verify.train_run import train_each
+from megamoe.apps.verify.train_run import Metrics, train
 from megamoe.config import parse_config, to_dict
 from megamoe.errors import UserError
 from tests.support.moe.examples import example_trees
@@ -270,6 +270,11 @@ def judge(case: Case, folder: Path, pool: RankPool) -> str:
     except UserError as error:
         return str(error)
     return "\n".join(map(str, first_of(wrong))) or problem
+
+
+def train_each(runs: list[tuple[Tree, bool, float]]) -> list[Metrics]:
+    """Job: return what `train` returns of several runs, one after the other in the same world."""
+    return [train(*run) for run in runs]
 
 
 def suspects(cases: list[Case], folder: Path, pool: RankPool, resume: bool) -> list[Case]:

@@ -32,9 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--config", required=True, action="append", help="the run's YAML; may be repeated")
     parser.add_argument("--ranks", type=int, default=8, help="the most processes at a time (default: 8)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
-    parser.add_argument(
-        "--keep", type=Path, metavar="FOLDER", help="keep the runs and their checkpoints here"
-    )
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep runs and checkpoints here")
     parser.add_argument("--only", metavar="TEXT", default="", help="only layouts with this in their line")
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="overrides of the YAML")
     options = parser.parse_intermixed_args(arguments)

@@ -71,9 +71,8 @@ class Variant:
         stage = self.changes.get("zero", 0)
         file = folder / "deepspeed.json"
         zero = {"stage": stage, "overlap_comm": False, **(CUT_ALL if stage == 3 else {})}
-        file.write_text(
-            json.dumps({"zero_optimization": zero, "bf16": {"enabled": self.precision == "bf16"}})
-        )
+        content = {"zero_optimization": zero, "bf16": {"enabled": self.precision == "bf16"}}
+        file.write_text(json.dumps(content))
         changes |= {"parallel.precision": self.precision, "parallel.deepspeed": str(file)}
         return changed(small, {**changes, "output": str(folder)})
 

@@ -6,10 +6,8 @@ processes: a process that has left a world keeps threads of its transport, which
 
 import faulthandler
 import gc
-import importlib
 import multiprocessing
 import os
-import pickle
 import signal
 import tempfile
 import threading
@@ -40,7 +38,6 @@ class RankPool:
         """Start the fork server's imports. device: cpu hides this machine's GPUs. preload: the module whose
         import takes long.
         """
-        self._preload = preload
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([preload])
         before = dict(os.environ)
@@ -59,16 +56,14 @@ class RankPool:
         ranks: int,
         timeout_s: float = 600,
         log: Path | None = None,
-        **kwargs: Any,
     ) -> list[Any]:
-        """Return the results of function(*args, **kwargs) on rank 0, rank 1, ... of a new world.
+        """Return the results of function(*args) on rank 0, rank 1, ... of a new world.
 
-        The function is sent by name, results by plain pickle. log: receives what the ranks print.
+        log: receives what the ranks print.
 
         Raises:
             RankError: with every rank's traceback, if one raises; with every rank's stack after `timeout_s`.
         """
-        job = pickle.dumps((function, args, kwargs))
         variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(launch.free_port())}
         variables |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         world: World = {}
@@ -79,7 +74,7 @@ class RankPool:
                 stack = Path(folder, str(rank))
                 stack.touch()
                 # Not a daemon: daemons may not have children, such as data loaders.
-                arguments = (theirs, stack, log, self._preload, job, own)
+                arguments = (theirs, stack, log, own, function, args)
                 world[ours] = self._context.Process(target=_run_rank, args=arguments)
                 world[ours].start()
                 theirs.close()
@@ -110,7 +105,7 @@ def _gather(world: World, timeout_s: float) -> dict[int, tuple[bool, Any]]:
         for connection in ready:
             rank = waiting.pop(connection)
             try:
-                answers[rank] = pickle.loads(connection.recv_bytes())
+                answers[rank] = connection.recv()
             except (EOFError, ConnectionError):
                 world[connection].join(1)
                 answers[rank] = (False, f"the process died with exit code {world[connection].exitcode}")
@@ -130,7 +125,12 @@ def _stacks(silent: dict[int, Any], folder: Path) -> list[str]:
 
 
 def _run_rank(
-    connection: Connection, stack: Path, log: Path | None, preload: str, job: bytes, variables: dict[str, str]
+    connection: Connection,
+    stack: Path,
+    log: Path | None,
+    variables: dict[str, str],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
 ) -> None:
     """Run the job in the process of a rank, and send back its result or traceback."""
     threading.Thread(target=_die_with_parent, daemon=True).start()
@@ -142,13 +142,11 @@ def _run_rank(
     with stack.open("w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         try:
-            importlib.import_module(preload)  # usually done; the fork server ignores a failed import
             gc.freeze()  # collections need not look at what was imported
-            function, args, kwargs = pickle.loads(job)
-            answer = pickle.dumps((True, function(*args, **kwargs)))
+            answer = True, function(*args)
         except BaseException:
-            answer = pickle.dumps((False, traceback.format_exc()))
-        connection.send_bytes(answer)
+            answer = False, traceback.format_exc()
+        connection.send(answer)
         launch.stop()
 
 

@@ -61,8 +61,8 @@ class Session:
         self, variant: Variant, resumes: bool = True, noise: float = 0.0, replay: Path | None = None
     ) -> Result:
         folder, tree = self.prepared(variant, replay)
-        log = folder / "log"
-        metrics, *_ = self.pool.run(train, tree, resumes, noise, ranks=variant.ranks, log=log)
+        ranks = variant.ranks
+        metrics, *_ = self.pool.run(train, tree, resumes, noise, ranks=ranks, log=folder / "log")
         return Result(metrics, folder)
 
     def compare_all(self, variants: list[Variant], most_ranks: int) -> bool:

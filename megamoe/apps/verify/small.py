@@ -58,10 +58,8 @@ def shrunk(config: RunConfig, prepared: Changes | None = None) -> tuple[Tree, li
     tree = on_one_rank(to_dict(config))
     if config.model.hidden_dropout or config.model.attention_dropout:
         lines.append("dropout: off in the blocks, where each rank draws by itself")
-    for data, line in (
-        (MOCK, "mock tokens of a vocabulary of 64"),
-        (prepared or {}, "short texts of its kind"),
-    ):
+    kinds_of_data = ((MOCK, "mock tokens of a vocabulary of 64"), (prepared or {}, "short texts of its kind"))
+    for data, line in kinds_of_data:
         if data and not problems(changed(tree, data), 1):
             tree = changed(tree, data)
             lines.append(f"data: {line}")

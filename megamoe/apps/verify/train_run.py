@@ -19,11 +19,6 @@ NOT_COMPARED = re.compile(rf"{names.TIME}|perf/|system/|.*/rank_|attention/clipp
 Metrics = list[dict[str, list[float]]]
 
 
-def train_each(runs: list[tuple[dict[str, Any], bool, float]]) -> list[Metrics]:
-    """Return what `train` returns of several runs, one after the other in the same world."""
-    return [train(*run) for run in runs]
-
-
 def train(tree: dict[str, Any], resumes: bool, noise: float) -> Metrics:
     """Return the metrics of each step, and after the last those of an evaluation.
 
