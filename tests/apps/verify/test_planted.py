@@ -58,7 +58,6 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "test_documents_remain_apart_under_context_parallelism": (CP,),
     "test_the_sinks_of_every_head_count_in_the_norm": (TP,),
     "test_a_replicated_weight_counts_once_in_the_norm": (TP,),
-    "test_the_experts_of_every_tensor_parallel_rank_count_in_the_norm": (SP,),
     "test_the_gradients_of_head_norms_are_summed_without_sequence_parallelism": (TP,),
     "test_the_gradients_of_norms_are_summed_under_sequence_parallelism": (SP,),
     "test_the_gradient_of_a_shared_experts_gate_is_summed": (TP,),
