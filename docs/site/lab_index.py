@@ -1,14 +1,15 @@
 """Writes docs/lab/index.md: which studies were run, at what size, and what their claims came to.
 
-It also writes a line into the page of a study of which rows had another configuration than they have now.
+It also judges the claims of each study anew, by the values in its results.json, and writes that file and the
+study's page. The page names the rows that had another configuration than they have now.
 
 python docs/site/lab_index.py
 """
 
 import contextlib
 import json
-import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from megamoe.apps.lab.command import plan_of  # noqa: E402
-from megamoe.apps.lab.page import PAGE, RESULTS, markdown_table, shown_verdict  # noqa: E402
-from megamoe.apps.lab.results import changed_rows  # noqa: E402
+from megamoe.apps.lab.page import PAGE, RESULTS, markdown, markdown_table, shown_verdict  # noqa: E402
+from megamoe.apps.lab.results import changed_rows, decided, stored_values  # noqa: E402
 from megamoe.apps.lab.study import load_study  # noqa: E402
 
 FOLDER, STUDIES = ROOT / "docs/lab", sorted((ROOT / "examples/studies").glob("*.yaml"))
@@ -37,16 +38,20 @@ FORMER = "**Of a former configuration:** since this run the configuration has ch
 NEXT = "Next: [studies.md](../papers/studies.md) for what a verdict means and how to run a study."
 
 
-def changed(results: dict[str, Any]) -> str:
-    """Return the rows of results whose configuration has changed since, with commas."""
-    with contextlib.chdir(ROOT):
-        return ", ".join(changed_rows(plan_of(results["made"]["command"]), results))
-
-
-def noted(page: str, rows: str) -> str:
-    """Return the page of a study with a line below its title that names the rows, or without it."""
-    page = re.sub(f"^{re.escape(FORMER)}.*\n\n", "", page, flags=re.MULTILINE)
-    return page.replace("\n\n", f"\n\n{FORMER}{rows}.\n\n", 1) if rows else page
+def judged(folder: Path) -> tuple[dict[str, Any], str, bool]:
+    """Return the results of a study with its claims judged anew, its page, and whether a row has changed."""
+    results = json.loads((folder / RESULTS).read_text(encoding="utf-8"))
+    with contextlib.chdir(ROOT):  # the study may have further rows since
+        plan = plan_of(f"{results['made']['command']} --rows {','.join(results['rows'])}")
+        changed = changed_rows(plan, results)
+    size = replace(plan.size, seeds=results["seeds"])
+    differences = {row: [] if row in changed else texts for row, texts in plan.differences.items()}
+    plan = replace(plan, size=size, differences=differences)
+    results["claims"] = decided(plan, stored_values(results))
+    page = markdown(plan, results, sorted(path.name for path in folder.glob("*.svg")))
+    if changed:
+        page = page.replace("\n\n", f"\n\n{FORMER}{', '.join(changed)}.\n\n", 1)
+    return results, page, bool(changed)
 
 
 def pages() -> dict[Path, str]:
@@ -61,13 +66,12 @@ def pages() -> dict[Path, str]:
                 [f"`{name}`", study.title, study.sizes["cpu"].time if "cpu" in study.sizes else ""]
             )
             continue
-        found = json.loads(results.read_text(encoding="utf-8"))
+        found, written[FOLDER / name / PAGE], has_changed = judged(FOLDER / name)
+        written[results] = json.dumps(found, indent=1) + "\n"
         first = [f"[{name}]({name}/{PAGE})", f"{found['size']}, {len(found['seeds'])} seeds"]
-        rows, page = changed(found), results.with_name(PAGE)
-        written[page] = noted(page.read_text(encoding="utf-8"), rows)
-        first.append(found["made"]["date"] + ", of a former configuration" * bool(rows))
+        first.append(found["made"]["date"] + ", of a former configuration" * has_changed)
         for claim in found["claims"]:
-            run.append([*first, claim["text"], shown_verdict(claim["verdict"])])
+            run.append([*first, claim["text"], shown_verdict(claim["verdict"], claim["comparisons"])])
             first = ["", "", ""]
     text = f"{HEAD}\n{markdown_table(run)}\n"
     text += f"\n{MISSING}\n{markdown_table(missing)}\n" if len(missing) > 1 else ""

@@ -5,10 +5,9 @@
     loss(large) < 0.98 * loss(small) and dead(large) <= 1
 
 A measure of a row is a value for each seed. A comparison is decided by the paired differences over the
-seeds: by the two-sided 95 % interval of their mean, from Student's t distribution with one degree of freedom
-less than there are seeds. The claim is seen if the whole interval lies on its side, not seen if it lies on
-the other, and else within noise. One seed has no interval, and decides nothing. Where a seed is missing, the
-others decide nothing either: those that failed may be the ones on the other side.
+seeds, as `verdicts.py` says. One seed decides nothing. Where a seed is missing, the others decide nothing
+either: those that failed may be the ones on the other side. Nor is anything decided between rows that break
+a bound of the study, such as on dropped pairs, unless the claim compares what is bounded as well.
 """
 
 import ast
@@ -16,13 +15,13 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
-from statistics import fmean, stdev
-from typing import Literal
+from dataclasses import dataclass, field
+from statistics import fmean
 
-Verdict = Literal["seen", "not seen", "within noise", "not measured"]
+from megamoe.apps.lab.verdicts import ALPHA, MOST_SEEDS, Judgement, Verdict, judge, seeds_more
+
 Values = Mapping[str, Mapping[str, Mapping[int, float]]]  # by measure, row and seed
-LEVEL = 0.95
+Amount = float | str  # in the unit of a measure, or as "2 %" of a value
 OPERATIONS: dict[type[ast.operator], Callable[[float, float], float]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -58,18 +57,18 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Finding(Judgement):
     """What the seeds say of one comparison.
 
-    differences: right - left by seed. low, high: of the interval.
+    differences: right - left by seed. margin: in the unit of the measure. right: the mean of the right side,
+    of which an amount in percent is. reason: why it is undecided.
     """
 
-    text: str
-    verdict: Verdict
-    differences: dict[int, float]
-    mean: float | None
-    low: float | None
-    high: float | None
+    text: str = ""
+    differences: dict[int, float] = field(default_factory=dict)
+    margin: float | None = None
+    right: float | None = None
+    reason: str = ""
 
 
 def parse_claim(text: str, where: str) -> Claim:
@@ -130,31 +129,78 @@ def _operand(node: ast.Call) -> tuple[str, str]:
     return node.func.id, node.args[0].id
 
 
-def decide(claim: Claim, values: Values, seeds: Collection[int]) -> tuple[Verdict, list[Finding]]:
+def decide(
+    claim: Claim,
+    values: Values,
+    seeds: Collection[int],
+    margin: Amount | None = None,
+    alpha: float = ALPHA,
+    bounds: Mapping[str, Amount] | None = None,
+) -> tuple[Verdict, list[Finding]]:
     """Return the verdict on a claim, and what was found of each of its comparisons.
 
     seeds: those that every row should have. Seeds in which an operand is missing or not finite are left
-    out; then the others give an interval, and no verdict. Without any, it is not measured.
+    out; then the others give an interval, and no verdict. Without any, it is not measured. margin, alpha: see
+    `verdicts.judge`. bounds: see `beyond`.
     """
-    findings = [_finding(each, values, seeds) for each in claim.comparisons]
+    compared = {measure for measure, _ in claim.operands()}
+    others = {measure: most for measure, most in (bounds or {}).items() if measure not in compared}
+    findings = []
+    for comparison in claim.comparisons:
+        found, right = _differences(comparison, values)
+        largest = None if margin is None or right is None else amount(margin, right)
+        judged = judge([*found.values()], largest, alpha)
+        rows = [row for _, row in Claim([comparison]).operands()]
+        reason = "; ".join(beyond(rows, values, others)) if found else ""
+        if found and not set(found) >= set(seeds):
+            reason = f"{len(seeds) - len(found)} of {len(seeds)} seeds missing"
+        elif len(found) == 1:
+            reason = "one seed"
+        elif judged.verdict == "undecided" and not reason:
+            more = seeds_more([*found.values()], largest, alpha)
+            count = f"more than {MOST_SEEDS:,}" if more is None else f"about {more:,}"
+            reason = f"{count} {'seed' if more == 1 else 'seeds'} more"
+        verdict: Verdict = "undecided" if reason else judged.verdict
+        ends = judged.mean, judged.low, judged.high
+        findings.append(Finding(verdict, *ends, comparison.text, found, largest, right, reason))
     verdicts = {each.verdict for each in findings}
-    ordered: tuple[Verdict, ...] = ("not seen", "not measured", "within noise", "seen")
+    ordered: tuple[Verdict, ...] = ("opposite", "not measured", "undecided", "equal", "seen")
     return next(verdict for verdict in ordered if verdict in verdicts), findings
 
 
-def _finding(comparison: Comparison, values: Values, seeds: Collection[int]) -> Finding:
-    operands = [*Claim([comparison]).operands()]
+def _differences(comparison: Comparison, values: Values) -> tuple[dict[int, float], float | None]:
+    """Return right - left by seed, and the mean of the right side over these seeds."""
+    operands = Claim([comparison]).operands()
     shared = set.intersection(*(set(values.get(name, {}).get(row, {})) for name, row in operands))
     left, right = (
         {seed: _value(side, values, seed) for seed in sorted(shared)}
         for side in (comparison.left, comparison.right)
     )
     found = paired(right, left)
-    mean, low, high = interval([*found.values()])
-    verdict: Verdict = "within noise" if found else "not measured"
-    if low is not None and high is not None and set(found) >= set(seeds):
-        verdict = "seen" if low > 0 else "not seen" if high < 0 else "within noise"
-    return Finding(comparison.text, verdict, found, mean, low, high)
+    return found, fmean(right[seed] for seed in found) if found else None
+
+
+def beyond(rows: Collection[str], values: Values, bounds: Mapping[str, Amount]) -> list[str]:
+    """Return a line for each measure in which these rows are too unequal to be compared by another one.
+
+    bounds: of a measure the largest mean of a row over its seeds; in percent: the largest difference of two
+    rows, of the larger one's mean.
+    """
+    lines = []
+    for measure, most in bounds.items():
+        seeds_of_rows = {row: values.get(measure, {}).get(row) for row in rows}
+        means = {row: fmean(of_seeds.values()) for row, of_seeds in seeds_of_rows.items() if of_seeds}
+        largest = max(means.values(), default=0.0)
+        limit = largest - amount(most, largest) if isinstance(most, str) else most
+        is_outside = operator.lt if isinstance(most, str) else operator.gt
+        outside = [row for row, mean in means.items() if is_outside(mean, limit)]
+        lines += [f"{measure} of {row} is {means[row]:.3g}, bound {limit:.3g}" for row in outside]
+    return lines
+
+
+def amount(value: Amount, whole: float) -> float:
+    """Return a number as it is, and a percentage as that of the whole."""
+    return float(value.rstrip(" %")) / 100 * abs(whole) if isinstance(value, str) else value
 
 
 def paired(these: Mapping[int, float], others: Mapping[int, float]) -> dict[int, float]:
@@ -179,16 +225,3 @@ def _value(node: ast.expr, values: Values, seed: int) -> float:
             return -_value(node.operand, values, seed)
         case _:
             raise AssertionError(ast.dump(node))
-
-
-def interval(values: list[float]) -> tuple[float | None, float | None, float | None]:
-    """Return the mean and the two ends of its 95 % interval; None where there are too few values."""
-    if not values:
-        return None, None, None
-    mean = fmean(values)
-    if len(values) < 2:
-        return mean, None, None
-    from scipy.stats import t
-
-    half = float(t.ppf((1 + LEVEL) / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
-    return mean, mean - half, mean + half

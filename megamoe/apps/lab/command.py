@@ -4,12 +4,12 @@ python tools/lab.py yang2024_table1 --size smoke
 python tools/lab.py yang2024_table1 --size cpu --workers 2
 python tools/lab.py my_study.yaml --size gpu --workers 16 --launcher "srun --ntasks=1 --gpus=1 --time=4:00:00"
 python tools/lab.py --list
-python tools/lab.py tournament --size cpu --configurations docs/lab/tournament/results.json
+python tools/lab.py tournament --size cpu --power docs/lab/tournament/results.json
 
 STUDY is a YAML, or the name of one in examples/studies. Only what is missing is run: the same command goes
 on where an earlier one stopped. The results are in OUTPUT/page: index.md and results.json.
 
-Exit code 1: a run failed, no run has the metric of a measure or curve, or a configuration has changed.
+Exit code 1: a run failed, or no run has the metric of a measure or curve.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from typing import Any
 from megamoe.apps.command import check_positive, parser_of, run_tool
 from megamoe.config.files import LARGEST_FILE
 from megamoe.errors import UserError
-from megamoe.io import read_plain, reason, replace_file
+from megamoe.io import read_plain, reason
 
 STUDIES = Path("examples/studies")
 MARK = ".lab"  # in a folder of a study; its lock
@@ -51,8 +51,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--output", type=Path, metavar="DIR", help="default: runs/lab/<study>_<size>")
     add("--workers", type=int, metavar="N", help="processes at a time; default: as many as GPUs, or cores")
     add("--overwrite", action="store_true", help="begin anew in the output folder")
-    again = "write the YAML of the runs of a results.json to OUTPUT/configurations, compare, and end"
-    add("--configurations", type=Path, metavar="RESULTS", help=again)
+    shown = "say what the study's seeds can show, by the spread in a results.json, and end"
+    add("--power", type=Path, metavar="RESULTS", help=shown)
     words = "before each run's command, as srun"
     add("--launcher", type=shlex.split, default=[], metavar="WORDS", help=words)
     add("--list", action="store_true", help="list the studies of examples/studies, and end")
@@ -69,12 +69,12 @@ def _run(options: argparse.Namespace, failed: list[str]) -> None:
     check_positive("--seeds", options.seeds)
     check_positive("--workers", options.workers)
     plan = _plan(options)
+    if options.power is not None:
+        _show_power(plan, options.power)
+        return
     output = options.output or Path("runs/lab") / f"{plan.name}_{plan.size_name}"
     lock = _open_folder(output, options.overwrite)
     try:
-        if options.configurations is not None:
-            failed += _write_configurations(plan, output, options.configurations)
-            return
         _introduce(plan, output)
         failed += _run_study(plan, output, options, lock)
     finally:
@@ -163,11 +163,13 @@ def _run_study(plan: Any, output: Path, options: argparse.Namespace, lock: int) 
     """Run what is missing and write the page; return a line for each run that failed, and for each metric
     that no run has.
     """
-    from megamoe.apps.lab.page import PAGE, write_results
+    from megamoe.apps.lab.page import PAGE, shown_verdict, write_results
+    from megamoe.apps.lab.plan import at_looks
     from megamoe.apps.lab.results import results_of
     from megamoe.apps.lab.runner import Runner
     from megamoe.apps.lab.tasks import study_tasks
     from megamoe.apps.lab.tuning import tune, values_of
+    from megamoe.apps.lab.verdicts import DECIDED
 
     ranks, workers = plan.size.ranks, options.workers
     slots: list[str | None] = [None] * (workers or 1)
@@ -176,13 +178,16 @@ def _run_study(plan: Any, output: Path, options: argparse.Namespace, lock: int) 
     runner = Runner(output, slots, lambda line: print(line, flush=True), ranks, options.launcher, lock)
     choices = tune(plan, output, runner)
     _tell(plan, choices)
-    tasks = study_tasks(plan, output, *values_of(choices))
-    runner.run(tasks.by_name.values())
-    results = results_of(plan, tasks, runner, choices, _command(options))
+    for look in at_looks(plan):
+        tasks = study_tasks(look, output, *values_of(choices))
+        runner.run(tasks.by_name.values())
+        results = results_of(look, tasks, runner, choices, _command(options))
+        if all(claim["verdict"] in DECIDED for claim in results["claims"]):
+            break
     page = output / "page"
-    write_results(plan, results, page)
+    write_results(look, results, page)
     for claim in results["claims"]:
-        print(f"{claim['verdict']}: {claim['text']} ({claim['test']})")
+        print(f"{shown_verdict(claim['verdict'], claim['comparisons'])}: {claim['text']} ({claim['test']})")
     failed = list(dict.fromkeys(line for row in results["rows"].values() for line in row["failed"]))
     for line in failed:
         print(f"failed: {line}")
@@ -226,31 +231,16 @@ def _slots(ranks: int, workers: int | None) -> list[str | None]:
     return [",".join(gpus[at * ranks : (at + 1) * ranks]) for at in range(min(workers or most, most))]
 
 
-def _write_configurations(plan: Any, output: Path, path: Path) -> list[str]:
-    """Write the YAML of each run, with the tuned values of a results.json; return the rows that differ."""
-    from megamoe.apps.lab.page import RESULTS
-    from megamoe.apps.lab.results import changed_rows
-    from megamoe.apps.lab.tasks import study_tasks, tuning_tasks
+def _show_power(plan: Any, pilot: Path) -> None:
+    """Print what the seeds of the plan can show by the spread in a results.json."""
+    from megamoe.apps.lab.page import markdown_table
+    from megamoe.apps.lab.power import TOLD, power_table
 
     try:
-        results = json.loads(read_plain(path, LARGEST_FILE))
-        tuned = {row: found["tuned"] for row, found in results["rows"].items() if "tuned" in found}
-        changed = changed_rows(plan, results)
+        table = power_table(plan, json.loads(read_plain(pilot, LARGEST_FILE)))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(
-            f"--configurations: {path} is no {RESULTS} of a study with digests: {reason(error)}"
-        ) from None
-    without = [] if plan.size.tuning is None else [row for row in plan.configs if row not in tuned]
-    tasks = [*tuning_tasks(plan, output)[0].by_name.values()]
-    tasks += study_tasks(plan, output, tuned, without).by_name.values()
-    files = dict(filter(None, (task.configuration for task in tasks)))
-    for file, text in files.items():
-        file.parent.mkdir(exist_ok=True)
-        replace_file(file, text.encode())
-    print(f"written: {len(files)} configurations in {output / 'configurations'}")
-    for row in changed:
-        print(f"{row}: not the configuration of {path}: the study or its examples have changed since")
-    return changed
+        raise UserError(f"--power: {pilot} is no results.json of a study: {reason(error)}") from None
+    print(f"{markdown_table(table)}\n\n{TOLD}")
 
 
 def _command(options: argparse.Namespace) -> str:

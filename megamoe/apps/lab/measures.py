@@ -24,8 +24,10 @@ from megamoe.registry import nearest
 LARGEST_RESULT = 1 << 28  # bytes
 INDEX, SLICE = re.compile(r"-?\d{1,9}"), re.compile(r"(\d{1,9}):(\d{1,9})")  # of a list in a path
 SPIKE_WINDOW, SPIKE_DEVIATIONS = 20, 6.0
+SMOOTHED = 10  # values of a curve
 Found = dict[str, dict[str, dict[int, float]]]  # by measure, row and seed
-Curves = dict[str, dict[str, list[tuple[int, float]]]]  # by curve and row: step and value
+Points = Sequence[tuple[int, float]]  # step and value
+Curves = dict[str, dict[str, Points]]  # by curve and row
 
 
 def measured(plan: Plan, tasks: Tasks, runner: Runner) -> Found:
@@ -112,7 +114,27 @@ def curves(plan: Plan, tasks: Tasks, runner: Runner) -> Curves:
     return found
 
 
-def _points(curve: Curve, tasks: Tasks, runner: Runner, row: str, seed: int) -> Sequence[tuple[int, float]]:
+def crossing(points: Points, others: Points) -> int | None:
+    """Return the first step from which a curve stays below another one; None if it does not at the end.
+
+    Their difference at the steps of both is smoothed: by the mean of its last 10 values.
+    """
+    known = dict(others)
+    differences = [(step, value - known[step]) for step, value in points if step in known]
+    found = None
+    for index, (step, _) in enumerate(differences):
+        latest = differences[max(0, index + 1 - SMOOTHED) : index + 1]
+        is_below = statistics.fmean(difference for _, difference in latest) < 0
+        found = (step if found is None else found) if is_below else None
+    return found
+
+
+def tokens_at(results: dict[str, Any], row: str, points: Points, step: int) -> int:
+    """Return how many tokens a row's run has seen at a step of its curve, whose last step ends the run."""
+    return round(results["rows"][row]["tokens"] * step / points[-1][0])
+
+
+def _points(curve: Curve, tasks: Tasks, runner: Runner, row: str, seed: int) -> Points:
     """Return step and value of a curve's points of one row and seed; none if its task is not complete."""
     of_stage = tasks.stages.get((curve.stage or "", row, seed))
     task = tasks.training.get((row, seed)) if curve.stage is None else of_stage

@@ -4,8 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+from megamoe.apps.lab.claims import beyond, paired
+from megamoe.apps.lab.measures import crossing, tokens_at
 from megamoe.apps.lab.pictures import draw
 from megamoe.apps.lab.plan import Plan
+from megamoe.apps.lab.results import stored_values
+from megamoe.apps.lab.verdicts import interval
 from megamoe.io import replace_file
 from megamoe.metrics.formats import format_count
 
@@ -37,12 +41,10 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
     parts = [f"# {study.title}", f"{source}Size `{results['size']}`, seeds {seeds}.", study.question]
     parts.append(f"```\n{made['command']}\n```")
     if results["claims"]:
-        parts += ["## Claims", markdown_table(claims_table(results)), _rule(results)]
+        parts += ["## Claims", markdown_table(claims_table(plan, results)), _rule(plan)]
     parts += study.remarks
     parts += ["## Numbers", markdown_table(rows_table(plan, results)), _legend(plan, results)]
-    if results["control"] is not None:
-        parts.append(f"## Differences from {results['control']['row']}")
-        parts += [markdown_table(control_table(plan, results)), _of_control(results)]
+    parts += _compared(plan, results)
     if results.get("unrecorded"):
         parts.append("\n".join(f"- {line}" for line in results["unrecorded"]))
     others = paper_table(results)
@@ -60,52 +62,86 @@ def markdown(plan: Plan, results: dict[str, Any], pictures: list[str]) -> str:
         f"Planned time of this size: {plan.size.time}."
     )
     parts.append(
-        f"`{RESULTS}` has a digest of each row's configuration; the command above with `--configurations` "
-        "and its path writes the runs' YAML, and names the rows that have changed since."
+        f"`{RESULTS}` has each seed's numbers and a digest of each row's configuration. The command above "
+        "with `--power` and its path says what more seeds would show."
     )
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def claims_table(results: dict[str, Any]) -> Table:
+def _compared(plan: Plan, results: dict[str, Any]) -> list[str]:
+    """Return the differences from the control, the rows beyond a bound, and where curves cross."""
+    control, parts = plan.study.control, []
+    if control in results["rows"]:
+        parts = [f"## Differences from {control}", markdown_table(control_table(plan, results))]
+        parts.append(
+            f"A row's number minus that of {control}, paired by seed: the mean, and in brackets its 95 % "
+            "interval (Student's t). Each interval misses the true mean in 5 % of cases, so among many some "
+            "leave out 0 by chance."
+        )
+    if unequal := beyond([*results["rows"]], stored_values(results), plan.study.bounds):
+        parts.append(f"Beyond the study's bounds, so not compared by others alone: {'; '.join(unequal)}.")
+    crossings = crossing_table(plan, results)
+    return [*parts, markdown_table(crossings)] if len(crossings) > 1 else parts
+
+
+def claims_table(plan: Plan, results: dict[str, Any]) -> Table:
     """Return a row for each comparison of each claim."""
-    rows = [["claim", "comparison", "difference", "95 % interval", "seeds", "verdict"]]
+    level = f"{100 * (1 - plan.size.alpha):.4g} %"
+    rows = [["claim", "comparison", "difference", f"{level} interval", "seeds", "verdict"]]
     for claim in results["claims"]:
         place = f" ({claim['place']})" if claim["place"] else ""
-        for number, found in enumerate(claim["comparisons"]):
-            text = f"{claim['text']}{place}" if number == 0 else ""
-            span = "" if found["low"] is None else f"{_number(found['low'])} to {_number(found['high'])}"
-            mean = "" if found["mean"] is None else _number(found["mean"])
+        for index, found in enumerate(claim["comparisons"]):
+            text = f"{claim['text']}{place}" if index == 0 else ""
+            span = "" if found["low"] is None else f"{number(found['low'])} to {number(found['high'])}"
+            mean = "" if found["mean"] is None else number(found["mean"])
             seeds = f"{len(found['differences'])} of {len(results['seeds'])}"
-            rows.append([text, f"`{found['text']}`", mean, span, seeds, shown_verdict(found["verdict"])])
+            verdict = shown_verdict(found["verdict"], [found])
+            rows.append([text, f"`{found['text']}`", mean, span, seeds, verdict])
     return rows
 
 
-def shown_verdict(verdict: str) -> str:
-    """Return a verdict as tables have it: what contradicts the claim stands out."""
-    return "**not seen**" if verdict == "not seen" else verdict
+def shown_verdict(verdict: str, comparisons: list[dict[str, Any]]) -> str:
+    """Return a verdict as tables have it: what contradicts the claim stands out, and the others say why."""
+    deciding = [found for found in comparisons if found["verdict"] == verdict]
+    if verdict == "undecided":
+        return f"undecided: {'; '.join(dict.fromkeys(found['reason'] for found in deciding))}"
+    if verdict == "equal":
+        margins = dict.fromkeys(f"{found['margin']:.3g}" for found in deciding)
+        return f"equal within {' and '.join(margins)}"
+    return "**opposite**" if verdict == "opposite" else verdict
 
 
 def control_table(plan: Plan, results: dict[str, Any]) -> Table:
     """Return a row for each row but the control: its differences from the control, with their intervals."""
-    of_measures = results["control"]["measures"]
-    rows = [["row", *of_measures]]
+    control, values = plan.study.control or "", stored_values(results)
+    rows = [["row", *plan.study.compared]]
     for name in results["rows"]:
         cells = [name]
-        for measure, of_rows in of_measures.items():
-            found = of_rows.get(name, {"differences": {}, "mean": None, "low": None, "high": None})
+        for measure in plan.study.compared:
+            differences = paired(values[measure][name], values[measure][control])
+            mean, low, high = interval([*differences.values()])
             digits = plan.study.measures[measure].digits + 1
-            cell = _with_interval(found["mean"], found["low"], found["high"], digits)
-            count, seeds = len(found["differences"]), len(results["seeds"])
+            cell = "" if mean is None else number(mean, digits)
+            if low is not None and high is not None:
+                cell += f" ({number(low, digits)} to {number(high, digits)})"
+            count, seeds = len(differences), len(results["seeds"])
             cells.append(cell + (f", {count} of {seeds} seeds" if 0 < count < seeds else ""))
-        if name != results["control"]["row"]:
+        if name != control:
             rows.append(cells)
     return rows
 
 
-def _with_interval(mean: float | None, low: float | None, high: float | None, digits: int) -> str:
-    if mean is None or low is None or high is None:
-        return "" if mean is None else _number(mean, digits)
-    return f"{_number(mean, digits)} ({_number(low, digits)} to {_number(high, digits)})"
+def crossing_table(plan: Plan, results: dict[str, Any]) -> Table:
+    """Return for each other row than a curve's `crossing` from which tokens on it stays below that row's."""
+    rows = [["curve", "row", "ahead from this many tokens on"]]
+    for name, curve in plan.study.curves.items():
+        of_rows = results["curves"].get(name, {})
+        for row, points in of_rows.items() if curve.crossing in of_rows else ():
+            step = crossing(points, of_rows[curve.crossing])
+            tokens = "" if step is None else format_count(tokens_at(results, row, points, step))
+            if row != curve.crossing:
+                rows.append([name, row, tokens or "never"])
+    return rows
 
 
 def rows_table(plan: Plan, results: dict[str, Any]) -> Table:
@@ -143,14 +179,6 @@ def _legend(plan: Plan, results: dict[str, Any]) -> str:
     return "\n".join([told, "", *lines]).rstrip()
 
 
-def _of_control(results: dict[str, Any]) -> str:
-    return (
-        f"A row's number minus that of {results['control']['row']}, paired by seed: the mean, and in "
-        "brackets its 95 % interval (Student's t). Each interval misses the true mean in 5 % of cases, so "
-        "among many some leave out 0 by chance."
-    )
-
-
 def _differences(plan: Plan) -> str:
     """Return the rows' `differences` from their papers, each with the rows that have it."""
     rows_of: dict[str, list[str]] = {}
@@ -177,14 +205,22 @@ def _sizes(results: dict[str, Any]) -> str:
     return f"{'; '.join(told)}." if told else ""
 
 
-def _rule(results: dict[str, Any]) -> str:
-    if len(results["seeds"]) < 2:
-        return "One seed has no interval and decides nothing: every comparison is within noise."
-    return (
-        "A difference is the side that should be larger minus the other, paired by seed. A claim is seen "
-        "if the 95 % interval of its mean (Student's t) lies above 0, and not seen if it lies below 0. "
-        "While a seed is missing, it is neither."
+def _rule(plan: Plan) -> str:
+    if len(plan.size.seeds) < 2:
+        return "One seed has no interval and decides nothing."
+    told = (
+        "A difference is the side that should be larger minus the other, paired by seed. A claim is equal if "
+        "two one-sided t tests of 5 % say that the mean lies within its margin, else seen if the interval of "
+        "the mean (Student's t) lies above 0, and opposite if it lies below 0. Else it is undecided, and so "
+        "many seeds more would decide it in 80 % of cases, if this mean and spread were the true ones."
     )
+    if looks := plan.size.looks:
+        told = told.replace("of 5 %", f"of {100 * plan.size.alpha:.4g} %")
+        told += (
+            f" The claims are judged after {', '.join(map(str, looks))} seeds, until all are decided. The "
+            "looks share an error of 5 % (Lan and DeMets's spending, like O'Brien and Fleming)."
+        )
+    return told
 
 
 def _tuning(results: dict[str, Any]) -> str:
@@ -220,11 +256,12 @@ def _tuning(results: dict[str, Any]) -> str:
 def _spread(found: dict[str, Any], digits: int) -> str:
     if found["mean"] is None:
         return ""
-    mean = _number(found["mean"], digits)
-    return mean if found["std"] is None else f"{mean} ± {_number(found['std'], digits)}"
+    mean = number(found["mean"], digits)
+    return mean if found["std"] is None else f"{mean} ± {number(found['std'], digits)}"
 
 
-def _number(value: float, digits: int = 4) -> str:
+def number(value: float, digits: int = 4) -> str:
+    """Return a number as tables have it."""
     if value != 0 and not 1e-3 <= abs(value) < 1e6:
         return f"{value:.3g}"
     return f"{value:,.{digits}f}"

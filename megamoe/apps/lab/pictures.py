@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+from megamoe.apps.lab.measures import tokens_at
 from megamoe.apps.lab.plan import Plan
 
 WIDTH, ROW_HEIGHT, CURVE_HEIGHT = 7.0, 0.32, 3.6  # in inches
@@ -17,7 +18,7 @@ def draw(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _measures(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw each measure of the claims: a dot for each seed, a bar for the mean, and the paper's number."""
+    """Draw each measure of the claims: a dot for each seed, and a bar for the mean."""
     from matplotlib import pyplot
 
     shown = list(dict.fromkeys(name for _, claim in plan.claims for name, _ in claim.operands()))
@@ -32,8 +33,6 @@ def _measures(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
             seeds = [*values["seeds"].values()]
             axes.plot(seeds, [place] * len(seeds), "o", color="#2c6fbb", alpha=0.6, markersize=5)
             axes.plot([values["mean"]], [place], "|", color="#1f2430", markersize=16, markeredgewidth=2)
-            if name in found["published"] and len(rows) > 1 and _near(found["published"][name], rows, name):
-                axes.plot([found["published"][name]], [place], "x", color="#d9632b", markersize=6)
         axes.set_yticks(range(len(rows)), [*rows])
         axes.invert_yaxis()
         axes.grid(axis="x", color="#e8eaef")
@@ -43,7 +42,7 @@ def _measures(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
 
 
 def _curves(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
-    """Draw each curve: a line for each row over the steps."""
+    """Draw each curve: a line for each row over the tokens, of fine-tunings over the steps."""
     from matplotlib import pyplot
 
     paths = []
@@ -51,9 +50,12 @@ def _curves(plan: Plan, results: dict[str, Any], folder: Path) -> list[Path]:
         if not of_rows:
             continue
         figure, axes = pyplot.subplots(figsize=(WIDTH, CURVE_HEIGHT), layout="constrained")
+        of_runs = plan.study.curves[name].metric is not None
         for row, points in of_rows.items():
-            axes.plot([step for step, _ in points], [value for _, value in points], label=row)
-        axes.set_xlabel("step")
+            steps = [step for step, _ in points]
+            places = [tokens_at(results, row, points, step) for step in steps] if of_runs else steps
+            axes.plot(places, [value for _, value in points], label=row)
+        axes.set_xlabel("tokens" if of_runs else "step")
         axes.set_ylabel(plan.study.curves[name].text or plan.study.curves[name].metric or name)
         axes.grid(color="#e8eaef")
         axes.legend(fontsize="small")
@@ -68,10 +70,3 @@ def _saved(figure: Any, path: Path) -> Path:
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     return path
-
-
-def _near(published: float, rows: dict[str, Any], name: str) -> bool:
-    """Whether the paper's number lies where the measured ones do."""
-    means = [found["measures"][name]["mean"] for found in rows.values()]
-    span = max(means) - min(means)
-    return bool(min(means) - span <= published <= max(means) + span)

@@ -70,7 +70,8 @@ def load_plan(
         raise UserError(f"--size: {path} has no size {size}; expected {', '.join(study.sizes)}")
     chosen = study.sizes[size]
     if seeds is not None:
-        chosen = replace(chosen, seeds=list(range(1, seeds + 1)))
+        looks = chosen.looks and [*(count for count in chosen.looks if count < seeds), seeds]
+        chosen = replace(chosen, seeds=list(range(1, seeds + 1)), looks=looks)
     try:
         _check_own_keys(study, size, chosen, overrides)
         of_size = _rows(study, chosen)
@@ -102,6 +103,12 @@ def load_plan(
     tuning_configs = configs if tuned is None else {name: config_of(name) for name in tuned}
     of_rows = configs, all_configs, tuning_configs
     return Plan(path.stem, path, study, size, chosen, *of_rows, claims, of_task, differences)
+
+
+def at_looks(plan: Plan) -> list[Plan]:
+    """Return the plan at each look, with the seeds up to it; without looks the plan itself."""
+    counts = plan.size.looks or [len(plan.size.seeds)]
+    return [replace(plan, size=replace(plan.size, seeds=plan.size.seeds[:count])) for count in counts]
 
 
 def _check_own_keys(study: Study, name: str, size: Size, overrides: list[str]) -> None:

@@ -10,8 +10,8 @@ from statistics import fmean, stdev
 from typing import Any
 
 import megamoe
-from megamoe.apps.lab.claims import decide, interval, paired
-from megamoe.apps.lab.measures import Found, curves, measured, sizes, unrecorded
+from megamoe.apps.lab.claims import Values, decide
+from megamoe.apps.lab.measures import curves, measured, sizes, unrecorded
 from megamoe.apps.lab.plan import Plan
 from megamoe.apps.lab.runner import Runner
 from megamoe.apps.lab.tasks import Tasks, configuration_digests
@@ -28,8 +28,8 @@ def results_of(
     rows: of each row its text, the values by measure and seed, their mean and sample standard deviation, the
     paper's numbers, what failed, its parameters and tokens of training, and its tuned value with the runs of
     the tuning that failed. claims: text, place, test, verdict, and each comparison's differences over the
-    seeds with mean and 95 % interval. control: the differences of the other rows from it, or null. curves:
-    step and mean over the seeds, by curve and row. unrecorded: a line for each metric that no run has.
+    seeds with mean and interval. curves: step and mean over the seeds, by curve and row. unrecorded: a line
+    for each metric that no run has.
     configurations: see `configuration_digests`.
     """
     found, of_runs = measured(plan, tasks, runner), sizes(tasks, runner)
@@ -49,11 +49,6 @@ def results_of(
         for row in plan.configs
     }
     drawn = curves(plan, tasks, runner)
-    claims = []
-    for text, claim in plan.claims:
-        verdict, findings = decide(claim, found, plan.size.seeds)
-        told = {"text": text.text, "place": text.place, "test": text.test, "verdict": verdict}
-        claims.append({**told, "comparisons": [asdict(finding) for finding in findings]})
     return {
         "study": plan.name,
         "title": plan.study.title,
@@ -61,14 +56,39 @@ def results_of(
         "size": plan.size_name,
         "seeds": plan.size.seeds,
         "rows": rows,
-        "claims": claims,
-        "control": _from_control(plan, found),
+        "claims": decided(plan, found),
         "curves": drawn,
         "unrecorded": unrecorded(plan, tasks, runner, found, drawn),
         "tuning": tuning_of(plan),
         "configurations": configuration_digests(plan, tuned),
         "made": _environment(command),
     }
+
+
+def decided(plan: Plan, values: Values) -> list[dict[str, Any]]:
+    """Return text, place, test, declared amounts, verdict and comparisons of each claim of the plan."""
+    claims = []
+    for text, claim in plan.claims:
+        verdict, findings = decide(
+            claim, values, plan.size.seeds, text.margin, plan.size.alpha, plan.study.bounds
+        )
+        claims.append(
+            {**asdict(text), "verdict": verdict, "comparisons": [asdict(finding) for finding in findings]}
+        )
+    return claims
+
+
+def stored_values(results: dict[str, Any]) -> Values:
+    """Return the values of a results.json by measure, row and seed.
+
+    Raises:
+        KeyError, TypeError, ValueError, AttributeError: if it is none.
+    """
+    values: dict[str, dict[str, dict[int, float]]] = {}
+    for row, content in results["rows"].items():
+        for name, found in content["measures"].items():
+            values.setdefault(name, {})[row] = {int(seed): value for seed, value in found["seeds"].items()}
+    return values
 
 
 def tuning_of(plan: Plan) -> dict[str, Any] | None:
@@ -85,22 +105,6 @@ def changed_rows(plan: Plan, results: dict[str, Any]) -> list[str]:
     tuned = {row: found["tuned"] for row, found in results["rows"].items() if "tuned" in found}
     digests = configuration_digests(plan, tuned)
     return [row for row, known in results["configurations"].items() if digests.get(row) != known]
-
-
-def _from_control(plan: Plan, found: Found) -> dict[str, Any] | None:
-    """Return the paired differences of each row from the control, by measure and row; None without one."""
-    control = plan.study.control
-    if control is None or control not in plan.configs:
-        return None
-    of_measures: dict[str, Any] = {}
-    for name in plan.study.compared:
-        of_measures[name] = {}
-        for row, values in found[name].items():
-            differences = paired(values, found[name][control])
-            mean, low, high = interval([*differences.values()])
-            if row != control:
-                of_measures[name][row] = {"differences": differences, "mean": mean, "low": low, "high": high}
-    return {"row": control, "measures": of_measures}
 
 
 def _over_seeds(values: dict[int, float]) -> dict[str, Any]:

@@ -26,10 +26,11 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
 
 from megamoe.apps.lab.claims import Claim, parse_claim
+from megamoe.apps.lab.verdicts import ALPHA, levels_of
 from megamoe.config.files import read_run
 from megamoe.config.messages import problems_of
 from megamoe.config.parts import STRICT
-from megamoe.config.values import PathText, PositiveInt, Seed
+from megamoe.config.values import PathText, PositiveFloat, PositiveInt, Seed
 from megamoe.errors import UserError
 from megamoe.metrics.names import VAL_LM_LOSS
 
@@ -60,6 +61,8 @@ Name = Annotated[str, AfterValidator(_is_name)]
 Item = TypeVar("Item")
 Distinct = Annotated[list[Item], Field(min_length=1), AfterValidator(_each_once)]
 Settings = dict[str, Any]
+# In the unit of a measure, or as "2 %" of a value.
+Bound = PositiveFloat | Annotated[str, Field(pattern=r"^\d{1,3}(\.\d{1,6})? ?%$")]
 
 
 @dataclass
@@ -176,14 +179,16 @@ class Measure:
 
 @dataclass
 class Curve:
-    """A picture of a metric over the steps, a line for each row: the mean over the seeds. stage, consistency:
-    instead, of each window of the fine-tunings, as a measure's.
+    """A picture of a metric over the tokens, a line for each row: the mean over the seeds. crossing: a row;
+    the page says from where on each other one stays below it. stage, consistency: instead, over the steps, of
+    each window of the fine-tunings, as a measure's.
     """
 
     __pydantic_config__ = STRICT
     metric: str | None = None
     stage: Name | None = None
     consistency: PositiveInt | None = None
+    crossing: Name | None = None
     text: str = ""
 
 
@@ -208,7 +213,8 @@ class Tuning:
 class Size:
     """How large the study's runs are. time: what it takes, as text. scale: factors by key, such as
     `moe.expert_ffn_hidden_size`, of the numbers that rows have there. samples: of every stage, instead of its
-    own. ranks: of each run, by torchrun.
+    own. ranks: of each run, by torchrun. looks: the numbers of seeds, the last one of all, after which the
+    claims are judged; no seed more is run once all are decided.
     """
 
     __pydantic_config__ = STRICT
@@ -221,6 +227,12 @@ class Size:
     samples: PositiveInt | None = None
     tuning: Tuning | None = None
     ranks: PositiveInt = 1
+    looks: Distinct[PositiveInt] | None = None
+
+    @property
+    def alpha(self) -> float:
+        """The error of a claim that is judged by these seeds: with several looks, this one's part of it."""
+        return ALPHA if self.looks is None else levels_of(self.looks)[len(self.seeds)]
 
 
 @dataclass
@@ -244,6 +256,9 @@ class Study:
     remarks: list[str] = field(default_factory=list)  # below the claims, a paragraph each
     control: Name | None = None  # the row from which the differences of the others are shown
     compare: Distinct[Name] | None = None  # in these measures; default: in the first
+    bounds: dict[Name, Bound] = field(
+        default_factory=dict
+    )  # beyond which others do not compare: `claims.beyond`
 
     @property
     def compared(self) -> list[str]:
@@ -253,12 +268,16 @@ class Study:
 
 @dataclass
 class ClaimText:
-    """A claim of the paper. place: where it stands there. test: see `claims.py`."""
+    """A claim of the paper. place: where it stands there. test: see `claims.py`. difference: the least one of
+    interest, for which seeds are planned. margin: below it a difference counts as none.
+    """
 
     __pydantic_config__ = STRICT
     text: str
     test: str
     place: str = ""
+    difference: Bound | None = None
+    margin: Bound | None = None
 
 
 _STUDY = TypeAdapter(Study)
@@ -349,6 +368,7 @@ def _check_measures(study: Study) -> None:
 
 def _check_curves(study: Study) -> None:
     for name, curve in study.curves.items():
+        check_names(f"curves.{name}.crossing", filter(None, [curve.crossing]), study.rows)
         of_run = curve.metric is not None and curve.stage is None and curve.consistency is None
         stage = study.stages.get(curve.stage or "")
         of_stage = curve.metric is None and curve.consistency is not None and stage is not None
@@ -361,3 +381,9 @@ def _check_control(study: Study) -> None:
     if study.compare and study.control is None:
         raise ValueError("compare: needs control, the row from which the differences are; or leave it out")
     check_names("compare", study.compare, study.measures)
+    check_names("bounds", study.bounds, study.measures)
+    for name, size in study.sizes.items():
+        if size.looks and size.looks != sorted({*size.looks[:-1], len(size.seeds)}):
+            raise ValueError(
+                f"sizes.{name}.looks: found {size.looks}, expected numbers of seeds up to {len(size.seeds)}"
+            )

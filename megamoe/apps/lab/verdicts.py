@@ -17,6 +17,7 @@ import bisect
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from functools import cache
 from statistics import fmean, stdev
 from typing import Literal
 
@@ -80,9 +81,15 @@ def interval(
 
 def _half(values: Sequence[float], alpha: float) -> float:
     """Return half of the length of the mean's two-sided interval."""
+    return _quantile(1 - alpha / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+
+
+@cache
+def _quantile(share: float, degrees: int) -> float:
+    """Return a quantile of Student's t distribution."""
     from scipy.stats import t
 
-    return float(t.ppf(1 - alpha / 2, len(values) - 1)) * stdev(values) / math.sqrt(len(values))
+    return float(t.ppf(share, degrees))
 
 
 def chances(
@@ -93,14 +100,14 @@ def chances(
     true: their mean; spread: their standard deviation, above 0. Integrated over the distribution of the
     standard deviation found.
     """
-    from scipy.stats import chi2, norm, t
+    from scipy.stats import chi2, norm
 
     error, degrees = spread / math.sqrt(seeds), seeds - 1
     found = np.sqrt(chi2.ppf((np.arange(SPREADS) + 0.5) / SPREADS, degrees) / degrees)
-    beyond = t.ppf(1 - alpha / 2, degrees) * found  # of the mean by its standard error, as `inside`
+    beyond = _quantile(1 - alpha / 2, degrees) * found  # of the mean by its standard error, as `inside`
     inside = np.full(SPREADS, -np.inf)
     if margin is not None:
-        inside = margin / error - t.ppf(1 - alpha, degrees) * found
+        inside = margin / error - _quantile(1 - alpha, degrees) * found
         beyond = np.maximum(beyond, inside)
     center = true / error
     equal = np.maximum(0.0, norm.cdf(inside - center) - norm.cdf(-inside - center))
@@ -133,13 +140,14 @@ def seeds_for(
     return needed if needed <= MOST_SEEDS else None
 
 
-def smallest_difference(spread: float, seeds: int) -> float:
+def smallest_difference(spread: float, seeds: int, alpha: float = ALPHA) -> float:
     """Return the true difference that so many seeds, two or more, show in 80 % of cases."""
     from scipy.optimize import brentq
 
-    if spread == 0:
-        return 0.0
-    return spread * float(brentq(lambda true: chances(true, 1.0, seeds)["seen"] - POWER, 0.0, 100.0))
+    def excess(true: float) -> float:
+        return chances(true, 1.0, seeds, alpha=alpha)["seen"] - POWER
+
+    return spread * float(brentq(excess, 0.0, 1 / alpha**2))
 
 
 def largest_spread(spread: float, seeds: int) -> float:

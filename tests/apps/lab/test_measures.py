@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megamoe.apps.lab.measures import FACTS, _at, _steps_until
+from megamoe.apps.lab.measures import FACTS, _at, _steps_until, crossing
 from megamoe.apps.lab.study import Measure
 from megamoe.apps.lab.tasks import Task
 from megamoe.apps.report.run_statistics import compute_statistics
@@ -40,6 +40,17 @@ def test_steps_until_another_run_is_reached(tmp_path: Path) -> None:
 
     assert [steps([3.0, 2.0, 1.5]), steps([4.0, 3.0, 2.1])] == [20.0, 30.0]
     assert steps([3.0, 2.0], done=False) is None and steps([]) is None
+
+
+def test_a_curve_crosses_another_where_the_smoothed_difference_stays_negative() -> None:
+    """Differences of 1 until step 20 and -1 from 21 on, but 5 at 30: the mean of 10 is negative from 26 to 29
+    and from 40 on.
+    """
+    others = [(step, 3.0) for step in range(1, 61)]
+    curve = [(step, 4.0 if step < 21 else 8.0 if step == 30 else 2.0) for step in range(1, 61)]
+    assert crossing(curve, others) == 38
+    assert crossing(curve[:37], others) is None and crossing([], others) is None
+    assert crossing(others, curve) is None and crossing([(1, 2.0)], [(1, 3.0), (2, 0.0)]) == 1
 
 
 def test_what_is_taken_of_the_numbers_at_a_path() -> None:

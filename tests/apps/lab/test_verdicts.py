@@ -17,9 +17,10 @@ from megamoe.apps.lab.verdicts import (
     smallest_difference,
 )
 
-SPREAD, MARGIN, DIFFERENCE, DRAWS = 0.8, 0.5, 1.0, 2000
+SPREAD, MARGIN, DIFFERENCE, DRAWS = 0.8, 0.5, 1.0, 1000
 NOISE = 3 * math.sqrt(0.05 * 0.95 / DRAWS)
 PLANNED = seeds_for(("seen",), DIFFERENCE, SPREAD, MARGIN)
+EQUAL = seeds_for(("equal",), 0.0, SPREAD, MARGIN)
 LOOKS = [3, 5, 10]
 
 
@@ -43,7 +44,7 @@ def share(true: float, verdicts: set[Verdict], looks: dict[int, float], margin: 
         (0.0, {"seen", "opposite"}, {3: 0.05}, None, 0.0, 0.05 + NOISE),
         (DIFFERENCE, {"seen"}, {PLANNED: 0.05}, MARGIN, 0.8, 1.0),
         (MARGIN, {"equal"}, {10: 0.05}, MARGIN, 0.0, 0.05 + NOISE),
-        (0.0, {"equal"}, {20: 0.05}, MARGIN, 0.8, 1.0),
+        (0.0, {"equal"}, {EQUAL: 0.05}, MARGIN, 0.8, 1.0),
         (0.0, {"seen", "opposite"}, levels_of(LOOKS), None, 0.0, 0.05 + NOISE),
         (MARGIN, {"equal"}, levels_of(LOOKS), MARGIN, 0.0, 0.05 + NOISE),
         (0.0, {"seen", "opposite"}, dict.fromkeys(LOOKS, 0.05), None, 0.08, 1.0),  # without alpha spending
