@@ -34,8 +34,9 @@ def power_table(plan: Plan, pilot: dict[str, Any]) -> Table:
             ends = [spread, largest_spread(spread, len(differences))]
             columns = [[number(each) for each in ends]]
             columns.append([number(smallest_difference(each, seeds, alpha)) for each in ends])
-            for declared, verdict in ((text.difference, "seen"), (text.margin, "equal")):
-                columns.append([_seeds(declared, right, verdict, each, alpha) for each in ends])
+            declared: dict[Verdict, Amount | None] = {"seen": text.difference, "equal": text.margin}
+            for verdict, size in declared.items():
+                columns.append([_seeds(size, right, verdict, each, alpha) for each in ends])
             table.append([f"`{finding.text}`", *(" to ".join(dict.fromkeys(column)) for column in columns)])
     return table
 

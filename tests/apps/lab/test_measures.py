@@ -43,12 +43,12 @@ def test_steps_until_another_run_is_reached(tmp_path: Path) -> None:
 
 
 def test_a_curve_crosses_another_where_the_smoothed_difference_stays_negative() -> None:
-    """Differences of 1 until step 20 and -1 from 21 on, but 5 at 30: the mean of 10 is negative from 26 to 29
-    and from 40 on.
+    """Differences of 1 until step 20 and -1 from 21 on, but 27 at 30: the mean of 10 is negative from 26 to
+    29 and from 40 on.
     """
     others = [(step, 3.0) for step in range(1, 61)]
-    curve = [(step, 4.0 if step < 21 else 8.0 if step == 30 else 2.0) for step in range(1, 61)]
-    assert crossing(curve, others) == 38
+    curve = [(step, 4.0 if step < 21 else 30.0 if step == 30 else 2.0) for step in range(1, 61)]
+    assert crossing(curve, others) == 40
     assert crossing(curve[:37], others) is None and crossing([], others) is None
     assert crossing(others, curve) is None and crossing([(1, 2.0)], [(1, 3.0), (2, 0.0)]) == 1
 
