@@ -15,7 +15,7 @@ below 0, and else undecided. So a difference that is surely there, and surely le
 
 import bisect
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from statistics import fmean, stdev
@@ -119,7 +119,7 @@ def chances(
 
 
 def seeds_for(
-    verdicts: Collection[Verdict],
+    verdicts: tuple[Verdict, ...],
     true: float,
     spread: float,
     margin: float | None = None,

@@ -87,7 +87,8 @@ def test_seeds_that_an_undecided_claim_needs() -> None:
     found = [0.5, -0.4, 0.1]
     alone, with_margin = seeds_more(found), seeds_more(found, 0.4)
     assert alone is not None and with_margin is not None and 3 < with_margin < alone
-    assert sum(chances(np.mean(found), np.std(found, ddof=1), 3 + with_margin, 0.4).values()) >= 0.8
+    decided = chances(float(np.mean(found)), float(np.std(found, ddof=1)), 3 + with_margin, 0.4)
+    assert sum([*decided.values()]) >= 0.8
     assert seeds_more([0.01, -0.01]) is None and seeds_for(("seen",), 1.0, 0.0) is None
     assert largest_spread(1.0, 3) == pytest.approx(
         math.sqrt(2 / -math.log(0.8) / 2)
