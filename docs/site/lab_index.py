@@ -27,7 +27,7 @@ FOLDER, STUDIES = ROOT / "docs/lab", sorted((ROOT / "examples/studies").glob("*.
 HEAD = """# Results of the studies
 
 Which claims of [the studies](../papers/studies.md) were run, on what, and what they came to. Beside an
-undecided one stands how many seeds more would decide it in 80 % of cases, were its mean and spread the true ones.
+undecided one stands how many seeds more decide it in 80 % of cases, if mean and spread are the true ones.
 `python docs/site/lab_index.py` writes this page.
 
 ## Run
