@@ -79,10 +79,10 @@ def figures_of_one(options: argparse.Namespace) -> dict[str, Any]:
         "flops": sum(total.flops for total in operators.values()),
         "peak_bytes": costs.peak.bytes,
         "collective_bytes": sum(t.bytes for key, t in collectives.items() if len(key.ranks) > 1),
-        "host_waits": (costs.counts.syncs + costs.counts.uploads).total(),
+        "host_waits": costs.counts.waits.total(),
         "parameters": costs.parameters,
         "tokens": costs.tokens,
-        "host_seconds": host_seconds(costs, ASSUMED),
+        "host_seconds": host_seconds(costs.counts, ASSUMED),
         "peak_by_category": costs.peak.by_category,
     }
     for name, gpu in GPUS.items():
@@ -92,7 +92,7 @@ def figures_of_one(options: argparse.Namespace) -> dict[str, Any]:
             for seconds in (times.seconds, *(each.seconds - each.hidden for each in (times, *bounds)))
         )
         cases = dict(zip(("overlapped", "optimistic", "pessimistic"), overlapped, strict=True))
-        parts = {part: round(time.total * 1e3, 2) for part, time in sorted(times.parts.items())}
+        parts = {part: round(seconds * 1e3, 2) for part, seconds in sorted(times.parts.items())}
         found[name] = {**whole, **cases, "parts_ms": parts}
     return found
 

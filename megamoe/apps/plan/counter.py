@@ -169,16 +169,23 @@ class CollectiveTotal(Total):
 
 @dataclass
 class Counts:
-    """What was counted in a step or a part of it. syncs: reads of device values by the host, by part.
-    uploads: blocking copies to the device.
+    """What was counted in a step or a part of it.
+
+    waits: of the host for the device, by part: it reads from the device, or copies to it from memory that is
+    not pinned. order: the keys of all calls, one after the other; None: a wait.
     """
 
     operators: dict[OperatorKey, OperatorTotal] = field(default_factory=lambda: defaultdict(OperatorTotal))
     collectives: dict[CollectiveKey, CollectiveTotal] = field(
         default_factory=lambda: defaultdict(CollectiveTotal)
     )
-    syncs: Counter[str] = field(default_factory=Counter)
-    uploads: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    order: list[OperatorKey | CollectiveKey | None] = field(default_factory=list)
+
+    def wait(self, part: str) -> None:
+        """Count a wait of the host."""
+        self.waits[part] += 1
+        self.order.append(None)
 
     def add(self, other: "Counts") -> None:
         """Add other counts to these."""
@@ -186,8 +193,8 @@ class Counts:
             self.operators[key].add(operator)
         for group, collective in other.collectives.items():
             self.collectives[group].add(collective)
-        self.syncs += other.syncs
-        self.uploads += other.uploads
+        self.waits += other.waits
+        self.order += other.order
 
 
 class CostCounter(TorchDispatchMode):
@@ -219,7 +226,7 @@ class CostCounter(TorchDispatchMode):
             return self._read(args[0], part)
         if name == "aten::nonzero" and self.kept is not None and args[0].dim() == 1 and self._here(args[0]):
             result = args[0].new_empty((round(self.kept * len(args[0])), 1), dtype=torch.int64)
-            self.counts.syncs[part] += 1
+            self.counts.wait(part)
         else:
             result = function(*args, **kwargs)
         if name.startswith("c10d::"):
@@ -251,7 +258,7 @@ class CostCounter(TorchDispatchMode):
 
     def _read(self, tensor: Tensor, part: str) -> float | int | bool:
         if self._here(tensor):
-            self.counts.syncs[part] += 1
+            self.counts.wait(part)
         if tensor.dtype == torch.bool:
             return False
         return 1.0 if tensor.is_floating_point() else 0
@@ -271,16 +278,15 @@ class CostCounter(TorchDispatchMode):
             return
         shape = tuple(tuple(tensor.shape) for tensor in given[:2])
         key = OperatorKey(part, self.phase, name, str(dtype_of(args)).removeprefix("torch."), shape)
+        self.counts.order.append(key)
         self.counts.operators[key].add(OperatorTotal(1, cost.launches, cost.bytes, cost.flops))
 
     def _count_copy(self, given: list[Tensor], made: list[Tensor], kwargs: Any, args: Any, part: str) -> None:
         """A copy between host and device. The host waits for one from the device."""
         target = made[0] if made else given[0]
         blocking = not kwargs.get("non_blocking", len(args) > 2 and args[2])
-        if not self._here(target):
-            self.counts.syncs[part] += 1
-        elif blocking:
-            self.counts.uploads[part] += 1
+        if blocking or not self._here(target):
+            self.counts.wait(part)
 
     def _count_collective(self, function: Any, args: Any, kwargs: Any, part: str) -> None:
         kind = name_of(function).removeprefix("c10d::").strip("_")
@@ -293,5 +299,6 @@ class CostCounter(TorchDispatchMode):
             {**dict(zip(names, args, strict=False)), **kwargs}.get("async_op", "async_op" in names)
         )
         key = CollectiveKey(part, self.phase, kind, ranks, is_async)
+        self.counts.order.append(key)
         most = max(sum(map(tensor_bytes, tensors_in(arg))) for arg in args)
         self.counts.collectives[key].add(CollectiveTotal(1, most))

@@ -7,11 +7,11 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from megamoe.apps.plan.assumptions import Assumptions
-from megamoe.apps.plan.counter import STAGES, CollectiveKey
+from megamoe.apps.plan.counter import STAGES, CollectiveKey, Counts
 from megamoe.apps.plan.hardware import Gpu, Topology
 from megamoe.apps.plan.memory import GRADIENTS, OPTIMIZER, PARAMETERS
 from megamoe.apps.plan.rank import StepCosts
-from megamoe.apps.plan.roofline import beside_seconds, roofline
+from megamoe.apps.plan.roofline import WAITING, beside_seconds, host_seconds, roofline
 from megamoe.config import RunConfig
 from megamoe.config.layer_kinds import group_layers
 from megamoe.config.moe_schema import LayerGroupConfig
@@ -26,11 +26,12 @@ FORWARD_VOCABULARY, BACKWARD_VOCABULARY = "forward, vocabulary", "backward, voca
 class Figures:
     """Numbers by name, in each mapping for one step of one rank.
 
-    numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `backward_seconds` and
-    `overlapped` (what may be hidden of the seconds of `roofline.beside_seconds`), `optimistic` and
-    `pessimistic` (seconds of the step); of one micro batch, `forward` and `backward` (seconds of its
-    passes), FORWARD_VOCABULARY and BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the
-    loss), `kept` (bytes of its activations between the two) and `sent` (bytes to one other stage).
+    numbers: `parameters`, `tokens`, `model_flops`, `flops`, `kernels`, `waits`, `host` (seconds of its
+    calls), `backward_seconds` and `overlapped` (what may be hidden of the seconds of
+    `roofline.beside_seconds`), `optimistic` and `pessimistic` (seconds of the step; `host, optimistic`: of
+    its calls); of one micro batch, `forward` and `backward` (seconds of its passes), FORWARD_VOCABULARY and
+    BACKWARD_VOCABULARY (of these, of the embedding, the output layer and the loss), `kept` (bytes of its
+    activations between the two) and `sent` (bytes to one other stage).
     states: bytes by category, gradients as the backward pass leaves them. seconds: by part. calls, bytes: of
     collectives. peaks: by (phase, category), bytes when it holds most. kept: activations at the peak by
     (phase, part).
@@ -88,20 +89,23 @@ def figures_of(costs: StepCosts, models: Models) -> Figures:
     gpu, topology, assumed = models.gpu, models.topology, models.likely
     times = roofline(costs, gpu, assumed, topology.seconds)
     backward_seconds, overlapped = beside_seconds(costs, gpu, assumed, topology.seconds)
-    bounds = {each.case: roofline(costs, gpu, each, topology.seconds) for each in models.bounds}
+    bounds = [(each, roofline(costs, gpu, each, topology.seconds)) for each in models.bounds]
     counts = costs.counts
+    collectives = sum(total.calls for key, total in counts.collectives.items() if key.part != STAGES)
     many = {key: total for key, total in counts.collectives.items() if len(key.ranks) > 1}
     return Figures(
         numbers={
             "parameters": costs.parameters,
             "tokens": costs.tokens,
             "model_flops": times.model_flops,
-            "flops": sum(part.flops for part in times.parts.values()),
-            "kernels": sum(part.launches for part in times.parts.values()),
-            "waits": (counts.syncs + counts.uploads).total(),
+            "flops": sum(total.flops for total in counts.operators.values()),
+            "kernels": sum(total.launches for total in counts.operators.values()) + collectives,
+            "waits": counts.waits.total(),
+            "host": host_seconds(counts, assumed),
             "backward_seconds": assumed.hidden * backward_seconds,
             "overlapped": assumed.hidden * overlapped,
-            **{case: other.seconds - other.hidden for case, other in bounds.items()},
+            **{each.case: other.seconds - other.hidden for each, other in bounds},
+            **{f"host, {each.case}": host_seconds(counts, each) for each, _ in bounds},
         },
         states={
             PARAMETERS: costs.parameter_bytes,
@@ -109,7 +113,7 @@ def figures_of(costs: StepCosts, models: Models) -> Figures:
             OPTIMIZER: costs.optimizer_bytes,
             **{f"{name} on the host": size for name, size in costs.host.items()},
         },
-        seconds={name: part.total for name, part in times.parts.items()},
+        seconds=times.parts,
         calls={key: total.calls for key, total in many.items()},
         bytes={key: total.bytes for key, total in many.items()},
         peaks={
@@ -131,11 +135,14 @@ def with_micro_batches(costs: StepCosts, models: Models, micro_batches: int) -> 
     Without pipeline stages memory does not depend on their number, from the second one on.
     """
     whole = figures_of(costs, models)
+    middle, both = costs.middle(), Counts()
+    for counts in middle.values():
+        both.add(counts)
     passes = {
-        each.forward: figures_of(replace(costs, counts=counts), models)
-        for each, counts in costs.middle().items()
+        each.forward: figures_of(replace(costs, counts=counts), models) for each, counts in middle.items()
     }
-    found = combined([(1, whole), *((micro_batches - costs.micro_batches, each) for each in passes.values())])
+    further = figures_of(replace(costs, counts=both), models)
+    found = combined([(1, whole), (micro_batches - costs.micro_batches, further)])
     sent = [
         total.bytes / total.calls
         for key, total in costs.counts.collectives.items()
@@ -157,7 +164,11 @@ def with_micro_batches(costs: StepCosts, models: Models, micro_batches: int) -> 
 
 
 def combined(terms: Iterable[tuple[float, Figures]]) -> Figures:
-    """Return the sum of figures, each with its factor, and no negative size of memory."""
+    """Return the sum of figures, each with its factor, and no negative size of memory.
+
+    No step is shorter than the host's calls. A part of a model may have shown nothing of that: the device
+    works long enough on the vocabulary.
+    """
     totals: dict[str, dict[Any, float]] = {each.name: defaultdict(float) for each in fields(Figures)}
     for factor, figures in terms:
         for name, total in totals.items():
@@ -165,7 +176,11 @@ def combined(terms: Iterable[tuple[float, Figures]]) -> Figures:
                 total[key] += factor * value
     for name in ("peaks", "kept"):  # the moments of the peaks may differ a little between the models
         totals[name] = {key: max(0.0, size) for key, size in totals[name].items()}
-    return Figures(**totals)
+    numbers, found = totals["numbers"], Figures(**totals)
+    totals["seconds"][WAITING] += max(0.0, numbers["host"] - found.overlapped_seconds)
+    for case in ("optimistic", "pessimistic"):
+        numbers[case] = max(numbers[case], numbers[f"host, {case}"])
+    return found
 
 
 SIMULATED = 1  # blocks of each kind

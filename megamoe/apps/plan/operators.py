@@ -120,9 +120,7 @@ def _bytes_of_all(*arguments: Any, result: Any, **options: Any) -> int:
 def _bytes(name: str, function: Any, arguments: tuple[Any, ...], options: dict[str, Any], result: Any) -> int:
     rule = _RULES.get(name)
     if rule is not None:
-        # A fused update with a scale also writes the scaled gradients back.
-        scaled = arguments[1] if options.get("grad_scale") is not None else ()
-        return rule(arguments, result) + sum(map(tensor_bytes, tensors_in(scaled)))
+        return rule(arguments, result)
     values = [*zip(schema_of(function).arguments, arguments, strict=False)]
     values += [(each, options[each.name]) for each in schema_of(function).arguments if each.name in options]
     total = 0

@@ -1,8 +1,8 @@
-"""The time of a counted step on a GPU by the roofline model, by part and by what bounds it."""
+"""The time of a counted step on a GPU by the roofline model, by part."""
 
 from collections import defaultdict
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from megamoe.apps.plan.assumptions import ASSUMED, Assumptions
 from megamoe.apps.plan.counter import (
@@ -13,30 +13,17 @@ from megamoe.apps.plan.counter import (
     WEIGHT_GRADIENTS,
     CollectiveKey,
     CollectiveTotal,
+    Counts,
     OperatorKey,
     OperatorTotal,
 )
 from megamoe.apps.plan.hardware import RANKS_OF_A_NODE, Gpu, Topology
 from megamoe.apps.plan.rank import StepCosts
 
-BOUNDS = ("flops", "bytes", "link", "launch", "sync")
+WAITING = "device waits for the host"  # the part of the step in which nothing runs
 GROUPED = ("aten::_grouped_mm", "megamoe::grouped", "megamoe::experts")  # the beginnings of their names
 SCATTERED = {"aten::index_add", "aten::index_add_", "aten::scatter_add_", "aten::scatter_add"}
 SCATTERED |= {"aten::index_put_", "aten::index_copy_", "aten::index_copy", "aten::embedding_dense_backward"}
-
-
-@dataclass
-class PartTime:
-    """Seconds of one part of the step by what bounds them, and what it launches."""
-
-    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BOUNDS, 0.0))
-    launches: int = 0
-    flops: int = 0
-
-    @property
-    def total(self) -> float:
-        """Seconds in all."""
-        return sum(self.seconds.values())
 
 
 @dataclass(frozen=True)
@@ -47,7 +34,7 @@ class Roofline:
     other collectives that the code launches beside the backward pass, as far as the pass lasts so long.
     """
 
-    parts: dict[str, PartTime]
+    parts: dict[str, float]
     seconds: float
     model_flops: float
     hidden: float
@@ -59,35 +46,75 @@ CollectiveSeconds = Callable[[CollectiveKey, CollectiveTotal, Gpu, Assumptions],
 def roofline(
     costs: StepCosts, gpu: Gpu, assumed: Assumptions = ASSUMED, seconds_of: CollectiveSeconds | None = None
 ) -> Roofline:
-    """Return the time of one step: operators one after the other, each bound by its FLOPs or its bytes.
+    """Return the time of one step among many: operators one after the other, by their FLOPs or their bytes.
 
-    What pipeline stages send each other takes no time of theirs, see `Pipeline`.
+    In the part WAITING the device has nothing to do, see `idle_seconds`. What pipeline stages send each other
+    takes no time of theirs, see `Pipeline`.
 
     seconds_of: the time of collectives; default: on nodes of RANKS_OF_A_NODE.
     """
     seconds_of = seconds_of or Topology(RANKS_OF_A_NODE).seconds
-    parts: dict[str, PartTime] = defaultdict(PartTime)
+    kernel_s = assumed.kernel_s
+    parts: dict[str, float] = defaultdict(float)
+    device: dict[OperatorKey | CollectiveKey, float] = {}  # of one call, in the stream of the passes
     for key, total in costs.counts.operators.items():
-        part = parts[key.part]
-        part.launches += total.launches
-        part.flops += total.flops
-        work, bound = operator_seconds(key, total, gpu, assumed)
-        part.seconds[bound] += work
-        part.seconds["launch"] += total.launches * assumed.kernel_s
+        seconds = operator_seconds(key, total, gpu, assumed) + total.launches * kernel_s
+        device[key] = seconds / total.calls
+        parts[key.part] += seconds
     for group, traffic in costs.counts.collectives.items():
         if group.part == STAGES:
             continue
-        parts[group.part].seconds["link"] += seconds_of(group, traffic, gpu, assumed)
-        parts[group.part].launches += traffic.calls
+        seconds = seconds_of(group, traffic, gpu, assumed)
+        if not group.is_async or group.part == DISPATCH:
+            device[group] = seconds / traffic.calls
+        parts[group.part] += seconds
     for (_, name), saved in hidden_exchange(costs, gpu, assumed, seconds_of).items():
-        parts[name].seconds["link"] -= saved
-    for name, waits in (costs.counts.syncs + costs.counts.uploads).items():
-        parts[name].seconds["sync"] += waits * assumed.sync_s
-    for name, idle in _behind_the_host(costs, gpu, assumed, seconds_of).items():
-        parts[name].seconds["launch"] += idle
-    seconds = sum(part.total for part in parts.values())
+        parts[name] -= saved
+    parts[WAITING] = idle_seconds(costs.counts, device, assumed)
     hidden = assumed.hidden * min(beside_seconds(costs, gpu, assumed, seconds_of))
-    return Roofline(dict(parts), seconds, model_flops(costs), hidden)
+    return Roofline(dict(parts), sum(parts.values()), model_flops(costs), hidden)
+
+
+def idle_seconds(
+    counts: Counts, device: Mapping[OperatorKey | CollectiveKey, float], assumed: Assumptions
+) -> float:
+    """Return the seconds of a step in which the device waits for the host, on two clocks.
+
+    The host makes the calls in their order, one after the other. The device begins one when the host has made
+    it and the calls before are done. Where the host reads from the device, it waits until these are done. It
+    may have made calls of the next step while the device still works on this one, so the second of two steps
+    counts.
+
+    device: seconds of one call; calls that are not in it run beside the others.
+    """
+    host, wait_s = call_seconds(counts, assumed), assumed.sync_s
+    host_s = device_s = idle = 0.0
+    for _ in range(2):
+        idle = 0.0
+        for key in counts.order:
+            if key is None:
+                host_s = max(host_s, device_s) + wait_s
+                continue
+            host_s += host[key]
+            if key in device:
+                idle += max(0.0, host_s - device_s)
+                device_s = max(host_s, device_s) + device[key]
+    return idle
+
+
+def call_seconds(counts: Counts, assumed: Assumptions) -> dict[OperatorKey | CollectiveKey, float]:
+    """Return the host's time of one call of each kind."""
+    ours, aten, collective = assumed.own_call_s, assumed.aten_call_s, assumed.collective_call_s
+    return {
+        **{key: ours if key.name.startswith("megamoe::") else aten for key in counts.operators},
+        **dict.fromkeys(counts.collectives, collective),
+    }
+
+
+def host_seconds(counts: Counts, assumed: Assumptions) -> float:
+    """Return the host's time of all calls."""
+    host = call_seconds(counts, assumed)
+    return sum(host[key] for key in counts.order if key is not None)
 
 
 def hidden_exchange(
@@ -106,7 +133,7 @@ def hidden_exchange(
         seconds: dict[str, float] = defaultdict(float)
         for key, total in costs.counts.operators.items():
             if key.phase == phase:
-                seconds[key.part] += operator_seconds(key, total, gpu, assumed)[0]
+                seconds[key.part] += operator_seconds(key, total, gpu, assumed)
         travel = {part: 0.0 for part in (DISPATCH, COMBINE)}
         for each, sent in traffic.items():
             # Rows, not counts or pairs, for which the host or the pass waits at once.
@@ -136,19 +163,17 @@ def beside_seconds(
     backward = [(key, total) for key, total in costs.counts.operators.items() if key.phase == "backward"]
     traffic = costs.counts.collectives
     beside = [key for key in traffic if key.phase == "backward" and key.is_async and key.part != DISPATCH]
-    times = {key: operator_seconds(key, total, gpu, assumed)[0] for key, total in backward}
+    times = {key: operator_seconds(key, total, gpu, assumed) for key, total in backward}
     passed = sum(time for key, time in times.items() if key.part != "vocabulary and loss")
     return passed, sum(seconds_of(key, traffic[key], gpu, assumed) for key in beside)
 
 
-def operator_seconds(
-    key: OperatorKey, total: OperatorTotal, gpu: Gpu, assumed: Assumptions
-) -> tuple[float, str]:
-    """Seconds of all calls on the device, without gaps, and what bounds them."""
+def operator_seconds(key: OperatorKey, total: OperatorTotal, gpu: Gpu, assumed: Assumptions) -> float:
+    """Seconds of all calls on the device, without gaps, by their FLOPs or their bytes."""
     by_flops = total.flops / (gpu.peak(key.dtype) * _share(key, assumed))
     reached = assumed.scattered_bytes if key.name in SCATTERED else assumed.bytes
     by_bytes = total.bytes / (gpu.memory * reached)
-    return (by_flops, "flops") if by_flops > by_bytes else (by_bytes, "bytes")
+    return max(by_flops, by_bytes)
 
 
 def _share(key: OperatorKey, assumed: Assumptions) -> float:
@@ -163,47 +188,6 @@ def _share(key: OperatorKey, assumed: Assumptions) -> float:
 def _smallest(key: OperatorKey) -> int:
     """Return the smallest dimension of the matrices of a product, whose stacks may have more."""
     return min((size for shape in key.shape for size in shape[-2:] if len(shape) > 1), default=0)
-
-
-def host_seconds(costs: StepCosts, assumed: Assumptions) -> float:
-    """The host's time of all launches of a step."""
-    return sum(_of_host(costs, assumed).values())
-
-
-def _of_host(costs: StepCosts, assumed: Assumptions) -> dict[tuple[str, str], float]:
-    """The host's time of launches by (phase, part)."""
-    found: dict[tuple[str, str], float] = defaultdict(float)
-    for key, total in costs.counts.operators.items():
-        own = key.name.startswith("megamoe::")
-        found[key.phase, key.part] += total.calls * (assumed.own_call_s if own else assumed.aten_call_s)
-    for group, traffic in costs.counts.collectives.items():
-        found[group.phase, group.part] += traffic.calls * assumed.collective_call_s
-    return found
-
-
-def _behind_the_host(
-    costs: StepCosts, gpu: Gpu, assumed: Assumptions, seconds_of: CollectiveSeconds
-) -> dict[str, float]:
-    """Seconds by part in which the device waits for the host's launches.
-
-    In each phase the host runs ahead of the device, or the device waits for it. What the host does longer is
-    booked on the parts in the ratio of the host's time for them.
-    """
-    found: dict[str, float] = defaultdict(float)
-    host: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
-    device: dict[str, float] = defaultdict(float)
-    for (phase, part), seconds in _of_host(costs, assumed).items():
-        host[phase][part] += seconds
-    for key, total in costs.counts.operators.items():
-        device[key.phase] += operator_seconds(key, total, gpu, assumed)[0] + total.launches * assumed.kernel_s
-    for group, traffic in costs.counts.collectives.items():
-        if not group.is_async and group.part != STAGES:
-            device[group.phase] += seconds_of(group, traffic, gpu, assumed)
-    for phase, parts in host.items():
-        whole = sum(parts.values())
-        for part, seconds in parts.items():
-            found[part] += max(0.0, whole - device[phase]) * seconds / whole
-    return found
 
 
 def model_flops(costs: StepCosts) -> float:

@@ -42,7 +42,7 @@ def test_an_operator_takes_the_row_of_its_size_and_phase() -> None:
     attention = "aten::_scaled_dot_product_flash_attention"
 
     def seconds(name: str, shape: tuple[tuple[int, ...], ...], phase: str = "forward") -> float:
-        return operator_seconds(OperatorKey("any", phase, name, "bfloat16", shape), total, h100, ASSUMED)[0]
+        return operator_seconds(OperatorKey("any", phase, name, "bfloat16", shape), total, h100, ASSUMED)
 
     assert seconds(attention, ((8, 16, 2048, 64),)) == pytest.approx(0.01, rel=0.01)
     assert seconds(attention, ((8, 16, 2048, 64),), "backward") > seconds(attention, ((8, 16, 2048, 64),))

@@ -60,7 +60,7 @@ def test_by_hand(
     expected: dict[str, tuple[float, float]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(module, "operator_seconds", lambda key, total, *_: (total.bytes / 1000, "bytes"))
+    monkeypatch.setattr(module, "operator_seconds", lambda key, total, *_: total.bytes / 1000)
     gpu = replace(GPUS["h100"], name="any")
     found = module.hidden_exchange(
         costs_of(seconds, **further), gpu, ASSUMED, lambda key, total, *_: float(total.bytes)

@@ -25,6 +25,7 @@ FULL = [
     "recomputation_is_counted",
     "an_encoder_decoder_is_extrapolated",
     "command_searches",
+    "steps_that_an_h100_took",
 ]
 FILES = ("tests/support/apps/check_simulation.py", "tests/support/apps/check_command.py")
 QUICK = [name for name in names_of_checks(*FILES) if name not in FULL]

@@ -26,8 +26,9 @@ from megamoe.apps.plan.hardware import GPUS
 from megamoe.apps.plan.memory import ACTIVATIONS, PARAMETERS
 from megamoe.apps.plan.plan import Cluster, make_plan
 from megamoe.apps.plan.rank import StepCosts, fake_mode, simulate_step
-from megamoe.apps.plan.roofline import roofline
+from megamoe.apps.plan.roofline import WAITING, roofline
 from megamoe.apps.plan.stand_ins import evenly
+from megamoe.config import load_config
 from megamoe.errors import UserError
 from megamoe.kernels.operators import kernel_operator
 from megamoe.model.size import model_size
@@ -184,8 +185,8 @@ def check_host_waits() -> None:
         torch.zeros(4).sum().item()
 
     counts = counted(program).counts
-    assert (counts.syncs.total(), counts.uploads.total()) == (2, 0)
-    assert counted(lambda: torch.zeros(4).to("cuda")).counts.uploads.total() == 1
+    assert counts.waits.total() == counts.order.count(None) == 2
+    assert counted(lambda: torch.zeros(4).to("cuda")).counts.waits.total() == 1
 
 
 def check_collectives() -> None:
@@ -255,6 +256,14 @@ def simulated(*overrides: str, ranks: int = 8, load: float = 1.0) -> StepCosts:
     return simulate_step(tiny(*SMALL, "moe.num_experts=8", *overrides), ranks, load)
 
 
+def check_bytes_of_an_update() -> None:
+    """AdamW by Triton: 30 bytes a parameter, and 22 with moments in bf16."""
+    for moments, expected in (("fp32", 30), ("bf16", 22)):
+        costs = simulated("model.gpu_kernels=triton", f"optimizer.moments={moments}", ranks=1)
+        updates = [total for key, total in costs.counts.operators.items() if key.name == "megamoe::adamw"]
+        assert math.isclose(sum(each.bytes for each in updates), expected * costs.parameters, rel_tol=0.02)
+
+
 def check_states_of_a_layout() -> None:
     """Bytes of weights, gradients and optimizer state are those of the formulas, which real runs confirm."""
     config = tiny(*SMALL, "moe.num_experts=8", "parallel.expert=4")
@@ -273,7 +282,7 @@ def check_step_of_expert_parallel_ranks() -> None:
     even, uneven = simulated("parallel.expert=8"), simulated("parallel.expert=8", load=2.0)
     exchanged = [total.calls for key, total in even.counts.collectives.items() if key.kind == "alltoall_base"]
     assert sum(exchanged) == 2 * 5  # of two layers: counts, rows there and back, and their gradients
-    assert even.counts.syncs["dispatch"] == 2
+    assert even.counts.waits["dispatch"] == 2
     parts = {key.part for key in even.counts.operators}
     wanted = {"attention", "router", "dispatch", "experts", "combine", "vocabulary and loss", "optimizer"}
     assert wanted <= parts
@@ -284,7 +293,9 @@ def check_step_of_expert_parallel_ranks() -> None:
     assert even.peak.by_category[ACTIVATIONS] < uneven.peak.by_category[ACTIVATIONS]
     assert even.peak.by_category[PARAMETERS] == even.parameter_bytes
     times = {name: roofline(even, gpu) for name, gpu in GPUS.items()}
-    assert times["a100"].seconds > times["h100"].seconds > times["b200"].seconds
+    # The host is the bound of so small a model: on each GPU a step takes as long.
+    busy = {name: each.seconds - each.parts[WAITING] for name, each in times.items()}
+    assert busy["a100"] > busy["h100"] > busy["b200"]
     assert 0 < times["h100"].model_flops < times["h100"].seconds * GPUS["h100"].bf16
     assert roofline(even, GPUS["h100"]).model_flops == roofline(uneven, GPUS["h100"]).model_flops
 
@@ -315,6 +326,27 @@ def check_every_kind_of_layout_is_simulated() -> None:
     ):
         config = tiny(*SMALL, "moe.num_experts=8", *overrides)
         assert simulate_step(config, 8, micro_batches=2, stage=stage).peak.bytes > 0, overrides
+
+
+def check_steps_that_an_h100_took() -> None:
+    """moe_1b of 16,384 tokens took 83.2 ms, and of 128 tokens 77.7, with a wait after each step.
+
+    Some 6.2 ms of it are gone since, by the plan: gradients that were cleared one by one, the router's
+    products in fp32, and an update of 38 bytes a parameter in place of 30. Without these waits the device
+    works on while the host begins the next step.
+    """
+    layout = ("parallel.deepspeed=ds_configs/zero1_bf16_cuda.json", "model.gpu_kernels=triton")
+    for measured_ms, batch in (
+        (83.2 - 6.2, ()),
+        (77.7 - 6.2, ("data.sequence_length=128", "train.micro_batch_size=1")),
+    ):
+        model = load_config("benchmarks/rooflines/models/moe_1b.yaml", [*layout, "parallel.expert=1", *batch])
+        costs = simulate_step(model, 1)
+        free = roofline(costs, GPUS["h100"]).seconds
+        costs.counts.order.append(None)
+        synchronised = roofline(costs, GPUS["h100"]).seconds
+        assert math.isclose(synchronised * 1e3, measured_ms, rel_tol=0.06), (synchronised, measured_ms)
+        assert free < synchronised - 5e-3
 
 
 def check_evenly() -> None:
