@@ -1,4 +1,4 @@
-# make setup | demo | compare | catalogues | mlm-small | translation-small | chat-small | papers-small | test | test-core | test-quick | test-slowest | test-full | fuzz | test-slurm | gpu-check | docs | lint | clean
+# make setup | demo | compare | catalogues | mlm-small | translation-small | chat-small | papers-small | test | test-core | test-quick | test-slowest | test-full | fuzz | test-slurm | gpu-check | gpu-session | docs | lint | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter (3.11 or later); without it an existing .venv keeps its own.
 
 VENV := .venv
@@ -30,7 +30,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_INSTALL := $(PY) -m pip install --quiet --quiet --disable-pip-version-check --no-compile -c $(CONSTRAINTS)
 
 .DELETE_ON_ERROR:
-.PHONY: setup demo compare catalogues mlm-small translation-small chat-small papers-data papers-small test test-core test-quick test-slowest test-full fuzz test-slurm test-slurm-short gpu-check docs lint clean FORCE
+.PHONY: setup demo compare catalogues mlm-small translation-small chat-small papers-data papers-small test test-core test-quick test-slowest test-full fuzz test-slurm test-slurm-short gpu-check gpu-session docs lint clean FORCE
 
 setup: $(STAMP)
 
@@ -194,6 +194,13 @@ test-slurm-short: $(STAMP)
 # On a machine with GPUs: a report in gpu_check/ within some ten minutes.
 gpu-check: $(STAMP)
 	$(PY) benchmarks/gpu_check.py
+
+# What decides the next changes on a GPU, in half an hour, in order: right kernels, the step, probes, the rest.
+SESSION := environment,kernels_experts,kernels_router,kernels_sums,kernels_grouping,kernels_norms,training,host
+SESSION := $(SESSION),probe_adamw,probe_passes,tiles,probe_graph,probe_olmoe,transformer_engine
+SESSION := $(SESSION),probe_fp8,probe_moments,layer,step
+gpu-session: $(STAMP)
+	$(PY) benchmarks/gpu_check.py --minutes 29 --output gpu_session --sections $(SESSION)
 
 # The site of the documentation, in build/docs/: open index.html. Any warning is an error. The extra is installed first.
 # Without --quiet, which makes mkdocs count no warning, so that none is an error.

@@ -3,7 +3,7 @@
     python benchmarks/gpu_check.py [--output gpu_check] [--minutes 10] [--sections environment,parity,...]
                                    [--devices N] [--device cpu] [--quick]
 
-Sections, in this order, which is that of one slot of ten minutes:
+Sections; without --sections they run in this order, which is that of one slot of ten minutes:
 
 environment         devices, driver, versions
 training            a model of 1 B parameters, tuned and by default: speed, memory, device time by part
@@ -17,6 +17,7 @@ tiles               tiles of the experts' products beside those of the built-in 
 transformer_engine  its layers, in bf16 and FP8, if it is installed
 layer               our MoE layer beside those of Megatron-Core, DeepSpeed and transformers
 step                our training step beside transformers'
+probe_...           only where named: what decides the next changes, after a control (`make gpu-session`)
 
 A section runs in a process of its own; if it ends with an error or not in time, nothing of it is left and the
 others still run. Sections that would begin after --minutes are skipped. Findings are written as they come:
@@ -44,6 +45,7 @@ from common.child import environment  # noqa: E402
 from common.command import positive, user_errors_exit_2  # noqa: E402
 from gpu import collectives, training  # noqa: E402
 from gpu.findings import Machine, Section, Skip  # noqa: E402
+from gpu.probes import PROBES  # noqa: E402
 from gpu.ranks import last_lines, run_process  # noqa: E402
 from gpu.report import SECTIONS, load_section, summary, write_report  # noqa: E402
 from megamoe.apps.command import parser_of  # noqa: E402
@@ -68,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = parser_of(__doc__)
     parser.add_argument("--output", default="gpu_check", help="folder of the report")
     parser.add_argument("--minutes", type=positive, default=10)
-    parser.add_argument("--sections", help="names separated by commas; default: all")
+    parser.add_argument("--sections", help="names separated by commas, in their order")
     parser.add_argument("--devices", type=positive, help="how many devices to use; default: all")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--quick", action="store_true", help="small sizes, to rehearse")
@@ -98,12 +100,12 @@ def _machine(arguments: argparse.Namespace) -> Machine:
 
 def _names(text: str | None) -> list[str]:
     if text is None:
-        return list(SECTIONS)
+        return [name for name in SECTIONS if name not in PROBES]
     names = text.split(",")
     for name in names:
         if name not in SECTIONS:
             raise UserError(f"--sections: there is no {name!r}; there are {', '.join(SECTIONS)}")
-    return [name for name in SECTIONS if name in names]
+    return names
 
 
 def _run_all(names: list[str], machine: Machine, output: Path, seconds: float) -> int:

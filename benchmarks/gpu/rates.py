@@ -30,7 +30,6 @@ PRODUCTS = {
     ),
     "quick": ((64, 32, 96), (96, 64, 32)),
 }
-FP8_CAPABILITY = (8, 9)
 
 
 def run(machine: Machine, section: Section) -> None:
@@ -45,9 +44,6 @@ def run(machine: Machine, section: Section) -> None:
                 section.add(f"product, {name}, {size}", _product_rate(size, dtype, device), "TFLOP/s")
         finally:
             torch.set_float32_matmul_precision(before)
-    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
-        for size in sizes:
-            section.add(f"product, FP8, {size}", _fp8_rate(size, device), "TFLOP/s")
     _real_shapes(machine, section, device)
     for dtype in (torch.bfloat16, torch.float32):
         shape = GROUPED["cpu" if machine.quick else machine.device]
@@ -115,13 +111,6 @@ def seconds_of(call: Callable[[], object]) -> float:
 def _product_rate(size: int, dtype: torch.dtype, device: torch.device) -> float:
     left, right = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     return 2 * size**3 / seconds_of(partial(torch.mm, left, right)) / 1e12
-
-
-def _fp8_rate(size: int, device: torch.device) -> float:
-    one = torch.ones((), device=device)
-    left, right = (torch.randn(size, size, device=device).to(torch.float8_e4m3fn) for _ in range(2))
-    call = partial(torch._scaled_mm, left, right.t(), one, one, out_dtype=torch.bfloat16)
-    return 2 * size**3 / seconds_of(call) / 1e12
 
 
 def _experts_rate(shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device) -> float:

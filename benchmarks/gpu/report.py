@@ -10,6 +10,7 @@ from typing import Any
 
 from gpu import attention, collectives, comparisons, environment, extensions, kernels, parity, rates, training
 from gpu.findings import Machine, Section
+from gpu.probes import PROBES
 from megamoe.apps.plan.assumptions import Rate
 from megamoe.io import replace_file
 
@@ -43,6 +44,7 @@ SECTIONS: dict[str, Task] = {
     "transformer_engine": Task(extensions.run, 400),
     "layer": Task(comparisons.run_layer, 150),
     "step": Task(comparisons.run_step, 150),
+    **{name: Task(run, 180) for name, run in PROBES.items()},
 }
 
 

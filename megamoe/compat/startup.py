@@ -31,8 +31,9 @@ _NOTICES = (
 def check_versions() -> None:
     """Call once in an entry point, before `configure_libraries`. Imports none of the libraries.
 
-    A version newer than the tested ones is one line of warning on rank 0. A library without metadata, such as
-    a source tree on PYTHONPATH, is not checked.
+    A version newer than the tested ones is one line of warning on rank 0, and with MEGAMOE_ANY_VERSION=1 in
+    the environment an older one too. A library without metadata, such as a source tree on PYTHONPATH, is not
+    checked.
 
     Raises:
         UserError: if one of the libraries is missing or too old.
@@ -46,9 +47,10 @@ def check_versions() -> None:
             continue
         # Without its pre-release part: a container's 2.14.0a0+nv is as good as a 2.14.
         release = Version(found.base_version)
-        if release < Version(oldest):
+        is_old = release < Version(oldest)
+        if is_old and os.environ.get("MEGAMOE_ANY_VERSION") != "1":
             raise UserError(f"{name}: found version {found}, expected {oldest} or later; {way_out}")
-        if release >= Version(untested) and _is_first_rank():
+        if (is_old or release >= Version(untested)) and _is_first_rank():
             print(
                 f"warning: {name}: found version {found}, tested from {oldest} up to, but not including, "
                 f"{untested}; if the run fails: {way_out}",
