@@ -46,13 +46,14 @@ def main() -> None:
     options = parser.parse_args()
     cuda_device.load()
     rows = json.loads((ROOT / "benchmarks/published_speeds.json").read_text())
-    print("| model | H100 | layout | published | planned | planned / published | MFU | peak GB |")
-    print("|---|---|---|---|---|---|---|---|")
+    print("| model | H100 | layout | routing | published | planned | planned / published | MFU | peak GB |")
+    print("|---|---|---|---|---|---|---|---|---|")
     found = []
     for row in rows:
         each = planned(row)
         found.append(each)
-        head = f"| {row['model']} | {row['gpus']:,} | {row['layout']} | {row['tokens_per_gpu']:,} |"
+        head = f"| {row['model']} | {row['gpus']:,} | {row['layout']} | {row['routing'].partition(':')[0]} "
+        head += f"| {row['tokens_per_gpu']:,} |"
         if "refused" in each:
             print(f"{head} refused: {each['refused']} | | | |", flush=True)
             continue
