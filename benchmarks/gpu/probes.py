@@ -5,6 +5,7 @@ Each begins with a control, so that sessions on different machines can be compar
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,8 +23,10 @@ from megamoe.optim.short_moments import ShortMoments
 PARAMETERS, ROWS = 930_000_000, 32_768
 KERNELS = Kernels(triton=True)
 # Four blocks of OLMoE's size.
-OLMOE = ("model.num_layers=4", "model.hidden_size=2048", "model.num_attention_heads=16")
-OLMOE += ("moe.num_experts=64", "moe.expert_ffn_hidden_size=1024", "moe.router.selector={name: top_k, k: 8}")
+OLMOE = (
+    *("model.num_layers=4", "model.hidden_size=2048", "model.num_attention_heads=16"),
+    *("moe.num_experts=64", "moe.expert_ffn_hidden_size=1024", "moe.router.selector={name: top_k, k: 8}"),
+)
 
 
 def _device(machine: Machine) -> torch.device:
@@ -85,7 +88,7 @@ def run_graph(machine: Machine, section: Section) -> None:
     rows = torch.randn(width, width, device=device, dtype=torch.bfloat16, requires_grad=True)
     section.add("eager, both passes", 1e6 * seconds_of(lambda: layer(rows).sum().backward()), "us")
     if device.type == "cuda":
-        replayed = torch.cuda.make_graphed_callables(layer, (rows,))
+        replayed: Any = torch.cuda.make_graphed_callables(layer, (rows,))
         section.add("replayed", 1e6 * seconds_of(lambda: replayed(rows).sum().backward()), "us")
         with torch.no_grad():
             other = torch.randn_like(rows)
