@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, distributed
 
-from megamoe.compat import replaced
-
 _compile_now = torch.compile
 
 
@@ -83,21 +81,6 @@ class Foreach:
     def norms(tensors: list[Tensor]) -> list[Tensor]:
         """Return the L2 norm of each tensor, an fp32 scalar."""
         return list(torch._foreach_norm(tensors, 2, dtype=torch.float32))
-
-
-def step_with_scaled_gradients(
-    optimizer: torch.optim.Adam, factor: float, device: torch.device, step: Callable[[], Any] | None = None
-) -> None:
-    """Take PyTorch's fused step with the gradients times `factor`, without a pass of their own.
-
-    step: the step to take; None: that of torch.optim.Adam.
-
-    Reason: the fused step divides by the attribute `grad_scale`, which only torch.amp.GradScaler sets.
-    Without it: clipping reads and writes every gradient once more.
-    Canary: test_torch.py::test_steps_with_scaled_gradients
-    """
-    with replaced(optimizer, grad_scale=torch.full((), 1 / factor, dtype=torch.float32, device=device)):
-        torch.optim.Adam.step(optimizer) if step is None else step()
 
 
 def assert_on_device(condition: Tensor, message: str) -> None:

@@ -1,11 +1,13 @@
 """AdamW and Adam, and the squared norm of the gradients, as passes over all parameters together."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megamoe.compat.torch_compat import AdamState, Foreach, step_with_scaled_gradients
+from megamoe.compat.torch_compat import AdamState, Foreach
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.kernels.library import Library
 
@@ -22,7 +24,7 @@ def sum_of_squares(tensors: list[Tensor], kernels: Kernels) -> Tensor:
 
 
 class AdamW(torch.optim.Adam):
-    """PyTorch's AdamW or Adam, whose step in fp32 on the CPU is one pass over all tensors together.
+    """PyTorch's AdamW or Adam, whose step on CUDA is one pass over each tensor, by Triton.
 
     decoupled_weight_decay: True: AdamW, which decays the weight itself (Loshchilov and Hutter 2019). False:
     Adam, which adds L2 regularisation to the gradient, after clipping and before the moments (Kingma and Ba
@@ -41,35 +43,64 @@ class AdamW(torch.optim.Adam):
         super().__init__(params, decoupled_weight_decay=decoupled_weight_decay, **options)
 
     @torch.no_grad()
-    def update(self, factor: float, rounded: dict[Tensor, Tensor] | None = None) -> None:
-        """Take one step with the gradients times `factor`.
+    def step(  # type: ignore[override]
+        self, closure: Any = None, factor: float = 1.0, rounded: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        """Take one step with the gradients times `factor`, by Triton or PyTorch, which scales them in place.
 
-        rounded: by parameter, the bf16 tensor into which its new value is also written.
+        rounded: by parameter, the tensor into which its new value is also written, in bf16.
         """
+        weights = [weight for group in self.param_groups for weight in group["params"]]
+        weights = [weight for weight in weights if weight.grad is not None]
+        if weights and self.kernels.uses_triton(weights[0].device):
+            self._step_by_triton(factor, rounded or {})
+            return
+        if factor != 1 and weights:
+            Foreach.scale([weight.grad for weight in weights], factor)
+        self.step_by_pytorch()
+        if rounded is not None and weights:
+            Foreach.copy([rounded[weight] for weight in weights], weights)
+
+    def step_by_pytorch(self) -> None:
+        """Take one step by PyTorch's operators."""
+        torch.optim.Adam.step(self)
+
+    @torch.no_grad()
+    def update(self, factor: float, rounded: Mapping[Tensor, Tensor] | None = None) -> None:
+        """Do what `step` does; in fp32 on the CPU in one pass over all tensors together."""
         groups = [(group, AdamState.of(self, group)) for group in self.param_groups]
-        weights = [weight for _, state in groups for weight in state.weights]
         tensors = [tensor for _, state in groups for tensor in state.passed_over()]
         fp32 = bool(tensors) and tensors[0].dtype == torch.float32
         library = self.kernels.library_for(*tensors) if fp32 else None
         if library is None:
-            self._update_plainly(weights, factor, rounded)
+            AdamW.step(self, factor=factor, rounded=rounded)
             return
         for group, state in groups:
             if state.weights:
                 _update(library, state, group, factor, rounded)
 
-    def _update_plainly(
-        self, parameters: list[Tensor], factor: float, rounded: dict[Tensor, Tensor] | None
-    ) -> None:
-        gradients = [p.grad for p in parameters if p.grad is not None]
-        if factor != 1 and gradients and gradients[0].device.type == "cuda" and self.defaults["fused"]:
-            step_with_scaled_gradients(self, factor, gradients[0].device)
-        else:
-            if factor != 1 and gradients:
-                Foreach.scale(gradients, factor)
-            torch.optim.Adam.step(self)
-        if rounded is not None and parameters:
-            Foreach.copy([rounded[parameter] for parameter in parameters], parameters)
+    def _step_by_triton(self, factor: float, rounded: Mapping[Tensor, Tensor]) -> None:
+        from megamoe.kernels.triton.adamw import adamw
+
+        groups = [(group, AdamState.of(self, group)) for group in self.param_groups]
+        Foreach.add([step for _, state in groups for step in state.steps], 1.0)
+        numbers = torch.tensor([_numbers(group, factor) for group, _ in groups], dtype=torch.float32)
+        device = next(weight.device for _, state in groups for weight in state.weights)
+        if device.type == "cuda":
+            numbers = numbers.pin_memory().to(device, non_blocking=True)
+        for of_group, (_, state) in zip(numbers, groups, strict=True):
+            moments = zip(state.means, state.squares, strict=True)
+            for weight, gradient, both, step in zip(
+                state.weights, state.gradients, moments, state.steps, strict=True
+            ):
+                adamw(weight, gradient, *both, rounded.get(weight), of_group, step)
+
+
+def _numbers(group: dict[str, Any], factor: float) -> list[float]:
+    """Return what the Triton kernel reads from the device: a CUDA graph could be replayed with others."""
+    betas = group["betas"]
+    moments = [*(1 - beta for beta in betas), *(math.log(beta) if beta else -math.inf for beta in betas)]
+    return [factor, float(group["lr"]), *moments, group["eps"], *_decays(group)]
 
 
 def _decays(group: dict[str, Any]) -> tuple[float, float]:
@@ -83,7 +114,7 @@ def _update(
     state: AdamState,
     group: dict[str, Any],
     factor: float,
-    rounded: dict[Tensor, Tensor] | None,
+    rounded: Mapping[Tensor, Tensor] | None,
 ) -> None:
     Foreach.add(state.steps, 1.0)
     counts = [float(step) for step in state.steps]

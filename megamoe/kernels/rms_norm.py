@@ -58,13 +58,9 @@ class _SummedRMSNorm(Function):
     ) -> tuple[Tensor, Tensor]:
         count, width = hidden.numel() // len(weight_H), len(weight_H)
         normed, scale_N = torch.empty_like(hidden), hidden.new_empty(count, dtype=torch.float32)
-        if added is None:
-            total = hidden.view_as(hidden)
-            library.rms_norm(hidden, weight_H, count, width, eps, normed, scale_N)
-        else:
-            total = torch.empty_like(hidden)
-            arguments = (hidden, added.contiguous(), weight_H, count, width, eps, total, normed, scale_N)
-            library.summed_rms_norm(*arguments)
+        sums = (None, None) if added is None else (added.contiguous(), torch.empty_like(hidden))
+        library.rms_norm(hidden, weight_H, count, width, eps, normed, scale_N, *sums)
+        total = hidden.view_as(hidden) if sums[1] is None else sums[1]
         ctx.save_for_backward(hidden if added is None else total, weight_H, scale_N)
         ctx.library, ctx.has_added = library, added is not None
         return total, normed
@@ -74,9 +70,8 @@ class _SummedRMSNorm(Function):
     def backward(ctx: Any, to_total: Tensor, to_normed: Tensor) -> tuple[Tensor | None, ...]:
         total, weight_H, scale_N = ctx.saved_tensors
         to_hidden, to_weight_H = torch.empty_like(total), torch.empty_like(weight_H)
-        operands = (to_normed.contiguous(), to_total.contiguous(), total, weight_H, scale_N)
-        arguments = (*operands, len(scale_N), len(weight_H), to_hidden, to_weight_H)
-        ctx.library.summed_rms_norm_backward(*arguments)
+        arguments = (to_normed.contiguous(), total, weight_H, scale_N, len(scale_N), len(weight_H))
+        ctx.library.rms_norm_backward(*arguments, to_hidden, to_weight_H, to_total.contiguous())
         return to_hidden, to_hidden if ctx.has_added else None, to_weight_H, None, None
 
 

@@ -15,9 +15,10 @@ alone knows where the rows of a matrix lie.
 """
 
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -26,6 +27,7 @@ from torch import Tensor
 from megamoe.compat import replaced
 from megamoe.compat.torch_compat import Foreach
 from megamoe.config.schema import MuonConfig
+from megamoe.kernels.adamw import AdamW
 from megamoe.optim.optimizers import MasterWeightAdamW, Stage0AdamW
 
 MOMENTUM = "momentum_buffer"  # in the optimizer's state; torch.optim.Muon's name
@@ -119,21 +121,31 @@ def _without_matrices(optimizer: torch.optim.Optimizer) -> Iterator[list[dict[st
         yield [group for group in groups if is_of_muon(group)]
 
 
-class PartitionedMuon(torch.optim.AdamW):
-    """Muon for the optimizer that DeepSpeed partitions at ZeRO 1 to 3, with PyTorch's fused AdamW."""
+def _step(
+    optimizer: Any, others: Callable[[], None], factor: float, rounded: Mapping[Tensor, Tensor] | None
+) -> None:
+    """Take one step, in which `others` updates what Muon does not; see `kernels.adamw.AdamW.step`."""
+    with _without_matrices(optimizer) as matrices:
+        others()
+    optimizer.muon.step(optimizer, matrices, factor)
+    weights = [weight for group in matrices for weight in group["params"]]
+    if rounded is not None and weights:
+        Foreach.copy([rounded[weight] for weight in weights], weights)
+
+
+class PartitionedMuon(AdamW):
+    """Muon for the optimizer that DeepSpeed partitions at ZeRO 1 to 3, with AdamW."""
 
     def __init__(self, groups: list[dict[str, Any]], config: MuonConfig, **options: Any) -> None:
         self.muon = Muon(config)
         super().__init__(groups, **options)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Update; `grad_scale`, where it is set, divides the gradients (`step_with_scaled_gradients`)."""
-        factor = 1 / float(getattr(self, "grad_scale", 1.0))
-        with _without_matrices(self) as matrices:
-            if any(group["params"] for group in self.param_groups):
-                super().step()
-        self.muon.step(self, matrices, factor)
+    def step(  # type: ignore[override]
+        self, closure: Any = None, factor: float = 1.0, rounded: Mapping[Tensor, Tensor] | None = None
+    ) -> None:
+        """See `AdamW.step`."""
+        _step(self, partial(super().step, None, factor, rounded), factor, rounded)
 
 
 class _MuonAtStage0:
@@ -145,14 +157,9 @@ class _MuonAtStage0:
         self.muon = Muon(config)
         super().__init__(groups, grad_clip, **options)  # type: ignore[call-arg]
 
-    def update(self: Any, factor: float, rounded: dict[Tensor, Tensor] | None = None) -> None:
-        """Take one step with the gradients times `factor`, see `kernels.adamw.AdamW.update`."""
-        with _without_matrices(self) as matrices:
-            super().update(factor, rounded)  # type: ignore[misc]
-        self.muon.step(self, matrices, factor)
-        weights = [weight for group in matrices for weight in group["params"]]
-        if rounded is not None and weights:
-            Foreach.copy([rounded[weight] for weight in weights], weights)
+    def update(self: Any, factor: float, rounded: Mapping[Tensor, Tensor] | None = None) -> None:
+        """See `AdamW.update`."""
+        _step(self, partial(super().update, factor, rounded), factor, rounded)  # type: ignore[misc]
 
 
 class Stage0Muon(_MuonAtStage0, Stage0AdamW):

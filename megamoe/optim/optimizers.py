@@ -21,7 +21,7 @@ from megamoe.kernels.adamw import AdamW, sum_of_squares
 from megamoe.kernels.choice import DEFAULT_KERNELS, Kernels
 from megamoe.optim.matrices import VECTORS, is_matrix, takes_muon
 from megamoe.optim.parameter_groups import by_width, divide, weight_decay
-from megamoe.optim.short_moments import ShortMomentsAdam, ShortMomentsAdamW
+from megamoe.optim.short_moments import ShortMoments
 from megamoe.parallel.consensus import CollectiveError
 from megamoe.parallel.process_groups import ModelParallelUnit
 
@@ -118,13 +118,13 @@ def adamw_options(config: OptimizerConfig) -> dict[str, Any]:
     }
 
 
-def zero_optimizer(config: OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """The optimiser that DeepSpeed partitions at ZeRO 1 to 3: PyTorch's fused AdamW or Adam, or the same
-    with moments in bf16."""
-    kind: type[torch.optim.Adam] = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    if config.moments == "bf16":
-        kind = ShortMomentsAdamW if config.name == "adamw" else ShortMomentsAdam
-    return kind(groups, **adamw_options(config))
+def zero_optimizer(
+    config: OptimizerConfig, groups: list[dict[str, Any]], kernels: Kernels = DEFAULT_KERNELS
+) -> AdamW:
+    """AdamW or Adam, or the same with moments in bf16, whose tensors DeepSpeed partitions at ZeRO 1 to 3."""
+    kind = ShortMoments if config.moments == "bf16" else AdamW
+    decoupled = config.name == "adamw"
+    return kind(groups, kernels=kernels, decoupled_weight_decay=decoupled, **adamw_options(config))
 
 
 def global_grad_norm(

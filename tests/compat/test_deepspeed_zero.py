@@ -21,7 +21,7 @@ from deepspeed.runtime.zero import (
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
-from megamoe.compat import deepspeed_zero
+from megamoe.compat import deepspeed_zero, replaced
 from megamoe.compat.deepspeed_compat import (
     forget_gradients,
     inner_optimizer,
@@ -36,6 +36,7 @@ from megamoe.compat.deepspeed_zero import (
     slices_at_zero1,
     slices_at_zero3,
 )
+from megamoe.kernels.adamw import AdamW
 from megamoe.kernels.choice import Kernels
 from megamoe.optim.optimizers import Stage0AdamW
 from megamoe.parallel.layout import Layout
@@ -139,6 +140,15 @@ def test_gradients_have_an_owner(one_rank: None, grad_clip: float) -> None:
     assert own_norms == pytest.approx(norms, rel=1e-5)
     for one, other in zip(weights, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2**-7, atol=1e-6)
+
+
+def test_known_optimizers() -> None:
+    optimizer = AdamW([nn.Parameter(torch.ones(1))])
+    known = [each for each in utils.ZERO_SUPPORTED_OPTIMIZERS if each is not AdamW]
+    with replaced(utils, ZERO_SUPPORTED_OPTIMIZERS=known):
+        assert not utils.is_zero_supported_optimizer(optimizer)
+        deepspeed_zero.know_optimizer(AdamW)
+        assert utils.is_zero_supported_optimizer(optimizer)
 
 
 def test_ranks_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,7 +40,6 @@ from megamoe.compat.torch_compat import (
     set_node_number,
     sgemm_address,
     shut_down_loader,
-    step_with_scaled_gradients,
     urgent_group_options,
     watches_operators,
     widen_bf16_products,
@@ -183,21 +182,6 @@ def test_foreach_operators() -> None:
     names = ("foreach_mul_", "foreach_add_", "foreach_copy_", "foreach_norm")
     public = [name for name in names if hasattr(torch, name)]
     assert not public, "PyTorch has public names for them now"
-
-
-def test_steps_with_scaled_gradients() -> None:
-    """As with gradients that were scaled before; the next step is not scaled."""
-    starts = torch.randn(2, 40, generator=torch.Generator().manual_seed(0))
-    weights = [torch.nn.Parameter(starts[0].clone()) for _ in range(2)]
-    optimizers = [torch.optim.Adam([weight], lr=0.1, weight_decay=0.1, fused=True) for weight in weights]
-    for factor in (0.3, 1e-4, 1.0):
-        for weight in weights:
-            weight.grad = starts[1].clone()
-        step_with_scaled_gradients(optimizers[0], factor, torch.device("cpu"))
-        weights[1].grad = starts[1] * factor
-        optimizers[1].step()
-        torch.testing.assert_close(*weights, rtol=1e-6, atol=1e-7)
-    assert not hasattr(optimizers[0], "grad_scale")
 
 
 def test_assert_on_device() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.in_subprocess import names_of_checks, output_of, verdicts_of
 
-FILES = ("triton_products", "triton_block", "triton_late", "triton_rows", "triton_ties")
+FILES = ("triton_products", "triton_block", "triton_adamw", "triton_late", "triton_rows", "triton_ties")
 # All run in one process. Those that `make test` leaves out repeat the others in every dtype.
 CHECKS = names_of_checks(*(f"tests/support/kernels/{name}.py" for name in FILES))
 LONG = [
@@ -51,6 +51,7 @@ OF_FP32 = [
     "z_loss_backward",
     "balance_loss",
     "gate_sums",
+    "adamw",
 ]
 # A thread loads one index of 64 bits at a time.
 OF_INDICES = ["pairs_ends", "pairs_count", "pairs_add_up", "pairs_place"]

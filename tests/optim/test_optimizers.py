@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from megamoe.kernels.adamw import AdamW
 from megamoe.optim.optimizers import (
     MasterWeightAdamW,
     Stage0AdamW,
@@ -15,6 +16,7 @@ from megamoe.optim.optimizers import (
     parameter_groups,
     zero_optimizer,
 )
+from megamoe.optim.short_moments import ShortMoments
 from tests.support.tiny import tiny, tiny_gpt
 
 
@@ -149,9 +151,10 @@ def test_the_vectors_of_constant_experts_do_not_decay() -> None:
     assert decaying == {"mix": "decay", "vector": "no_decay"}
 
 
-@pytest.mark.parametrize(("name", "kind"), [("adamw", torch.optim.AdamW), ("adam", torch.optim.Adam)])
-def test_what_deepspeed_partitions(name: str, kind: type[torch.optim.Optimizer]) -> None:
-    config = tiny(f"optimizer.name={name}").optimizer
+@pytest.mark.parametrize("name", ["adamw", "adam"])
+@pytest.mark.parametrize(("moments", "kind"), [("fp32", AdamW), ("bf16", ShortMoments)])
+def test_what_deepspeed_partitions(name: str, moments: str, kind: type[AdamW]) -> None:
+    config = tiny(f"optimizer.name={name}", f"optimizer.moments={moments}").optimizer
     optimizer = zero_optimizer(config, parameter_groups(nn.Linear(3, 2), config))
     assert type(optimizer) is kind
     assert {group["decoupled_weight_decay"] for group in optimizer.param_groups} == {name == "adamw"}

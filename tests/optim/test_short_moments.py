@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megamoe.optim.short_moments import CHUNK, ShortMomentsAdam, ShortMomentsAdamW, rounded_at_random
+from megamoe.optim.short_moments import CHUNK, ShortMoments, rounded_at_random
 
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "fused": True}
 
@@ -54,11 +54,9 @@ def test_a_moment_moves_where_the_nearest_bf16_would_stand_still() -> None:
     assert float(moment.float().mean()) == pytest.approx(expected, rel=5e-3)
 
 
-@pytest.mark.parametrize(
-    ("plain", "short"), [(torch.optim.AdamW, ShortMomentsAdamW), (torch.optim.Adam, ShortMomentsAdam)]
-)
+@pytest.mark.parametrize("decoupled", [True, False])
 def test_steps_are_close_to_those_with_moments_in_fp32(
-    plain: type[torch.optim.Adam], short: type[torch.optim.Adam], monkeypatch: pytest.MonkeyPatch
+    decoupled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first step differs by the update's own rounding only: its moments are fp32 when they are used."""
     monkeypatch.setattr("megamoe.optim.short_moments.CHUNK", 64)
@@ -66,7 +64,11 @@ def test_steps_are_close_to_those_with_moments_in_fp32(
     generator = torch.Generator().manual_seed(2)
     start = torch.randn(10, 20, generator=generator)
     weights = [nn.Parameter(start.clone()) for _ in range(2)]
-    optimizers = [plain([weights[0]], **OPTIONS), short([weights[1]], **OPTIONS)]
+    kinds = (torch.optim.Adam, ShortMoments)
+    optimizers = [
+        kind([weight], decoupled_weight_decay=decoupled, **OPTIONS)
+        for kind, weight in zip(kinds, weights, strict=True)
+    ]
     for number in range(30):
         gradient = torch.randn(10, 20, generator=generator)
         for weight, optimizer in zip(weights, optimizers, strict=True):

@@ -19,6 +19,7 @@ from torch.nn import functional
 from megamoe.compat.torch_compat import has_bf16_products
 from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
+from megamoe.kernels.experts.order import ends_of_counts
 
 ALIGNMENT = 16  # bytes
 TILE = 32  # the compiled product in bf16 takes sizes that are multiples of it
@@ -94,7 +95,7 @@ def checked_ends(rows_NI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tenso
     if weight_EOI.shape[2] != rows_NI.shape[1] or weight_EOI.dtype != rows_NI.dtype:
         found = f"{list(rows_NI.shape)} {rows_NI.dtype} and {list(weight_EOI.shape)} {weight_EOI.dtype}"
         raise ValueError(f"rows and weight do not fit: found {found}")
-    ends_E = counts_E.cumsum(0)
+    ends_E = ends_of_counts(counts_E)
     on_cpu = ends_E.device.type == "cpu"  # on a GPU the check would wait for the device
     if on_cpu and (len(ends_E) != len(weight_EOI) or int(ends_E[-1]) != len(rows_NI)):
         experts = f"{len(rows_NI)} rows of {len(weight_EOI)} experts"

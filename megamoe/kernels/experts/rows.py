@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from megamoe.kernels.autograd import Function, once_differentiable
 from megamoe.kernels.choice import Kernels, RowKernels
-from megamoe.kernels.experts.order import ends_of
+from megamoe.kernels.experts.order import ends_of, remember_ends
 
 if TYPE_CHECKING:
     from megamoe.kernels.triton import TritonKernels
@@ -110,9 +110,10 @@ def group_pairs(
         order = Order.by_key(expert_N, num_experts, kernels)
         rows = RowTokens.of_pairs(token_N, order, num_tokens, kernels)
         return GroupedPairs(rows, permute(weight_N, order), order.order_N, None)
-    moved_N, token_N, place_N, order_N, counts_E, ends_T = _GroupPairs.apply(
+    moved_N, token_N, place_N, order_N, counts_E, ends_E, ends_T = _GroupPairs.apply(
         weight_N, token_N, expert_N, sizes, weights
     )
+    remember_ends(counts_E, ends_E)
     return GroupedPairs(RowTokens(token_N, num_tokens, place_N, ends_T), moved_N, order_N, counts_E)
 
 
@@ -129,14 +130,15 @@ class _GroupPairs(Function):
         num_tokens, num_experts = sizes
         order_N, place_N, moved_token_N = (torch.empty_like(expert_N) for _ in range(3))
         moved_N = torch.empty_like(weight_N)
-        counts_E, ends_T = expert_N.new_empty(num_experts), expert_N.new_empty(num_tokens)
+        counts_E, ends_E, ends_T = map(expert_N.new_empty, (num_experts, num_experts, num_tokens))
         given = (expert_N.contiguous(), token_N.contiguous(), weight_N, len(token_N), num_experts, num_tokens)
-        found = (order_N, place_N, moved_token_N, moved_N, counts_E, ends_T)
+        found = (order_N, place_N, moved_token_N, moved_N, counts_E, ends_E, ends_T)
         kernels.group_pairs(*given, *found)
         ctx.place_N = place_N
         ctx.set_materialize_grads(False)  # not zeros for the results without gradient
-        ctx.mark_non_differentiable(moved_token_N, place_N, order_N, counts_E, ends_T)
-        return moved_N, moved_token_N, place_N, order_N, counts_E, ends_T
+        without_gradient = (moved_token_N, place_N, order_N, counts_E, ends_E, ends_T)
+        ctx.mark_non_differentiable(*without_gradient)
+        return moved_N, *without_gradient
 
     @staticmethod
     @once_differentiable
@@ -270,7 +272,7 @@ def swiglu(rows_N2F: Tensor, kernels: Kernels) -> Tensor:
     chosen = kernels.rows_for(rows_N2F)
     if rows_N2F.dim() != 2 or rows_N2F.shape[1] % 2 or chosen is None:
         return plain_swiglu(rows_N2F)
-    return _SwiGLU.apply(rows_N2F, chosen)
+    return _SwiGLU.apply(rows_N2F, None, chosen)
 
 
 def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, kernels: Kernels) -> Tensor:
@@ -278,7 +280,7 @@ def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, kernels: Kernels) -> Ten
     chosen = kernels.triton_for(rows_N2F)
     if chosen is None or rows_N2F.shape[1] % 2:
         return weighted(lambda rows: swiglu(rows, kernels), rows_N2F, weight_N)
-    return _WeightedSwiGLU.apply(rows_N2F, weight_N.contiguous(), chosen)
+    return _SwiGLU.apply(rows_N2F, weight_N.contiguous(), chosen)
 
 
 def weighted(activate: Callable[[Tensor], Tensor], rows_NG: Tensor, weight_N: Tensor) -> Tensor:
@@ -309,26 +311,6 @@ class _Weighted(Function):
         return to_rows, (received * active.detach().float()).sum(1), None
 
 
-class _WeightedSwiGLU(Function):
-    @staticmethod
-    def forward(ctx: Any, rows_N2F: Tensor, weight_N: Tensor, kernels: "TritonKernels") -> Tensor:
-        ctx.save_for_backward(rows_N2F, weight_N)
-        ctx.kernels = kernels
-        count, width = rows_N2F.shape
-        rows_NF = rows_N2F.new_empty(count, width // 2)
-        kernels.weighted_swiglu(rows_N2F, weight_N, count, width // 2, rows_NF)
-        return rows_NF
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor, None]:
-        rows_N2F, weight_N = ctx.saved_tensors
-        to_rows_N2F, to_weight_N = torch.empty_like(rows_N2F), torch.empty_like(weight_N)
-        given = (gradient_NF.contiguous(), rows_N2F, weight_N, *gradient_NF.shape)
-        ctx.kernels.weighted_swiglu_backward(*given, to_rows_N2F, to_weight_N)
-        return to_rows_N2F, to_weight_N, None
-
-
 def plain_swiglu(rows_N2F: Tensor) -> Tensor:
     """Compute `swiglu` by PyTorch's operators."""
     gate, value = rows_N2F.chunk(2, dim=-1)
@@ -336,20 +318,25 @@ def plain_swiglu(rows_N2F: Tensor) -> Tensor:
 
 
 class _SwiGLU(Function):
+    """weight_N: of each row, on CUDA alone."""
+
     @staticmethod
-    def forward(ctx: Any, rows_N2F: Tensor, kernels: RowKernels) -> Tensor:
-        ctx.save_for_backward(rows_N2F)
+    def forward(ctx: Any, rows_N2F: Tensor, weight_N: Tensor | None, kernels: RowKernels) -> Tensor:
+        ctx.save_for_backward(rows_N2F, weight_N)
         ctx.kernels = kernels
         count, width = rows_N2F.shape
         rows_NF = rows_N2F.new_empty(count, width // 2)
-        kernels.swiglu(rows_N2F, count, width // 2, rows_NF)
+        weights = () if weight_N is None else (weight_N,)
+        kernels.swiglu(rows_N2F, count, width // 2, rows_NF, *weights)
         return rows_NF
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, None]:
-        (rows_N2F,) = ctx.saved_tensors
+    def backward(ctx: Any, gradient_NF: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        rows_N2F, weight_N = ctx.saved_tensors
         to_rows_N2F = torch.empty_like(rows_N2F)
+        to_weight_N = None if weight_N is None else torch.empty_like(weight_N)
+        weights = () if weight_N is None else (weight_N, to_weight_N)
         arguments = (gradient_NF.contiguous(), rows_N2F, *gradient_NF.shape, to_rows_N2F)
-        ctx.kernels.swiglu_backward(*arguments)
-        return to_rows_N2F, None
+        ctx.kernels.swiglu_backward(*arguments, *weights)
+        return to_rows_N2F, to_weight_N, None

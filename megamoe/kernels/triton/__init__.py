@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.experts.order import ends_of
+from megamoe.kernels.triton import adamw as optimizers
 from megamoe.kernels.triton import block, products, router, router_sums, rows
 from megamoe.kernels.triton import cross_entropy as losses
 from megamoe.kernels.triton import experts as ffn
@@ -40,8 +41,6 @@ class TritonKernels:
     group_pairs = staticmethod(rows.group_pairs)
     swiglu = staticmethod(ffn.swiglu)
     swiglu_backward = staticmethod(ffn.swiglu_backward)
-    weighted_swiglu = staticmethod(ffn.weighted_swiglu)
-    weighted_swiglu_backward = staticmethod(ffn.weighted_swiglu_backward)
     experts = staticmethod(ffn.experts)
     experts_backward = staticmethod(ffn.experts_backward)
     forward = staticmethod(products.forward)
@@ -49,8 +48,6 @@ class TritonKernels:
     to_weight = staticmethod(products.to_weight)
     rms_norm = staticmethod(block.rms_norm)
     rms_norm_backward = staticmethod(block.rms_norm_backward)
-    summed_rms_norm = staticmethod(block.summed_rms_norm)
-    summed_rms_norm_backward = staticmethod(block.summed_rms_norm_backward)
     rotate = staticmethod(block.rotate)
     rotate_both = staticmethod(block.rotate_both)
     router_scores = staticmethod(router.scores)
@@ -64,3 +61,4 @@ class TritonKernels:
     gate_sums = staticmethod(router_sums.gate_sums)
     cross_entropy = staticmethod(losses.statistics)
     cross_entropy_backward = staticmethod(losses.gradient)
+    adamw = staticmethod(optimizers.adamw)

@@ -24,38 +24,26 @@ NUMBERS = 2048  # that one program holds at least, if the rows are short
 PROGRAMS = 256  # of the backward pass without a GPU; each adds up the weight's gradient over its rows
 
 
-@kernel_operator("rms_norm", mutates={"out", "scale_N"}, bytes_moved=each_once)
+@kernel_operator("rms_norm", mutates={"out", "scale_N", "sum"}, bytes_moved=each_once)
 def rms_norm(
-    rows: Tensor, weight_H: Tensor, count: int, width: int, eps: float, out: Tensor, scale_N: Tensor
-) -> None:
-    """Compute scale[n] = 1 / sqrt(mean of rows[n]^2 + eps), out[n] = rows[n] * scale[n] * weight."""
-    _normalise(rows, None, weight_H, count, width, eps, None, out, scale_N)
-
-
-@kernel_operator("summed_rms_norm", mutates={"sum", "out", "scale_N"}, bytes_moved=each_once)
-def summed_rms_norm(
     rows: Tensor,
-    added: Tensor,
     weight_H: Tensor,
     count: int,
     width: int,
     eps: float,
-    sum: Tensor,
     out: Tensor,
     scale_N: Tensor,
+    added: Tensor | None = None,
+    sum: Tensor | None = None,
 ) -> None:
-    """Compute sum = rows + added, rounded, and `rms_norm` of it."""
-    _normalise(rows, added, weight_H, count, width, eps, sum, out, scale_N)
+    """Compute scale[n] = 1 / sqrt(mean of rows[n]^2 + eps), out[n] = rows[n] * scale[n] * weight.
 
-
-def _normalise(
-    rows: Tensor, added: Tensor | None, weight_H: Tensor, count: int, width: int, *rest: Any
-) -> None:
-    """Launch the kernel. rest: eps, the sum or None, the result and its scale."""
+    added: sum = rows + added, rounded, is then computed, and takes the place of the rows.
+    """
     if count:
         options = _options(width)
-        grid = (cdiv(count, options["ROWS"]),)
-        run_kernel(_rms_norm, grid, rows, added, weight_H, count, width, *rest, **options)
+        arguments = (rows, added, weight_H, count, width, eps, sum, out, scale_N)
+        run_kernel(_rms_norm, (cdiv(count, options["ROWS"]),), *arguments, **options)
 
 
 @kernel_operator("rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2)
@@ -68,39 +56,17 @@ def rms_norm_backward(
     width: int,
     to_rows: Tensor,
     to_weight_H: Tensor,
+    sent_to_sum: Tensor | None = None,
 ) -> None:
-    """Compute the gradients of the rows and of the weight, the latter in one order of sums."""
-    _differentiate((sent, None, rows, weight_H, scale_N), count, width, to_rows, to_weight_H)
-
-
-@kernel_operator(
-    "summed_rms_norm_backward", mutates={"to_rows", "to_weight_H"}, bytes_moved=each_once, launches=2
-)
-def summed_rms_norm_backward(
-    sent: Tensor,
-    sent_to_sum: Tensor,
-    rows: Tensor,
-    weight_H: Tensor,
-    scale_N: Tensor,
-    count: int,
-    width: int,
-    to_rows: Tensor,
-    to_weight_H: Tensor,
-) -> None:
-    """Compute `rms_norm_backward`, and add `sent_to_sum` to the gradient of the rows."""
-    _differentiate((sent, sent_to_sum, rows, weight_H, scale_N), count, width, to_rows, to_weight_H)
-
-
-def _differentiate(
-    operands: tuple[Tensor | None, ...], count: int, width: int, to_rows: Tensor, to_weight_H: Tensor
-) -> None:
+    """Compute the gradients of the rows, plus `sent_to_sum`, and of the weight; sums are in one order."""
     if not count:
         to_weight_H.zero_()
         return
     options = _options(width)
     programs = min(programs_of(to_rows.device, PROGRAMS), cdiv(count, options["ROWS"]))
     part_PH = to_rows.new_empty(programs, width, dtype=torch.float32)
-    run_kernel(_rms_norm_backward, (programs,), *operands, count, width, to_rows, part_PH, **options)
+    arguments = (sent, sent_to_sum, rows, weight_H, scale_N, count, width, to_rows, part_PH)
+    run_kernel(_rms_norm_backward, (programs,), *arguments, **options)
     sum_parts(part_PH, to_weight_H)
 
 

@@ -16,47 +16,27 @@ from megamoe.kernels.triton.products import add_product, find_rows, launch, mult
 
 
 @kernel_operator("swiglu", mutates={"out_NF"}, bytes_moved=each_once)
-def swiglu(rows_N2F: Tensor, count: int, width: int, out_NF: Tensor) -> None:
-    """Compute gate * sigmoid(gate) * value: [N, 2F] of gate | value to [N, F]."""
-    if out_NF.numel():
-        block = row_block(width)
-        run_kernel(_swiglu, (count, cdiv(width, block)), rows_N2F, width, out_NF, None, BLOCK=block)
-
-
-@kernel_operator("swiglu_backward", mutates={"to_rows_N2F"}, bytes_moved=each_once)
-def swiglu_backward(
-    gradient_NF: Tensor, rows_N2F: Tensor, count: int, width: int, to_rows_N2F: Tensor
-) -> None:
-    """Compute the gradients of both halves: [N, 2F]."""
-    if gradient_NF.numel():
-        block = row_block(width)
-        grid = (count, cdiv(width, block))
-        run_kernel(_swiglu_backward, grid, gradient_NF, rows_N2F, width, to_rows_N2F, BLOCK=block)
-
-
-@kernel_operator("weighted_swiglu", mutates={"out_NF"}, bytes_moved=each_once)
-def weighted_swiglu(rows_N2F: Tensor, weight_N: Tensor, count: int, width: int, out_NF: Tensor) -> None:
-    """Compute `swiglu` times each row's weight, fp32."""
+def swiglu(rows_N2F: Tensor, count: int, width: int, out_NF: Tensor, weight_N: Tensor | None = None) -> None:
+    """Compute gate * sigmoid(gate) * value, times each row's weight: [N, 2F] of gate | value to [N, F]."""
     if out_NF.numel():
         block = row_block(width)
         run_kernel(_swiglu, (count, cdiv(width, block)), rows_N2F, width, out_NF, weight_N, BLOCK=block)
 
 
-@kernel_operator("weighted_swiglu_backward", mutates={"to_rows_N2F", "to_weight_N"}, bytes_moved=each_once)
-def weighted_swiglu_backward(
+@kernel_operator("swiglu_backward", mutates={"to_rows_N2F", "to_weight_N"}, bytes_moved=each_once)
+def swiglu_backward(
     gradient_NF: Tensor,
     rows_N2F: Tensor,
-    weight_N: Tensor,
     count: int,
     width: int,
     to_rows_N2F: Tensor,
-    to_weight_N: Tensor,
+    weight_N: Tensor | None = None,
+    to_weight_N: Tensor | None = None,
 ) -> None:
-    """Compute the gradients of both halves and of the weights, fp32."""
+    """Compute the gradients of both halves, [N, 2F], and of the weights, fp32."""
     if count:
-        block = row_block(width)
-        arguments = (gradient_NF, rows_N2F, weight_N, width, to_rows_N2F, to_weight_N)
-        run_kernel(_weighted_swiglu_backward, (count,), *arguments, BLOCK=block)
+        arguments = (gradient_NF, rows_N2F, width, to_rows_N2F, weight_N, to_weight_N)
+        run_kernel(_swiglu_backward, (count,), *arguments, BLOCK=row_block(width))
 
 
 @triton.jit
@@ -75,29 +55,11 @@ def _swiglu(rows, width, out, weight, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 @triton.jit
-def _swiglu_backward(gradient, rows, width, to_rows, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Each program handles one row, BLOCK columns of each half."""
-    n = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = column < width
-    gates = rows + 2 * n * width + column
-    to_gates = to_rows + 2 * n * width + column
-    gate = tl.load(gates, mask=inside, other=0).to(tl.float32)
-    value = tl.load(gates + width, mask=inside, other=0).to(tl.float32)
-    sent = tl.load(gradient + n * width + column, mask=inside, other=0).to(tl.float32)
-    share = tl.sigmoid(gate)
-    to_gate = sent * value * share * (1 + gate * (1 - share))
-    tl.store(to_gates, to_gate.to(to_rows.dtype.element_ty), mask=inside)
-    tl.store(to_gates + width, (sent * gate * share).to(to_rows.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def _weighted_swiglu_backward(  # type: ignore[no-untyped-def]
-    gradient, rows, weight, width, to_rows, to_weight, BLOCK: tl.constexpr
+def _swiglu_backward(  # type: ignore[no-untyped-def]
+    gradient, rows, width, to_rows, weight, to_weight, BLOCK: tl.constexpr
 ):
     """Each program handles one row, BLOCK columns of each half at a time."""
     n = tl.program_id(0).to(tl.int64)
-    factor = tl.load(weight + n)
     products = tl.zeros([BLOCK], tl.float32)
     for left in range(0, width, BLOCK):
         column = left + tl.arange(0, BLOCK)
@@ -106,14 +68,16 @@ def _weighted_swiglu_backward(  # type: ignore[no-untyped-def]
         to_gates = to_rows + 2 * n * width + column
         gate = tl.load(gates, mask=inside, other=0).to(tl.float32)
         value = tl.load(gates + width, mask=inside, other=0).to(tl.float32)
-        received = tl.load(gradient + n * width + column, mask=inside, other=0).to(tl.float32)
+        sent = tl.load(gradient + n * width + column, mask=inside, other=0).to(tl.float32)
         share = tl.sigmoid(gate)
-        products += received * gate * share * value
-        sent = factor * received
+        if weight is not None:
+            products += sent * gate * share * value
+            sent *= tl.load(weight + n)
         to_gate = sent * value * share * (1 + gate * (1 - share))
         tl.store(to_gates, to_gate.to(to_rows.dtype.element_ty), mask=inside)
         tl.store(to_gates + width, (sent * gate * share).to(to_rows.dtype.element_ty), mask=inside)
-    tl.store(to_weight + n, tl.sum(products, axis=0))
+    if weight is not None:
+        tl.store(to_weight + n, tl.sum(products, axis=0))
 
 
 def _forward_bytes(*arguments: Any, result: None) -> int:

@@ -102,7 +102,7 @@ TOKENS = 1024  # of a program
 
 @kernel_operator(
     "group_pairs",
-    mutates={"order_N", "place_N", "moved_token_N", "moved_weight_N", "counts_E", "ends_T"},
+    mutates={"order_N", "place_N", "moved_token_N", "moved_weight_N", "counts_E", "ends_E", "ends_T"},
     bytes_moved=each_once,
     launches=4,
 )
@@ -118,19 +118,21 @@ def group_pairs(
     moved_token_N: Tensor,
     moved_weight_N: Tensor,
     counts_E: Tensor,
+    ends_E: Tensor,
     ends_T: Tensor,
 ) -> None:
     """Sort pairs by expert, those of one expert in their order.
 
     order: each row's pair. place: each pair's row. moved_...: the tokens (int64) and weights (fp32) in the
-    order of the rows. counts: the pairs of each expert. ends: where each token's pairs end in token_N, which
-    ascends.
+    order of the rows. counts: the pairs of each expert. ends_E: where its rows end. ends_T: where each
+    token's pairs end in token_N, which ascends.
     """
     if tokens:
         arguments = (token_N, pairs, tokens, pairs.bit_length(), ends_T)
         run_kernel(_ends, (cdiv(tokens, TOKENS),), *arguments, BLOCK=TOKENS)
     if not pairs:
         counts_E.zero_()
+        ends_E.zero_()
         return
     width = next_power_of_2(experts)
     tall = max(1, min(MOST_PAIRS, NUMBERS // width))
@@ -140,7 +142,8 @@ def group_pairs(
     run_kernel(_count, (blocks,), expert_N, pairs, experts, before_BE, **sizes)
     run_kernel(_add_up, (experts,), before_BE, blocks, experts, counts_E, BLOCK=BLOCKS)
     given = (expert_N, token_N, weight_N, counts_E, before_BE, pairs, experts)
-    run_kernel(_place, (blocks,), *given, order_N, place_N, moved_token_N, moved_weight_N, **sizes)
+    made = (order_N, place_N, moved_token_N, moved_weight_N, ends_E)
+    run_kernel(_place, (blocks,), *given, *made, **sizes)
 
 
 @triton.jit(do_not_specialize=VARYING)
@@ -195,15 +198,19 @@ def _place(  # type: ignore[no-untyped-def]
     place,
     moved_token,
     moved_weight,
+    ends,
     ROWS: tl.constexpr,
     EXPERTS: tl.constexpr,
 ):
-    """Each program moves ROWS pairs."""
+    """Each program moves ROWS pairs; the first one writes where the experts' rows end."""
     pair = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, EXPERTS)
     count = tl.load(counts + column, mask=column < experts, other=0).to(tl.int32)
     own = before + tl.program_id(0).to(tl.int64) * experts
-    first = tl.cumsum(count, axis=0) - count + tl.load(own + column, mask=column < experts, other=0)
+    end = tl.cumsum(count, axis=0)
+    if tl.program_id(0) == 0:
+        tl.store(ends + column, end.to(tl.int64), mask=column < experts)
+    first = end - count + tl.load(own + column, mask=column < experts, other=0)
     member = _memberships(expert, pair, pairs, EXPERTS)
     earlier = tl.cumsum(member, axis=0) - member
     row = tl.sum(member * (first[None, :] + earlier), axis=1).to(tl.int64)

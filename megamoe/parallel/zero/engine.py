@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from megamoe.compat import deepspeed_compat
 from megamoe.compat.deepspeed_pipeline import reduce_on_request
-from megamoe.compat.deepspeed_zero import silence_output_type_warning
+from megamoe.compat.deepspeed_zero import know_optimizer, silence_output_type_warning
 from megamoe.config.schema import MuonConfig, RunConfig
 from megamoe.errors import UserError
 from megamoe.kernels.choice import Kernels
@@ -101,6 +101,7 @@ class Engine:
         groups = self._on_all_stages(lambda: parameter_groups(model, config.optimizer, config.model))
         of_muon = {parameter for group in groups if is_of_muon(group) for parameter in group["params"]}
         optimizer = _build_optimizer(config, groups, plan, world, kernels)
+        know_optimizer(type(optimizer))
         deepspeed_compat.silence_memory_reports()
         deepspeed_compat.read_norm_once()
         with warnings.catch_warnings():
@@ -357,8 +358,8 @@ def _build_optimizer(
         decoupled = config.optimizer.name == "adamw"
         return DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
     if config.optimizer.name == "muon":
-        return PartitionedMuon(groups, config.optimizer.muon, **options)
-    return zero_optimizer(config.optimizer, groups)
+        return PartitionedMuon(groups, config.optimizer.muon, kernels=kernels, **options)
+    return zero_optimizer(config.optimizer, groups, kernels)
 
 
 def _round_parameters(model: nn.Module) -> None:

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megamoe.compat import deepspeed_zero
-from megamoe.compat.torch_compat import step_with_scaled_gradients
 from megamoe.kernels.adamw import sum_of_squares
 from megamoe.kernels.choice import Kernels
 
@@ -109,8 +108,8 @@ class ScatteredGradients:
     def _update(self, parts: list[Tensor], factor: float) -> None:
         for master, part in zip(self._optimizer.fp32_groups_flat_partition, parts, strict=True):
             master.grad = part
-        inner = self._optimizer.optimizer
-        step_with_scaled_gradients(inner, factor, parts[0].device, inner.step)
+        rounded = deepspeed_zero.parts_in_bf16(self._optimizer)
+        self._optimizer.optimizer.step(factor=factor, rounded=rounded)
 
     @property
     def _taken(self) -> list[list[bool]]:

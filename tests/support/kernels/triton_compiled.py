@@ -19,7 +19,17 @@ from typing import Any
 import triton
 from triton.backends.compiler import GPUTarget
 
-from megamoe.kernels.triton import block, common, cross_entropy, experts, products, router, router_sums, rows
+from megamoe.kernels.triton import (
+    adamw,
+    block,
+    common,
+    cross_entropy,
+    experts,
+    products,
+    router,
+    router_sums,
+    rows,
+)
 from megamoe.kernels.triton.common import LARGEST_BLOCK, tile_of
 
 # Kinds of arguments that are no numbers of the model's dtype ("x"); of a multiple of 16 as pointers are, and
@@ -65,10 +75,10 @@ LAUNCHES: dict[str, Launch] = {
     "combine_backward": Launch(rows._combine_backward, "xxifsxf", fixed(BLOCK=LARGEST_BLOCK)),
     "swiglu": Launch(experts._swiglu, "xsx", fixed(BLOCK=LARGEST_BLOCK, weight=None)),
     "weighted_swiglu": Launch(experts._swiglu, "xsxf", fixed(BLOCK=LARGEST_BLOCK)),
-    "weighted_swiglu_backward": Launch(
-        experts._weighted_swiglu_backward, "xxfsxf", fixed(BLOCK=LARGEST_BLOCK)
+    "swiglu_backward": Launch(
+        experts._swiglu_backward, "xxsx", fixed(BLOCK=LARGEST_BLOCK, weight=None, to_weight=None)
     ),
-    "swiglu_backward": Launch(experts._swiglu_backward, "xxsx", fixed(BLOCK=LARGEST_BLOCK)),
+    "weighted_swiglu_backward": Launch(experts._swiglu_backward, "xxsxff", fixed(BLOCK=LARGEST_BLOCK)),
     "forward": Launch(products._product, "xxisssx", product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=True)),
     "to_rows": Launch(products._product, "xxisssx", product(EXPERTS=MANY, WEIGHT_IS_OUT_IN=False)),
     "to_weight": Launch(products._to_weight, "xxissx", product("to_weight")),
@@ -107,8 +117,10 @@ LAUNCHES: dict[str, Launch] = {
     "pairs_ends": Launch(rows._ends, "isaai", fixed(BLOCK=rows.TOKENS)),
     "pairs_count": Launch(rows._count, "issc", fixed(**OF_PAIRS)),
     "pairs_add_up": Launch(rows._add_up, "casi", fixed(BLOCK=rows.BLOCKS)),
-    "pairs_place": Launch(rows._place, "iificssiiif", fixed(**OF_PAIRS)),
+    "pairs_place": Launch(rows._place, "iificssiiifi", fixed(**OF_PAIRS)),
     "rotate": Launch(block._rotate, "xxxxff" + 12 * "s" + "aasr", fixed(HEADS=16, BLOCK=64)),
+    "adamw": Launch(adamw._adamw, "ffffffsf", fixed(BLOCK=adamw.BLOCK)),
+    "adamw_of_bf16": Launch(adamw._adamw, "fxxxffsx", fixed(BLOCK=adamw.BLOCK)),
     "cross_entropy": Launch(cross_entropy._statistics, "xisffff", fixed(BLOCK=4096, num_warps=8)),
     "cross_entropy_backward": Launch(cross_entropy._gradient, "xifffsrr", fixed(BLOCK=4096, num_warps=8)),
 }

@@ -14,6 +14,7 @@ from torch.nn import functional
 from megamoe.kernels import choice, router
 from megamoe.kernels.choice import Kernels
 from megamoe.kernels.experts import rows
+from megamoe.kernels.experts.order import ends_of_counts
 from megamoe.kernels.triton import TritonKernels
 from megamoe.kernels.triton import router_sums as launchers
 from tests.kernels import test_rows
@@ -330,6 +331,10 @@ def check_pairs_by_expert() -> None:
         assert torch.equal(found.weight_N, weight_N[order_N]) and torch.equal(to_weight_N[order_N], sent_N)
         assert torch.equal(found.counts_E, torch.bincount(expert_N, minlength=experts))
         assert torch.equal(ends_T, rows.ends_of(token_N, tokens))
+        with mock.patch.object(Tensor, "cumsum"):  # which costs a launch
+            assert torch.equal(
+                ends_of_counts(found.counts_E), torch.from_numpy(found.counts_E.numpy().cumsum())
+            )
 
 
 def seeded(seed: int) -> torch.Generator:
