@@ -55,7 +55,7 @@ def test_a_script_of_a_clone_says_its_own_name() -> None:
 def test_the_demo_prepares_its_data_once_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[str]]] = []
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "call", lambda *call: calls.append(call) or 0)
+    monkeypatch.setattr(command, "call", lambda *call: (calls.append(call), 0)[1])
     assert main(["demo", "--data-only"]) == 0 and main(["demo", "train.steps=2"]) == 0
     (tmp_path / "data/stdlib").mkdir(parents=True)
     (tmp_path / "data/stdlib/stdlib.card.json").touch()
