@@ -55,13 +55,6 @@ add_preset(
     losses={"importance": 0.1, "load": 0.1},
 )
 add_preset(
-    "sgmoe_hierarchical",
-    "Shazeer et al. 2017, appendix B",
-    scorer={"name": "hierarchical", "noisy": True},
-    selector={"name": "hierarchical_top_k", "groups": 2, "k": 2},
-    losses={"importance": 0.1, "hierarchical_load": 0.1},
-)
-add_preset(
     "x_moe_hypersphere",
     "Chi et al. 2022, X-MoE: on the representation collapse of sparse mixture of experts; the capacity, of "
     "which it says nothing, is that of MoEC's table 7",

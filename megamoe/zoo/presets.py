@@ -3,6 +3,13 @@
 from megamoe.moe.presets import TOP_1, add_preset
 
 add_preset(
+    "sgmoe_hierarchical",
+    "Shazeer et al. 2017, appendix B",
+    scorer={"name": "hierarchical", "noisy": True},
+    selector={"name": "hierarchical_top_k", "groups": 2, "k": 2},
+    losses={"importance": 0.1, "hierarchical_load": 0.1},
+)
+add_preset(
     "stable_moe",
     "Dai et al. 2022, StableMoE",
     scorer="stable",
