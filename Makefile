@@ -48,10 +48,11 @@ $(STAMP): pyproject.toml $(wildcard $(CONSTRAINTS))
 
 # The card is what preparing writes last; without it the other files are remains.
 $(DEMO_DATA).card.json: | $(STAMP)
-	$(PY) -m megamoe demo --data-only
+	$(PY) tools/prepare_data.py --stdlib --tokenizer train --vocab-size 4096 --workers 2 \
+	  --shuffle-files 1 --output $(DEMO_DATA) --overwrite
 
 demo: $(STAMP) $(DEMO_DATA).card.json
-	$(PY) -m megamoe demo
+	$(PY) pretrain_gpt_moe.py --config examples/demo.yaml overwrite=true
 
 # The demo beside the dense model of the same active FLOPs, and a table of both.
 compare: $(STAMP) $(DEMO_DATA).card.json

@@ -16,7 +16,6 @@ COMMANDS = {
     "checkpoint": "megamoe.apps.checkpoints.command",
     "convert": "megamoe.apps.hf.command",
     "count": "megamoe.apps.plan.count_command",
-    "demo": "megamoe.apps.demo.command",
     "evaluate": "megamoe.apps.evaluation.command",
     "finetune": "megamoe.apps.finetune.command",
     "generate": "megamoe.apps.generation.command",

@@ -79,7 +79,6 @@ APPS = {
     "apps.report": {"apps.command"} | FOUNDATION | {"metrics"},
     "apps.routing_analysis": {"apps.command"} | MODELS | {"apps.evaluation", "apps.report", "metrics"},
     "apps.routing_record": FOUNDATION | {"data", "model", "moe", "parallel", "train"},
-    "apps.demo": {"apps.command", "cli"},
     "apps.show_batch": {"apps.command"} | MODELS,
     "apps.verify": {"apps.command", "apps.plan", "apps.routing_record", "apps.chat", "apps.translation"}
     | MODELS

@@ -4,20 +4,19 @@ import importlib
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-from megamoe.apps.demo import command
 from megamoe.cli import COMMANDS, main, summary_of
 from tests.support.tiny import ROOT
 
-TOOLS = {*(ROOT / "tools").glob("*.py")} - {ROOT / "tools/list_keys.py"}  # for a clone alone
+OF_A_CLONE = {ROOT / "tools" / name for name in ("list_keys.py", "study_configurations.py")}
+TOOLS = {*(ROOT / "tools").glob("*.py")} - OF_A_CLONE
 
 
 def test_every_tool_is_a_command_and_the_reverse() -> None:
     called = {re.findall(r'run\("([a-z-]+)"\)', path.read_text())[0] for path in TOOLS}
-    assert called | {"demo", "train"} == COMMANDS.keys()
+    assert called | {"train"} == COMMANDS.keys()
     assert all(len(path.read_text().splitlines()) <= 15 for path in TOOLS)
 
 
@@ -50,20 +49,3 @@ def test_a_script_of_a_clone_says_its_own_name() -> None:
         [sys.executable, ROOT / "tools/status.py", "--help"], capture_output=True, text=True, check=True
     )
     assert script.stdout.startswith("usage: status.py ")
-
-
-def test_the_demo_prepares_its_data_once_and_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[tuple[str, list[str]]] = []
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "call", lambda *call: (calls.append(call), 0)[1])
-    assert main(["demo", "--data-only"]) == 0 and main(["demo", "train.steps=2"]) == 0
-    (tmp_path / "data/stdlib").mkdir(parents=True)
-    (tmp_path / "data/stdlib/stdlib.card.json").touch()
-    assert main(["demo"]) == 0
-    assert [name for name, _ in calls] == ["prepare-data", "prepare-data", "train", "train"]
-    _, configuration, *overrides = calls[2][1]
-    assert Path(configuration).read_text() == (ROOT / "examples/demo.yaml").read_text()
-    assert overrides == ["overwrite=true", "train.steps=2"]
-    monkeypatch.setattr(command, "call", lambda *unused: 2)
-    (tmp_path / "data/stdlib/stdlib.card.json").unlink()
-    assert main(["demo"]) == 2

@@ -1,10 +1,11 @@
-"""tools/count_parameters.py: its table."""
+"""tools/count_parameters.py: its table. tools/study_configurations.py: the runs of a published study."""
 
 import json
 from pathlib import Path
 
 import pytest
 
+from megamoe.config import load_config
 from tests.support.tiny import tool
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
@@ -36,3 +37,23 @@ def test_every_list_of_published_numbers_is_taken(folder: str, capsys: pytest.Ca
     compared = {row.split()[0] for row in rows if row.endswith("%")}
     assert compared == json.loads(published.read_text()).keys()
     assert not [row for row in rows if folder == "recipes" and "deepseek_v3" in row and "+0.00 %" not in row]
+
+
+def test_the_configurations_of_a_study_are_written_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a run are what it was trained by; a results.json with another digest names the row."""
+    monkeypatch.chdir(EXAMPLES.parent)
+    command = tool("study_configurations")
+    results = json.loads(Path("docs/lab/tournament/results.json").read_text())
+    results["configurations"]["dense"] = "0" * 64
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    arguments = [str(tmp_path / "results.json"), str(tmp_path / "again")]
+    assert command.main(arguments) == 1
+    assert "\ndense: not the configuration of the results" in capsys.readouterr().out
+    names = {path.stem.rpartition("-")[0] for path in (tmp_path / "again/configurations").iterdir()}
+    assert {"dense", "top_2", "switch"} <= names
+    config = load_config(tmp_path / "again/configurations/top_2-1.yaml")
+    assert config.moe.router.selector.options.k == 2
+    assert command.main(["README.md", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith("error: README.md: no results.json of a study")

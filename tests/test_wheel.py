@@ -85,6 +85,4 @@ def test_an_installed_wheel_trains_with_its_compiled_kernels(tmp_path: Path) -> 
     assert "CPU kernels" in output and " compiled" in output
     assert len((work / "runs/a/metrics.jsonl").read_text().splitlines()) == 2
     assert "2 of 2" in run(programs / "megamoe", "status", "runs/a", cwd=work)
-    small = ["train.steps=2", "train.global_batch_size=1", "train.micro_batch_size=1", "evaluation.batches=1"]
-    assert "step 2/2" in run(programs / "megamoe", "demo", *small, cwd=work)
     assert "usage: python -m megamoe " in run(programs / "python", "-m", "megamoe", "--help", cwd=work)

@@ -1,1 +1,0 @@
-"""The first run on a new machine, from an installed package too."""
