@@ -163,7 +163,7 @@ test: $(STAMP)
 ON_RANKS := $(addprefix distributed/parity/,test_parity.py test_gradients.py test_dispatch.py)
 CORE_TESTS := $(addprefix tests/,config data kernels metrics moe model objectives optim parallel train validation $(ON_RANKS))
 test-core: $(STAMP)
-	$(PY) -m pytest $(CORE_TESTS) -n 3 --dist loadgroup --no-loadscope-reorder -m "not full" --most-ranks 2
+	$(PY) -m pytest $(CORE_TESTS) -n 3 --dist loadfile --no-loadscope-reorder -m "not full" --most-ranks 2
 
 # The tests nearest to what differs from the branch main, or from SINCE, within a minute.
 SINCE := main

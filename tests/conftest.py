@@ -83,11 +83,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(SlowTests(budget_s))
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put the files and folders of FIRST before all others, in which pytest's order stays.
-
-    With `--dist loadgroup` one worker has all tests on ranks, for which each would have to import everything.
-    """
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the files and folders of FIRST before all others, in which pytest's order stays."""
     places = {Path(__file__).parent / name: place for place, name in enumerate(FIRST)}
 
     @cache
@@ -95,13 +92,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return min(places.get(path, len(FIRST)) for path in (file, *file.parents))
 
     items.sort(key=lambda item: place(item.path))
-    if takes_groups(config):
-        for item in items:
-            item.add_marker(pytest.mark.xdist_group("ranks" if needs_ranks(item) else str(item.path)))
-
-
-def takes_groups(config: pytest.Config) -> bool:
-    return bool(config.getoption("dist", "no") == "loadgroup")
 
 
 def needs_ranks(item: pytest.Item) -> bool:
@@ -120,7 +110,7 @@ def _early_ranks(request: pytest.FixtureRequest) -> None:
 
     Not at the end of the collection: what ranks print would then be on the terminal.
     """
-    if not takes_groups(request.config) and any(map(needs_ranks, request.session.items)):
+    if any(map(needs_ranks, request.session.items)):
         from tests.support.ranks.pool import Pool
 
         Pool()
