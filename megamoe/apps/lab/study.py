@@ -256,9 +256,7 @@ class Study:
     remarks: list[str] = field(default_factory=list)  # below the claims, a paragraph each
     control: Name | None = None  # the row from which the differences of the others are shown
     compare: Distinct[Name] | None = None  # in these measures; default: in the first
-    bounds: dict[Name, Bound] = field(
-        default_factory=dict
-    )  # beyond which others do not compare: `claims.beyond`
+    bounds: dict[Name, Bound] = field(default_factory=dict)  # see `claims.beyond`
 
     @property
     def compared(self) -> list[str]:

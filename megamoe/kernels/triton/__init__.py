@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megamoe.kernels.experts.order import ends_of
-from megamoe.kernels.triton import adamw as optimizers
 from megamoe.kernels.triton import block, products, router, router_sums, rows
 from megamoe.kernels.triton import cross_entropy as losses
 from megamoe.kernels.triton import experts as ffn
@@ -61,4 +60,3 @@ class TritonKernels:
     gate_sums = staticmethod(router_sums.gate_sums)
     cross_entropy = staticmethod(losses.statistics)
     cross_entropy_backward = staticmethod(losses.gradient)
-    adamw = staticmethod(optimizers.adamw)

@@ -355,8 +355,7 @@ def _build_optimizer(
         from deepspeed.ops.adam import DeepSpeedCPUAdam
 
         del options["fused"]
-        decoupled = config.optimizer.name == "adamw"
-        return DeepSpeedCPUAdam(groups, adamw_mode=decoupled, **options)
+        return DeepSpeedCPUAdam(groups, adamw_mode=config.optimizer.name == "adamw", **options)
     if config.optimizer.name == "muon":
         return PartitionedMuon(groups, config.optimizer.muon, kernels=kernels, **options)
     return zero_optimizer(config.optimizer, groups, kernels)

@@ -58,14 +58,13 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "test_documents_remain_apart_under_context_parallelism": (CP,),
     "test_the_sinks_of_every_head_count_in_the_norm": (TP,),
     "test_a_replicated_weight_counts_once_in_the_norm": (TP,),
+    "test_the_experts_of_every_tensor_parallel_rank_count_in_the_norm": ("8 ranks",),  # EP and TP at ZeRO 0
     "test_the_gradients_of_head_norms_are_summed_without_sequence_parallelism": (TP,),
     "test_the_gradients_of_norms_are_summed_under_sequence_parallelism": (SP,),
     "test_the_gradient_of_a_shared_experts_gate_is_summed": (TP,),
     "test_a_gather_of_what_all_ranks_compute_alike_does_not_sum_gradients": (TP,),
-    "test_a_cross_entropy_over_shards_gets_shards": (TP,),
     "test_the_loss_of_tokens_trains_the_router_under_expert_parallelism": (EP,),
     "test_the_bias_balances_the_tokens_of_all_ranks": (ZERO_1,),
-    "test_the_bias_moves_once_in_a_step": (ZERO_1,),
     "test_gradients_of_different_slices_of_an_expert_do_not_mix": (ETP,),
     "test_the_slices_of_an_expert_add_its_bias_once": (ETP,),
     "test_context_parallelism_does_not_scale_a_loss": (CP,),
@@ -78,6 +77,11 @@ NOTICED: dict[str, tuple[str, ...]] = {
     "test_a_checkpoint_has_the_experts_of_every_rank": (EP,),
     "test_a_resumed_run_has_the_moments_of_its_experts": (ZERO_1,),
     "test_a_resumed_run_has_its_biases": (ZERO_1,),
+}
+# Those that end the run, and words of the reason.
+ENDED = {
+    "turn-recomputed": "Recomputed values",
+    "test_a_checkpoint_has_the_experts_of_every_rank": "does not make a checkpoint",
 }
 DEFECTS = {
     name: test
@@ -111,4 +115,4 @@ def test_a_fault_of_layouts_is_noticed(tmp_path: Path, name: str) -> None:
         [fault] = [fault for fault in FAULTS if fault.name == name]
         pool.edits = (Edit(fault.file.removesuffix(".py").replace("/", "."), fault.before, fault.after),)
     wrong, _, problem = Session(tree, tmp_path, pool, most_tries=0).compare(variant)
-    assert wrong, problem
+    assert ENDED[name] in problem if name in ENDED else wrong, problem
